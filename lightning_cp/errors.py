@@ -1,0 +1,21 @@
+"""Errors of our own. Each is also the built-in error a caller would expect, so `except ValueError` keeps working."""
+
+
+class ShapeError(ValueError):
+    """Tensors whose shapes, dtypes or lengths do not fit together."""
+
+
+class PlanError(ValueError):
+    """A plan that does not fit its model, or a model without a plan."""
+
+
+class KernelError(ValueError):
+    """An attention kernel that is unknown, or cannot compute what was asked of it."""
+
+
+class PeerMismatchError(RuntimeError):
+    """Ranks of one context group were given different data."""
+
+
+class InterceptionError(RuntimeError):
+    """A block ran on a shard without its attention passing through the engine: its result would be wrong."""
