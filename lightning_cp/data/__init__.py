@@ -1,0 +1,18 @@
+"""Data that every rank of a context group sees alike: one global order, keyed random numbers, small real data sets."""
+
+from lightning_cp.data.digits import Digits, MovingDigits, Scans, load_scans
+from lightning_cp.data.keyed_random import Stream, keyed_generator
+from lightning_cp.data.sampler import GlobalBatchSampler
+from lightning_cp.data.workers import WorkerSeed, worker_init_fn
+
+__all__ = [
+    "Digits",
+    "GlobalBatchSampler",
+    "MovingDigits",
+    "Scans",
+    "Stream",
+    "WorkerSeed",
+    "keyed_generator",
+    "load_scans",
+    "worker_init_fn",
+]

@@ -1,0 +1,125 @@
+"""One order of the data for every strategy, and each data rank's slice of it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import Sampler
+from typing_extensions import override
+
+from lightning_cp.data.keyed_random import Stream, keyed_generator
+
+
+class GlobalBatchSampler(Sampler[list[int]]):
+    """Yields this data rank's contiguous slice of each global batch.
+
+    The global batch is a function of (seed, epoch) alone, so that the same samples are seen at every degree of
+    parallelism: one process, eight ranks of one sample, or eight data ranks. A last batch that is not full is dropped.
+    Give it to a DataLoader as `batch_sampler`; all ranks of a context group take the same `data_rank`.
+
+    Args:
+        num_samples: in the data set.
+        batch_size: global, over all data ranks.
+        seed: of the order.
+        shuffle: else in order of index.
+        data_rank: index of this rank's context group (`strategy.data_rank`).
+        data_size: number of context groups (`strategy.data_size`).
+    Raises: ValueError: a batch that is larger than the data set, or that `data_size` does not divide.
+
+    >>> [batch for batch in GlobalBatchSampler(7, 4, shuffle=False, data_rank=1, data_size=2)]
+    [[2, 3]]
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        data_rank: int = 0,
+        data_size: int = 1,
+    ) -> None:
+        if data_size < 1 or not 0 <= data_rank < data_size:
+            raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
+        if not 1 <= batch_size <= num_samples:
+            raise ValueError(f"batch_size={batch_size} must be from 1 to the {num_samples} samples of the data set")
+        if batch_size % data_size:
+            raise ValueError(
+                f"batch_size={batch_size} is the global batch and must be a multiple of data_parallel={data_size}"
+            )
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.data_rank = data_rank
+        self.data_size = data_size
+        self._epoch = 0
+        self._start = 0  # the batch of this epoch that the next iteration begins with
+        self._yielded = 0  # batches of this epoch given out so far
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch."""
+        return self.num_samples // self.batch_size
+
+    @property
+    def first_index(self) -> int:
+        """Index in the global batch of this data rank's first sample."""
+        return self.data_rank * (self.batch_size // self.data_size)
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        order = self._order()
+        size = self.batch_size // self.data_size
+        start, self._start = self._start, 0
+        for batch in range(start, len(self)):
+            first = batch * self.batch_size + self.first_index
+            self._yielded = batch + 1
+            yield order[first : first + size]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order; the next iteration begins at the epoch's first batch."""
+        self._epoch, self._start, self._yielded = epoch, 0, 0
+
+    def seek(self, step: int) -> None:
+        """The next iteration begins with the batch of this step, counted from 0 over all epochs."""
+        self._epoch, self._start = divmod(step, len(self))
+        self._yielded = self._start
+
+    @property
+    def epoch(self) -> int:
+        """The epoch whose order is in use."""
+        return self._epoch
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Where the order stands.
+
+        Args:
+            step: batches consumed over all epochs. Without it, those given out: too many where workers fetch ahead.
+        """
+        position = self._epoch * len(self) + self._yielded if step is None else step
+        return {
+            "step": position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "batch_size": self.batch_size,
+            "num_samples": self.num_samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, at any data parallelism.
+
+        Raises: ValueError: the order is another one (seed, batch size or data set changed).
+        """
+        for name in ("seed", "shuffle", "batch_size", "num_samples"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} differs from the checkpoint's {name}={state[name]}: "
+                    "the data order cannot be continued; use the checkpoint's value or start a new run"
+                )
+        self.seek(int(state["step"]))
+
+    def _order(self) -> list[int]:
+        if not self.shuffle:
+            return list(range(self.num_samples))
+        generator = keyed_generator(self.seed, Stream.ORDER, step=self._epoch)
+        return [int(index) for index in generator.permutation(self.num_samples)]

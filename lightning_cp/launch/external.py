@@ -1,0 +1,47 @@
+"""Ranks that torchrun, SLURM or another launcher has started: this process is one of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from typing_extensions import override
+
+from lightning_cp.launch.job import Job, Launcher, Result
+from lightning_cp.launch.rank import failure_of, run_target
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where this process stands in a world that others started."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    ranks_per_node: int
+
+
+def external_place(environ: Mapping[str, str]) -> RankPlace | None:
+    """This process' place as its environment tells it, or None where no launcher started it."""
+    if "RANK" in environ and "WORLD_SIZE" in environ and "LOCAL_RANK" in environ:
+        size = int(environ["WORLD_SIZE"])
+        return RankPlace("torchrun", int(environ["RANK"]), size, int(environ.get("LOCAL_WORLD_SIZE", size)))
+    interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    tasks = int(environ.get("SLURM_NTASKS", "1"))
+    if "SLURM_PROCID" in environ and tasks > 1 and not interactive:
+        nodes = int(environ.get("SLURM_NNODES", "1"))
+        return RankPlace("SLURM", int(environ["SLURM_PROCID"]), tasks, tasks // nodes)
+    return None
+
+
+@dataclass(frozen=True)
+class ExternalLauncher(Launcher):
+    """Runs the job's target here, as the rank that this process is; the launcher that started it watches it."""
+
+    place: RankPlace
+
+    @override
+    def launch(self, job: Job) -> Result:
+        try:
+            run_target(job.target, job.config)
+        except Exception as error:
+            return Result(failure_of(error, self.place.rank))
+        return Result()

@@ -1,0 +1,92 @@
+"""What is launched, what comes of it, and the one interface in between."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum, unique
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a function on all ranks.
+
+    Args:
+        target: the function, as `package.module:function` or `/path/to/file.py:function`; it is called with the
+            configuration on every rank.
+        config: a resolved YAML file with that configuration.
+        world_size: ranks.
+        log_dir: where the output of all ranks but the first goes, and every rank's traceback.
+        threads: CPU threads a rank; 0 leaves the choice to the environment.
+        environment: variables for the ranks, on top of the launcher's own environment.
+    """
+
+    target: str
+    config: Path
+    world_size: int
+    log_dir: Path
+    threads: int = 0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@unique
+class FailureKind(StrEnum):
+    """How a rank ended."""
+
+    REFUSED = "refused"  # an error that says what the user can do: its message is enough
+    RAISED = "raised"  # any other exception: its traceback is needed
+    SIGNAL = "signal"
+    EXIT = "exit"
+    STOPPED = "stopped"  # the user, or a signal, stopped the launcher
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a job failed: the first cause, on the rank that had it."""
+
+    rank: int
+    kind: FailureKind
+    message: str
+    traceback: str = ""
+    exit_code: int = 1
+
+    def describe(self) -> str:
+        """The text for the user: one line, but for an unexpected exception."""
+        if self.kind is FailureKind.RAISED:
+            return f"{self.message} (rank {self.rank})\n\n{self.traceback.rstrip()}"
+        if self.kind is FailureKind.REFUSED:
+            return self.message
+        return self.message
+
+    def write(self, path: Path) -> None:
+        """Leaves the failure for the launcher; whole or not at all."""
+        scratch = path.with_suffix(".partial")
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        scratch.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "Failure":
+        """Reads what `write` left."""
+        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{**fields, "kind": FailureKind(fields["kind"])})
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a job."""
+
+    failure: Failure | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """For the process that launched it; 0 where all ranks ended well."""
+        return 0 if self.failure is None else self.failure.exit_code
+
+
+class Launcher(Protocol):
+    """Runs jobs, one after another. Holds nothing between two jobs, and leaves its own process as it was."""
+
+    def launch(self, job: Job) -> Result:
+        """Runs the job to its end. Returns with no rank left running."""
+        ...

@@ -1,0 +1,184 @@
+"""Starts the ranks of a job as processes of this machine, watches them, and takes them all down when one fails."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from typing_extensions import override
+
+from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lightning_cp.launch.rank import main; main(sys.argv[2])"
+_POLL_S = 0.05
+# A signal of these kinds comes from outside (or the machine ran out of memory): what other ranks then say is its effect.
+_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGINT, signal.SIGHUP})
+
+
+class StoppedBySignal(BaseException):
+    """The launcher's own process was told to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"stopped by signal {number} ({signal.Signals(number).name})")
+        self.number = number
+
+
+@dataclass(frozen=True)
+class LocalLauncher(Launcher):
+    """One process a rank, each in a session of its own, on a free port of the loopback.
+
+    Args:
+        settle_s: after the first failure, how long others may take to say what they saw; the first cause is told.
+        terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
+    """
+
+    settle_s: float = 0.5
+    terminate_s: float = 2.0
+
+    @override
+    def launch(self, job: Job) -> Result:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            reports = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
+            lifeline, held_end = os.pipe()
+            stack.callback(os.close, held_end)
+            stack.callback(os.close, lifeline)
+            ranks: list[subprocess.Popen[bytes]] = []
+            stack.callback(self._end_all, ranks)
+            try:
+                with _signals_raise():
+                    self._start(job, reports, lifeline, ranks)
+                    return self._watch(ranks, reports)
+            except StoppedBySignal as stop:
+                return Result(Failure(-1, FailureKind.STOPPED, str(stop), exit_code=128 + stop.number))
+
+    def _start(self, job: Job, reports: Path, lifeline: int, ranks: list[subprocess.Popen[bytes]]) -> None:
+        spec = reports / "job.json"
+        fields = {"target": job.target, "config": str(job.config), "reports": str(reports)}
+        spec.write_text(json.dumps({**fields, "log_dir": str(job.log_dir), "parent_pid": os.getpid()}))
+        port = _free_port()
+        command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(spec)]
+        for rank in range(job.world_size):
+            with ExitStack() as stack:
+                output = None  # the first rank speaks for all
+                if rank > 0:
+                    output = stack.enter_context((job.log_dir / f"rank_{rank}.log").open("wb"))
+                ranks.append(
+                    subprocess.Popen(
+                        command,
+                        env=_environment(job, rank, port, lifeline),
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        pass_fds=(lifeline,),
+                        start_new_session=True,
+                    )
+                )
+
+    def _watch(self, ranks: list[subprocess.Popen[bytes]], reports: Path) -> Result:
+        while True:
+            codes = [process.poll() for process in ranks]
+            if any(codes):
+                self._settle(ranks)
+                return Result(_first_cause([process.poll() for process in ranks], reports))
+            if all(code == 0 for code in codes):
+                return Result()
+            time.sleep(_POLL_S)
+
+    def _settle(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        deadline = time.monotonic() + self.settle_s
+        while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+            time.sleep(_POLL_S)
+
+    def _end_all(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+        for process in ranks:
+            _signal_group(process, signal.SIGTERM)
+        deadline = time.monotonic() + self.terminate_s
+        for process in ranks:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(process, signal.SIGKILL)
+        for process in ranks:
+            _signal_group(process, signal.SIGKILL)  # what the rank itself started, and left behind
+            process.wait()
+
+
+def _environment(job: Job, rank: int, port: int, lifeline: int) -> dict[str, str]:
+    environment = dict(os.environ)
+    if job.threads:
+        environment.setdefault("OMP_NUM_THREADS", str(job.threads))
+    return environment | {
+        **job.environment,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "NODE_RANK": "0",
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LIGHTNING_CP_LIFELINE": str(lifeline),
+    }
+
+
+def _first_cause(codes: list[int | None], reports: Path) -> Failure:
+    """The failure that the others followed from: a signal from outside, else the first report, else an exit code."""
+    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and -code in _OUTSIDE]
+    if killed:
+        return _signal_failure(killed[0], -(codes[killed[0]] or 0))
+    written = sorted(reports.glob("rank_*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if written:
+        return Failure.read(written[0])
+    rank = next(rank for rank, code in enumerate(codes) if code)
+    code = codes[rank] or 0
+    if code < 0:
+        return _signal_failure(rank, -code)
+    return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {code}", exit_code=code)
+
+
+def _signal_failure(rank: int, number: int) -> Failure:
+    message = f"rank {rank} was ended by signal {number} ({signal.Signals(number).name})"
+    return Failure(rank, FailureKind.SIGNAL, message, exit_code=128 + number)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # the group is empty
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def _signals_raise() -> Iterator[None]:
+    """Inside, signals that ask this process to end raise `StoppedBySignal`; handlers are put back after."""
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        raise StoppedBySignal(number)
+
+    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    try:
+        before = {number: signal.signal(number, stop) for number in wanted}
+    except ValueError:  # not the main thread: whoever owns it handles its signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,95 @@
+"""Class-conditioned denoisers around diffusers transformers.
+
+One module holds all that is trained, so that one wrapped module does the forward. Both take and give clips:
+`forward(noisy [b, c, f, h, w], times [b] in [0, 1], labels [b]) -> velocity [b, c, f, h, w]`, whole on every rank.
+"""
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+PatchSize = tuple[int, int, int]
+
+
+class ClassTokens(nn.Module):
+    """Text tokens of a class, learnt: labels [b] -> [b, tokens, dim]. The last class is "no condition".
+
+    At least two tokens: attention over one token is constant, and its projections would train on rounding noise.
+    """
+
+    def __init__(self, num_classes: int, num_tokens: int, dim: int) -> None:
+        super().__init__()
+        if num_tokens < 2:
+            raise ValueError(f"num_tokens={num_tokens} must be at least 2")
+        self.num_tokens, self.dim = num_tokens, dim
+        self.table = nn.Embedding(num_classes + 1, num_tokens * dim)
+
+    @override
+    def forward(self, labels: Tensor) -> Tensor:
+        tokens: Tensor = self.table(labels)
+        return tokens.view(-1, self.num_tokens, self.dim)
+
+
+class WanDenoiser(nn.Module):
+    """A Wan transformer (diffusers' WanTransformer3DModel) whose text tokens are learnt class tokens.
+
+    Args:
+        transformer: `in_channels` = `out_channels` = channels of the data; its `patch_size` divides the clip.
+        num_classes: without the "no condition" class.
+        num_tokens: text tokens a class.
+    """
+
+    def __init__(self, transformer: nn.Module, *, num_classes: int, num_tokens: int = 4) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.num_classes = num_classes
+        self.class_tokens = ClassTokens(num_classes, num_tokens, transformer.config.text_dim)
+
+    @override
+    def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        velocity: Tensor = self.transformer(
+            hidden_states=noisy,
+            timestep=times * 1000,
+            encoder_hidden_states=self.class_tokens(labels),
+            return_dict=False,
+        )[0]
+        return velocity
+
+
+class FluxDenoiser(nn.Module):
+    """A Flux transformer (diffusers' FluxTransformer2DModel) on patches of a clip; frames are its first position axis.
+
+    Args:
+        transformer: `in_channels` = channels of the data × pixels of a patch.
+        num_classes: without the "no condition" class.
+        patch_size: (frames, height, width) of a patch.
+        num_tokens: text tokens a class.
+    """
+
+    def __init__(
+        self, transformer: nn.Module, *, num_classes: int, patch_size: PatchSize = (1, 2, 2), num_tokens: int = 4
+    ) -> None:
+        super().__init__()
+        self.transformer = transformer
+        self.num_classes = num_classes
+        self.patch_size = tuple(patch_size)
+        self.class_tokens = ClassTokens(num_classes, num_tokens, transformer.config.joint_attention_dim)
+        self.class_pooled = nn.Embedding(num_classes + 1, transformer.config.pooled_projection_dim)
+
+    @override
+    def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        b, c, *size = noisy.shape
+        pf, ph, pw = self.patch_size
+        f, h, w = size[0] // pf, size[1] // ph, size[2] // pw
+        patches = noisy.view(b, c, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, f * h * w, -1)
+        axes = [torch.arange(n, device=noisy.device, dtype=torch.float32) for n in (f, h, w)]
+        velocity = self.transformer(
+            hidden_states=patches,
+            encoder_hidden_states=self.class_tokens(labels),
+            pooled_projections=self.class_pooled(labels),
+            timestep=times,
+            img_ids=torch.cartesian_prod(*axes),
+            txt_ids=torch.zeros(self.class_tokens.num_tokens, 3, device=noisy.device),
+            return_dict=False,
+        )[0]
+        return velocity.view(b, f, h, w, c, pf, ph, pw).permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(noisy.shape)

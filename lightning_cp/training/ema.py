@@ -1,0 +1,63 @@
+"""An exponential moving average of a module's weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class WeightAverage:
+    """Averages the parameters of a module; float32 where the module is in lower precision.
+
+    Each rank keeps its own copy: the weights are equal on all ranks, so the averages are too.
+
+    Args:
+        module: whose parameters are averaged; its buffers are left alone.
+        decay: a step's weight of the past, reached gradually: at step n at most (1 + n) / (10 + n).
+    """
+
+    def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay={decay} must be at least 0 and less than 1")
+        self.decay = decay
+        self._average = {name: _wide(p.detach()).clone() for name, p in module.named_parameters()}
+
+    @torch.no_grad()
+    def update(self, module: nn.Module, *, step: int) -> None:
+        """Takes in the weights after the step with this number, counted from 1."""
+        keep = min(self.decay, (1 + step) / (10 + step))
+        parameters = dict(module.named_parameters())
+        averages = list(self._average.values())
+        torch._foreach_lerp_(averages, [_wide(parameters[name].detach()) for name in self._average], 1 - keep)
+
+    @contextmanager
+    def swapped_in(self, module: nn.Module) -> Iterator[None]:
+        """The module has the averaged weights inside the context, and its own again after it."""
+        parameters = dict(module.named_parameters())
+        own = {name: parameters[name].detach().clone() for name in self._average}
+        try:
+            _copy(self._average, parameters)
+            yield
+        finally:
+            _copy(own, parameters)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The averages, by parameter name."""
+        return dict(self._average)
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes averages that `state_dict` gave. Raises: KeyError, RuntimeError: names or shapes differ."""
+        if state.keys() != self._average.keys():
+            raise KeyError(f"averaged weights differ in names: {sorted(state.keys() ^ self._average.keys())[:5]}")
+        _copy(state, self._average)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
+@torch.no_grad()
+def _copy(source: dict[str, Tensor], target: dict[str, Tensor] | dict[str, nn.Parameter]) -> None:
+    for name, value in source.items():
+        target[name].copy_(value)

@@ -1,0 +1,69 @@
+"""Noise, times and drop-out decisions that are equal on all ranks of a context group.
+
+Row i of each result is a function of (seed, step, first_index + i) and of nothing else: not of the number of ranks, the
+device or what was drawn before. Drawn on the CPU, on the whole sequence; the wrapped model splits it with its input.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_cp.data import Stream, keyed_generator
+
+DeviceLike = torch.device | str | None
+
+
+def sample_noise(
+    shape: Sequence[int],
+    *,
+    seed: int,
+    step: int,
+    first_index: int = 0,
+    stream: int = Stream.NOISE,
+    device: DeviceLike = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Standard normal noise, one keyed draw a row.
+
+    Args:
+        shape: of this data rank's part of the batch, rows first.
+        seed: of the run.
+        step: of training.
+        first_index: index in the global batch of the first row (`GlobalBatchSampler.first_index`).
+        stream: what the noise is for, where one step needs several.
+        device: where the result goes.
+        dtype: of the result; drawn in float32.
+
+    >>> whole = sample_noise((4, 3), seed=0, step=7)
+    >>> torch.equal(whole[2:], sample_noise((2, 3), seed=0, step=7, first_index=2))
+    True
+    """
+    rows = np.empty(tuple(shape), dtype=np.float32)
+    for row in range(rows.shape[0]):
+        generator = keyed_generator(seed, stream, step=step, index=first_index + row)
+        rows[row] = generator.standard_normal(rows.shape[1:], dtype=np.float32)
+    return torch.from_numpy(rows).to(device=device, dtype=dtype)
+
+
+def sample_uniform(
+    rows: int, *, seed: int, step: int, first_index: int = 0, stream: int, device: DeviceLike = None
+) -> Tensor:
+    """One number in [0, 1) a row, float32. Arguments as in `sample_noise`."""
+    drawn = [keyed_generator(seed, stream, step=step, index=first_index + row).random() for row in range(rows)]
+    return torch.tensor(drawn, dtype=torch.float32, device=device)
+
+
+def sample_times(rows: int, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None) -> Tensor:
+    """Times in (0, 1) of flow matching, logit-normal (Esser et al., arXiv:2403.03206), [rows]."""
+    normal = sample_noise((rows,), seed=seed, step=step, first_index=first_index, stream=Stream.TIME, device=device)
+    return torch.sigmoid(normal)
+
+
+def sample_dropped(
+    rows: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None
+) -> Tensor:
+    """Which rows train without their condition, for classifier-free guidance; bool [rows]."""
+    drawn = sample_uniform(rows, seed=seed, step=step, first_index=first_index, stream=Stream.DROP, device=device)
+    return drawn < probability
