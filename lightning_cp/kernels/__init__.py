@@ -1,0 +1,19 @@
+"""Attention over one (q, k, v) on one device: backends behind one protocol, and the choice between them."""
+
+from lightning_cp.kernels.choice import KERNEL_NAMES, check_kernel, choose_kernel, kernel_of_backend
+from lightning_cp.kernels.local import attend, attend_backward, wide_dtype
+from lightning_cp.kernels.protocol import Grads, Kernel, Part, PartGrad
+
+__all__ = [
+    "KERNEL_NAMES",
+    "Grads",
+    "Kernel",
+    "Part",
+    "PartGrad",
+    "attend",
+    "attend_backward",
+    "check_kernel",
+    "choose_kernel",
+    "kernel_of_backend",
+    "wide_dtype",
+]

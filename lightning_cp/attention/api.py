@@ -1,0 +1,168 @@
+"""`context_parallel_attention`: attention over tokens that several ranks hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.operator import attention
+from lightning_cp.config import ContextParallelConfig, context_config
+from lightning_cp.errors import ShapeError
+from lightning_cp.mesh import groups_for
+
+
+@overload
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    parallel_config: object,
+    q_lengths: Sequence[int] | None = ...,
+    kv_lengths: Sequence[int] | None = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    parallel_config: object,
+    q_lengths: Sequence[int] | None = ...,
+    kv_lengths: Sequence[int] | None = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    parallel_config: object,
+    q_lengths: Sequence[int] | None = None,
+    kv_lengths: Sequence[int] | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`F.scaled_dot_product_attention` over the tokens of all ranks of a context group, each holding some.
+
+    The global order of tokens is rank order. Local lengths may differ between ranks, be 0, and differ between query
+    and key.
+
+    Args:
+        query: [batch, seq_local, heads, head_dim].
+        key, value: [batch, keys_local, kv_heads, head_dim]; kv_heads divides heads (`enable_gqa`).
+        attn_mask: bool (True = attend) or additive, where values <= finfo(dtype).min / 2 mean never.
+            [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: of the local keys, travels with them.
+            [batch or 1, heads or 1, seq_local or 1, keys of all ranks]: rows of the local queries.
+            Presence, dtype and kind are the same on all ranks. It cannot require grad.
+        dropout_p: must be 0: dropout of attention weights is not computed.
+        is_causal: a query sees keys up to its own global position; with a mask both hold.
+        scale: of the scores; None: head_dim ** -0.5.
+        enable_gqa: allow kv_heads < heads.
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
+        q_lengths, kv_lengths: seq_local and keys_local of every rank of the context group; given, they save an
+            exchange of sizes (and a host synchronisation) for each call.
+        return_lse: return the log-sum-exp too.
+    Returns: out [batch, seq_local, heads, head_dim] in the inputs' dtype, contiguous; with `return_lse` also lse
+        [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query that may attend to no key: out
+        0, lse -inf, no gradient.
+    Raises:
+        ValueError: dropout; shapes, dtypes, lengths or masks that do not fit; a kernel that cannot compute this.
+        TypeError: parallel_config or a length of a wrong kind.
+    Ranks: all of the context group. Communication by rank and call, n ranks, b batch, s tokens a rank, h query heads, g
+        kv heads, d head size, e bytes an element, even lengths, no mask:
+        ring of n, forward: (n - 1) packets, (n - 1) 2 b s g d e bytes; backward: 2 (n - 1) packets, as many bytes for
+        K and V again, and (n - 1) 2 b s g d w for their gradients, w = 4 with convert_to_fp32 (8 for float64), else e.
+        Ulysses of n: 2 collectives forward, b s (2 h + 2 g) d e (n - 1) / n bytes, 2 backward, the same; with lse
+        4 or 8 bytes more for each token and query head, where it is used.
+        unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
+    Gradient: exact for query, key and value, through both results.
+    Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
+        arXiv:2405.07719 (unified).
+    """
+    config = context_config(parallel_config)
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
+    groups = groups_for(config)
+    sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+    return attend_across(
+        *(query, key, value, attn_mask),
+        causal=is_causal,
+        scale=scale,
+        grouped=enable_gqa,
+        lengths=(sizes[0], sizes[1]),
+        groups=groups.name,
+        config=config,
+        kernel="auto",
+        return_lse=return_lse,
+    )
+
+
+def attend_across(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    lengths: tuple[list[int], list[int]],
+    groups: str,
+    config: ContextParallelConfig,
+    kernel: str,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`context_parallel_attention` with its settings resolved, for the engine: traceable, no look-ups.
+
+    lengths: of queries and keys on every rank, empty where not known; groups: `Groups.name`; kernel: a name.
+    """
+    if query.shape[2] != key.shape[2] and not grouped:
+        raise ShapeError(
+            f"{query.shape[2]} query heads but {key.shape[2]} key heads: pass enable_gqa=True to group them"
+        )
+    if mask is not None and mask.ndim == 2:
+        if mask.shape != key.shape[:2]:
+            raise ShapeError(
+                f"attn_mask {tuple(mask.shape)} with 2 dims must be [batch, keys_local] = {tuple(key.shape[:2])}"
+            )
+        mask = mask[:, None, None, :]
+    device = query.device.type
+    if query.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    out, lse, *_ = attention(
+        *(query, key, value, mask, causal, query.shape[3] ** -0.5 if scale is None else float(scale)),
+        *(*lengths, groups, config.rotate_method, config.convert_to_fp32, kernel, return_lse),
+    )
+    return (out, lse) if return_lse else out
+
+
+def _lengths(name: str, lengths: Sequence[int] | None) -> list[int]:
+    if lengths is None:
+        return []
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
+        raise TypeError(f"{name}={lengths!r} must hold one int for each rank of the context group")
+    return list(lengths)

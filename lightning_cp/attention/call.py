@@ -1,0 +1,205 @@
+"""One attention call: its settings, the checks of its tensors, and what all ranks know of each other's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.ring import Ring
+from lightning_cp.attention.ulysses import Ulysses, share_heads
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.errors import PeerMismatchError, ShapeError
+from lightning_cp.kernels import choose_kernel
+from lightning_cp.mesh import Groups
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a call is told beside its tensors."""
+
+    causal: bool
+    scale: float
+    kernel: str
+    rotate_method: str
+    wide: bool
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of each rank of the context group, in rank order, and how a mask belongs to them.
+
+    Attributes:
+        mask_kind: "keys", "rows" or "" (see `Ring`). mask_rows: rows of each rank's mask.
+    """
+
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    mask_kind: str = ""
+    mask_rows: tuple[int, ...] = ()
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: Groups, settings: Settings) -> None:
+    """Refuse what no rank could compute. Raises: ShapeError, KernelError."""
+    shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
+    if not q.ndim == k.ndim == v.ndim == 4:
+        raise ShapeError(f"{shapes}: each must be [batch, seq_local, heads, head_dim]")
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES[:4]:
+        raise ShapeError(
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: query, key and value must share one, of {_DTYPES[:4]}"
+        )
+    if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape != v.shape or q.shape[3] != k.shape[3]:
+        raise ShapeError(f"{shapes}: batch and head size must agree, and key and value have one shape")
+    hq, hk, ulysses = q.shape[2], k.shape[2], groups.context_shape[1]
+    if hk == 0 or hq % hk:
+        raise ShapeError(f"{shapes}: {hq} query heads cannot share {hk} key heads evenly")
+    if hq < ulysses:
+        raise ShapeError(
+            f"ulysses_degree={ulysses} needs at least as many query heads, but there are {hq}: "
+            f"use ulysses_degree<={hq}, and ring_degree for the rest"
+        )
+    if mask is not None:
+        if mask.ndim != 4 or mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in (1, hq):
+            raise ShapeError(f"attn_mask {tuple(mask.shape)} does not fit {shapes}: {_MASKS}")
+        if mask.dtype not in _DTYPES:
+            raise ShapeError(f"attn_mask has dtype {mask.dtype}; it must be bool (True = attend) or a float to add")
+        if mask.requires_grad:
+            raise ShapeError("attn_mask requires grad, which is not computed: detach it")
+    choose_kernel(settings.kernel, q, mask)
+
+
+_MASKS = (
+    "a mask is [batch, keys_local], or [batch or 1, heads or 1, 1, keys_local] (travels with its keys), or "
+    "[batch or 1, heads or 1, queries_local or 1, keys_of_all_ranks] (rows of the local queries)"
+)
+
+
+def agree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    q_lengths: list[int],
+    kv_lengths: list[int],
+    groups: Groups,
+    settings: Settings,
+) -> Lengths:
+    """Every rank's lengths and the kind of mask: from the arguments where they settle it, else from an exchange.
+
+    Args: q_lengths, kv_lengths: of each rank of the context group; empty: not known.
+    Ranks: all of `groups.context` where an exchange is due (lengths missing, or a mask whose kind the lengths leave
+        open on some rank). Raises: ShapeError on a rank that was given what does not fit; PeerMismatchError on the
+        others if they exchange.
+    """
+    rank, size = groups.context_rank, groups.context_size
+    own_q, own_k = q.shape[1], k.shape[1]
+    if size == 1:
+        q_lengths, kv_lengths = [own_q], [own_k]
+    for name, lengths, own in (("q_lengths", q_lengths, own_q), ("kv_lengths", kv_lengths, own_k)):
+        if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != own):
+            raise ShapeError(
+                f"{name}={lengths} does not fit: it must hold one length for each of the {size} ranks of the context "
+                f"group, and {own} for this one (rank {rank})"
+            )
+    known = bool(q_lengths) and bool(kv_lengths)
+    if known and (mask is None or size == 1 or not _undecided(q_lengths, kv_lengths)):
+        check_tensors(q, k, v, mask, groups=groups, settings=settings)
+        lengths_ = Lengths(tuple(q_lengths), tuple(kv_lengths))
+        if mask is None:
+            return replace(lengths_, mask_rows=(0,) * size)
+        kind = _kinds(mask.shape[2], mask.shape[3], own_q, own_k, sum(kv_lengths))
+        if not kind:
+            raise ShapeError(
+                f"attn_mask {tuple(mask.shape)} does not fit q_lengths={q_lengths}, {kv_lengths=}: {_MASKS}"
+            )
+        rows = tuple(1 for _ in q_lengths) if kind[0] == "keys" or mask.shape[2] == 1 else tuple(q_lengths)
+        return replace(lengths_, mask_kind=kind[0], mask_rows=rows)
+    return _exchange(q, k, v, mask, groups=groups, settings=settings)
+
+
+def _undecided(q_lengths: list[int], kv_lengths: list[int]) -> bool:
+    """Whether a mask's kind may look different from different ranks: one has all keys, or a single query."""
+    return sum(kv_lengths) in kv_lengths or 1 in q_lengths
+
+
+def _kinds(rows: int, columns: int, own_q: int, own_k: int, all_k: int) -> list[str]:
+    kinds = ["keys"] if rows == 1 and columns == own_k else []
+    return [*kinds, "rows"] if columns == all_k and rows in (1, own_q) else kinds
+
+
+def _exchange(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: Groups, settings: Settings) -> Lengths:
+    """All ranks tell their shapes, and whether they accept their own: bad input on one is an error on all."""
+    refused: ValueError | None = None
+    try:
+        check_tensors(q, k, v, mask, groups=groups, settings=settings)
+        shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal)]
+        mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
+        signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
+    except ValueError as error:
+        refused, signature = error, [0] * 14
+    assert groups.context is not None, "a context group of one knows its lengths"
+    everyone = all_gather_ints(signature, group=groups.context)
+    if refused is not None:
+        raise refused
+    bad = [rank for rank, theirs in enumerate(everyone) if not theirs[0]]
+    if bad:
+        raise PeerMismatchError(f"rank(s) {bad} of the context group refused their arguments: see their errors")
+    if any(theirs[5:] != signature[5:] for theirs in everyone):
+        listing = "; ".join(f"rank {rank}: {theirs[5:]}" for rank, theirs in enumerate(everyone))
+        raise PeerMismatchError(
+            "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
+            f"heads, head size, key heads, dtype, causal): {listing}"
+        )
+    lengths = Lengths(*(tuple(theirs[i] for theirs in everyone) for i in (1, 2)))
+    if mask is None:
+        return replace(lengths, mask_rows=(0,) * len(everyone))
+    options = [_kinds(rows, columns, sq, sk, sum(lengths.key)) for _, sq, sk, rows, columns, *_ in everyone]
+    kinds = [kind for kind in ("keys", "rows") if all(kind in option for option in options)]
+    if not kinds:
+        raise ShapeError(
+            f"attn_mask (rows, columns) by rank {[tuple(theirs[3:5]) for theirs in everyone]} do not fit "
+            f"q_lengths={lengths.query}, kv_lengths={lengths.key}: {_MASKS}"
+        )
+    return replace(lengths, mask_kind=kinds[0], mask_rows=tuple(theirs[3] for theirs in everyone))
+
+
+def ring_of(lengths: Lengths, *, groups: Groups, settings: Settings) -> Ring:
+    """The ring attention of a call: chunks are what a Ulysses group holds together."""
+    rings, ulysses = groups.context_shape
+
+    def chunk_lengths(local: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(sum(local[i * ulysses : (i + 1) * ulysses]) for i in range(rings))
+
+    starts = [0, *accumulate(chunk_lengths(lengths.query))]
+    return Ring(
+        group=groups.ring,
+        q_start=starts[groups.ring_rank],
+        kv_lengths=chunk_lengths(lengths.key),
+        mask_kind=lengths.mask_kind,
+        causal=settings.causal,
+        scale=settings.scale,
+        kernel=settings.kernel,
+        rotate_method=settings.rotate_method,
+        wide=settings.wide,
+    )
+
+
+def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: Groups) -> Ulysses | None:
+    """The Ulysses exchange of a call; None for degree 1."""
+    if groups.ulysses is None:
+        return None
+    degree = groups.context_shape[1]
+    own = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
+    return Ulysses(
+        group=groups.ulysses,
+        shares=tuple(share_heads(hq, hk, degree)),
+        q_lengths=lengths.query[own],
+        kv_lengths=lengths.key[own],
+        mask_kind=lengths.mask_kind,
+        mask_rows=lengths.mask_rows[own],
+    )

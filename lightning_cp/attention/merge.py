@@ -1,0 +1,35 @@
+"""The merge of partial attentions, the only one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.errors import ShapeError
+from lightning_cp.kernels import Part
+
+
+def merge(a: Part, b: Part) -> Part:
+    """Attention over two disjoint sets of keys, from attention over each.
+
+    w = sigmoid(lse_b - lse_a);  out = out_a + w (out_b - out_a);  lse = log(exp(lse_a) + exp(lse_b))
+
+    Args:
+        a: out [b, s, h, d], lse [b, s, h] (nats); lse -inf where a has no key (both so: out 0, lse -inf).
+            Its `out` is reused.
+        b: the same shapes.
+    Returns: the part over the union, in a's dtypes.
+    Raises: ShapeError: the shapes differ.
+    Source: Milakov and Gimelshein, arXiv:1805.02867.
+    """
+    if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
+        raise ShapeError(f"parts of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)} cannot be merged")
+    difference = torch.nan_to_num(b.lse - a.lse, nan=0.0)  # -inf - -inf: both parts are 0, so any weight does
+    weight = difference.sigmoid_().unsqueeze(-1).to(a.out.dtype)
+    return Part(a.out.lerp_(b.out.to(a.out.dtype), weight), torch.logaddexp(a.lse, b.lse))
+
+
+def accumulator(part: Part, dtype: torch.dtype) -> Part:
+    """`part` as the first of a merge: `out` in `dtype`, and the caller's to overwrite."""
+    out: Tensor = part.out.to(dtype, memory_format=torch.contiguous_format)
+    return Part(out, part.lse.contiguous())

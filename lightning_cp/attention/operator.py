@@ -1,0 +1,200 @@
+"""Attention as two operators PyTorch knows: forward and backward, for eager, compiled and replayed code alike.
+
+All collectives of one attention happen inside one operator, so that a compiler cannot reorder or drop some of them.
+Process groups are named by string; see `mesh.groups_by_name`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.call import Lengths, Settings, agree, check_tensors, ring_of, ulysses_of
+from lightning_cp.attention.ring import ring_backward, ring_forward
+from lightning_cp.attention.ulysses import (
+    grads_to_tokens,
+    part_to_tokens,
+    queries_to_heads,
+    share_heads,
+    tokens_to_heads,
+)
+from lightning_cp.errors import ShapeError
+from lightning_cp.kernels import Part, PartGrad, wide_dtype
+from lightning_cp.mesh import Groups, groups_by_name
+
+# What forward keeps for backward beside out and lse: with Ulysses the exchanged q, k, v, mask, out and lse (empty
+# tensors otherwise, since then the inputs and results themselves serve), and the agreed lengths on the host.
+_Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+@torch.library.custom_op("lightning_cp::attention", mutates_args=())
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    q_lengths: list[int],
+    kv_lengths: list[int],
+    groups: str,
+    rotate_method: str,
+    wide: bool,
+    kernel: str,
+    with_lse: bool,
+) -> _Forward:
+    """Forward. query [b, s_local, hq, d] -> out, the same; lse [b, s_local, hq] (empty unless `with_lse` or needed)."""
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    lengths = agree(
+        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=group, settings=settings
+    )
+    ring = ring_of(lengths, groups=group, settings=settings)
+    ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
+    agreed = _encode(lengths)
+    if ulysses is None:
+        part = ring_forward(query, key, value, mask, ring=ring)
+        none = [query.new_empty(0) for _ in range(6)]
+        return part.out.contiguous(), part.lse.contiguous(), *none, agreed  # type: ignore[return-value]
+    q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
+    part = ring_forward(q, k, v, m, ring=ring)
+    out, lse = part_to_tokens(part, with_lse=with_lse, to=ulysses)
+    saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
+    return out, lse, *saved, agreed
+
+
+@attention.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    q_lengths: list[int],
+    kv_lengths: list[int],
+    groups: str,
+    rotate_method: str,
+    wide: bool,
+    kernel: str,
+    with_lse: bool,
+) -> _Forward:
+    group = groups_by_name(groups)
+    check_tensors(query, key, value, mask, groups=group, settings=Settings(causal, scale, kernel, rotate_method, wide))
+    lse_dtype = wide_dtype(query.dtype)
+    out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
+    agreed = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
+    degree = group.context_shape[1]
+    if degree == 1:
+        return out, lse, *[query.new_empty(0) for _ in range(6)], agreed  # type: ignore[return-value]
+    if not (q_lengths and kv_lengths):
+        raise ShapeError("torch.compile with ulysses_degree > 1 needs q_lengths and kv_lengths: sizes must be known")
+    own = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
+    sq, sk = sum(q_lengths[own]), sum(kv_lengths[own])
+    share = share_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
+    b, _, _, d = query.shape
+    hq, hk = share.q_stop - share.q_start, share.k_stop - share.k_start
+    hk = hq if share.ragged is not None else hk
+    q, k = query.new_empty(b, sq, hq, d), key.new_empty(b, sk, hk, d)
+    m = query.new_empty(0)
+    if mask is not None:
+        heads = 1 if mask.shape[1] == 1 else hq
+        of_keys = mask.shape[2] == 1 and mask.shape[3] == key.shape[1]
+        m = mask.new_empty(mask.shape[0], heads, *((1, sk) if of_keys else (sq, mask.shape[3])))
+    saved = (q, k, torch.empty_like(k), m, torch.empty_like(q), q.new_empty(b, sq, hq, dtype=lse_dtype))
+    return out, lse if with_lse else lse.new_empty(0), *saved, agreed
+
+
+@torch.library.custom_op("lightning_cp::attention_backward", mutates_args=())
+def attention_backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: list[Tensor],
+    mask: Tensor | None,
+    agreed: Tensor,
+    key_shape: list[int],
+    causal: bool,
+    scale: float,
+    groups: str,
+    rotate_method: str,
+    wide: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Backward. grad_out [b, s_local, hq, d] -> dq, dk, dv in the inputs' shapes; grad_lse is None if lse was not used.
+
+    saved: q, k, v, out, lse as the ring saw them; `mask` likewise; key_shape: of the key given to forward.
+    """
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    lengths = _decode(agreed, group)
+    q, k, v, out, lse = saved
+    ring = ring_of(lengths, groups=group, settings=settings)
+    ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
+    if ulysses is None:
+        grads = ring_backward(PartGrad(grad_out, grad_lse), q, k, v, Part(out, lse), mask, ring=ring)
+    else:
+        grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
+        part_grad = PartGrad(grad[0], None if grad_lse is None else grad[1])
+        grads = ring_backward(part_grad, q, k, v, Part(out, lse), mask, ring=ring)
+        grads = grads_to_tokens(grads, key_shape[2], to=ulysses)
+    return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
+
+
+@attention_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    saved: list[Tensor],
+    mask: Tensor | None,
+    agreed: Tensor,
+    key_shape: list[int],
+    causal: bool,
+    scale: float,
+    groups: str,
+    rotate_method: str,
+    wide: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = saved[0].dtype
+    return grad_out.new_empty(grad_out.shape, dtype=dtype), *(
+        grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2)
+    )  # type: ignore[return-value]
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Forward) -> None:
+    query, key, value, mask, causal, scale, _, _, groups, rotate_method, wide, kernel, _ = inputs
+    out, lse, *kept, agreed = output
+    if kept[0].ndim == 4:
+        q, k, v, m, part_out, part_lse = kept
+        saved = (q, k, v, part_out, part_lse)
+        seen = m if m.ndim == 4 else None
+    else:
+        saved, seen = (query, key, value, out, lse), mask
+    ctx.mark_non_differentiable(*kept, agreed)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved, seen, agreed)
+    ctx.key_shape, ctx.out_shape = list(key.shape), list(out.shape)
+    ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    *saved, mask, agreed = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = saved[0].new_zeros(ctx.out_shape)
+    grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
+    return *grads, *[None] * 10
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _encode(lengths: Lengths) -> Tensor:
+    kind = ("", "keys", "rows").index(lengths.mask_kind)
+    return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64)
+
+
+def _decode(agreed: Tensor, groups: Groups) -> Lengths:
+    kind, *numbers = agreed.tolist()
+    size = groups.context_size
+    query, key, rows = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))
+    return Lengths(query, key, ("", "keys", "rows")[kind], rows)

@@ -1,0 +1,60 @@
+"""Several tensors in one flat buffer of bytes, so that what belongs together travels together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT_BYTES = 16  # every piece starts where any dtype may
+
+
+class Piece(NamedTuple):
+    """Shape and dtype of one tensor in a packet."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Layout = Sequence[Piece]
+
+
+def layout_of(tensors: Sequence[Tensor]) -> Layout:
+    """The layout in which `pack` puts `tensors`."""
+    return [Piece(tuple(x.shape), x.dtype) for x in tensors]
+
+
+def packet_bytes(layout: Layout) -> int:
+    """Bytes of a packet: each piece rounded up to 16."""
+    return sum(_padded(piece.size_bytes) for piece in layout)
+
+
+def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """Copy `tensors` into one buffer, uint8 [packet_bytes]; `out` is used if given."""
+    layout = layout_of(tensors)
+    if out is None:
+        out = torch.empty(packet_bytes(layout), dtype=torch.uint8, device=tensors[0].device)
+    for view, x in zip(unpack(out, layout), tensors, strict=True):
+        view.copy_(x)
+    return out
+
+
+def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
+    """Contiguous views into `buffer` [packet_bytes], one for each piece."""
+    views, start = [], 0
+    for piece in layout:
+        views.append(buffer[start : start + piece.size_bytes].view(piece.dtype).view(piece.shape))
+        start += _padded(piece.size_bytes)
+    return views
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -1,0 +1,92 @@
+"""The three ways in which bytes move between ranks. Everything above is built on these, and tests count them.
+
+gloo moves host memory only, so buffers on another device pass through the host there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass
+class Pending:
+    """A transfer under way; buffers may be read (received) or reused (sent) after `wait`."""
+
+    works: list[dist.Work] = field(default_factory=list)
+    landings: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, where it belongs)
+    held: list[Tensor] = field(default_factory=list)
+
+    def wait(self) -> None:
+        """Block until done (on CUDA with NCCL: make the current stream wait)."""
+        for work in self.works:
+            work.wait()
+        for host, device in self.landings:
+            device.copy_(host)
+        self.works, self.landings, self.held = [], [], []
+
+
+def exchange(
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, group: dist.ProcessGroup
+) -> Pending:
+    """Start sending to and receiving from peers (ranks within `group`); empty buffers are left out.
+
+    Ranks: each peer with the matching calls, in the same order.
+    """
+    pending = Pending()
+    operations: list[dist.P2POp] = []
+    for peer, buffer in sends:
+        if buffer.numel():
+            pending.held.append(_host(buffer, group))
+            operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
+    for peer, buffer in receives:
+        if buffer.numel():
+            landing = _landing(buffer, group)
+            if landing is not buffer:
+                pending.landings.append((landing, buffer))
+            operations.append(dist.P2POp(dist.irecv, landing, group=group, group_peer=peer))
+    if operations:
+        pending.works = dist.batch_isend_irecv(operations)
+    return pending
+
+
+def all_to_all(
+    outgoing: Tensor, receive_bytes: list[int], send_bytes: list[int], *, group: dist.ProcessGroup
+) -> Tensor:
+    """One packet to and from every rank: uint8 [sum(send_bytes)] -> [sum(receive_bytes)].
+
+    Ranks: all of `group`.
+    """
+    incoming = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=outgoing.device)
+    landing = _landing(incoming, group)
+    dist.all_to_all_single(landing, _host(outgoing, group), receive_bytes, send_bytes, group=group)
+    return incoming if landing is incoming else incoming.copy_(landing)
+
+
+def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:
+    """A short list of ints from every rank of `group`, in rank order. Synchronises the host.
+
+    Ranks: all of `group`.
+    """
+    on_gpu = dist.get_backend(group) == "nccl"
+    mine = torch.tensor(values, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    everyone = mine.new_empty(dist.get_world_size(group) * len(values))
+    dist.all_gather_single(everyone, mine, group=group)
+    gathered: list[list[int]] = everyone.view(-1, len(values)).tolist()
+    return gathered
+
+
+def _staged(buffer: Tensor, group: dist.ProcessGroup) -> bool:
+    return buffer.device.type != "cpu" and dist.get_backend(group) == "gloo"
+
+
+def _host(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return buffer.cpu() if _staged(buffer, group) else buffer
+
+
+def _landing(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+    return torch.empty_like(buffer, device="cpu") if _staged(buffer, group) else buffer

@@ -1,0 +1,188 @@
+"""Settings of context parallelism: frozen, checked when made, the same names as diffusers'.
+
+What is built from them (meshes, groups) lives in `mesh.py`. Nothing here imports torch at run time, so a bad
+setting is refused before anything slow begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+RotateMethod = Literal["allgather", "alltoall"]
+ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
+
+_DIFFUSERS_MODULE = "diffusers.models._modeling_parallel"
+_WAY_OUT = (
+    "lightning_cp's settings are frozen and carry no run-time state, so diffusers' enable_parallelism and "
+    "from_pretrained(parallel_config=...) cannot use them; call "
+    "lightning_cp.apply_context_parallel(model, config) on the loaded model instead"
+)
+
+
+@dataclass(frozen=True)
+class ContextParallelConfig:
+    """How the tokens of one sample are spread over ranks, and how attention reaches the other ranks' tokens.
+
+    Field names, defaults and meaning are those of `diffusers.ContextParallelConfig`.
+
+    Args:
+        ring_degree: ranks around which K and V pass; None is 1, or what `mesh` says.
+        ulysses_degree: ranks that exchange tokens for heads; None is 1, or what `mesh` says.
+        convert_to_fp32: merge partial results in float32 (float64 stays float64); off: in the inputs' dtype.
+        rotate_method: "allgather" fetches all remote K/V at once; "alltoall" passes them from neighbour to
+            neighbour and never holds more than two remote chunks. Results and gradients are the same.
+        mesh: a DeviceMesh with axes `ring` before `ulysses`, others beside them as you like.
+        ulysses_anything: accepted as diffusers does; uneven lengths and heads simply work, so it changes nothing.
+        ring_anything: as `ulysses_anything`.
+
+    Raises:
+        ValueError: a degree below 1, an unknown `rotate_method`, a mesh without the axes, in the wrong order, or
+            contradicting a degree.
+        TypeError: an argument of a wrong kind.
+    """
+
+    ring_degree: int | None = None
+    ulysses_degree: int | None = None
+    convert_to_fp32: bool = True
+    rotate_method: RotateMethod = "allgather"
+    mesh: DeviceMesh | None = None
+    ulysses_anything: bool = False
+    ring_anything: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("convert_to_fp32", "ulysses_anything", "ring_anything"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        if self.rotate_method not in ROTATE_METHODS:
+            raise ValueError(f"rotate_method={self.rotate_method!r} is not one of {', '.join(ROTATE_METHODS)}")
+        axes = _mesh_axes(self.mesh)
+        for axis in ("ring", "ulysses"):
+            name = f"{axis}_degree"
+            degree = check_degree(name, getattr(self, name), default=axes.get(axis, 1))
+            if axis in axes and degree != axes[axis]:
+                raise ValueError(
+                    f"{name}={degree} contradicts the mesh, whose axis {axis!r} has size {axes[axis]}: "
+                    f"leave {name} out or give {axes[axis]}"
+                )
+            object.__setattr__(self, name, degree)
+
+    @property
+    def ring(self) -> int:
+        """The ring degree as an int."""
+        return self.ring_degree or 1
+
+    @property
+    def ulysses(self) -> int:
+        """The Ulysses degree as an int."""
+        return self.ulysses_degree or 1
+
+    @property
+    def mesh_shape(self) -> tuple[int, int]:
+        """(ring, ulysses) degrees."""
+        return (self.ring, self.ulysses)
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, str]:
+        """Names of the two axes, in rank order."""
+        return ("ring", "ulysses")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_missing(type(self).__name__, name))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Counterpart of `diffusers.ParallelConfig`: holds a `ContextParallelConfig` (ours or diffusers').
+
+    Raises:
+        TypeError: `context_parallel_config` is of another kind.
+        ValueError: `tensor_parallel_config` is given; this library does context parallelism only.
+    """
+
+    context_parallel_config: ContextParallelConfig | None = None
+    tensor_parallel_config: None = None
+
+    def __post_init__(self) -> None:
+        _refuse_tensor_parallel(self.tensor_parallel_config)
+        if self.context_parallel_config is not None:
+            object.__setattr__(self, "context_parallel_config", context_config(self.context_parallel_config))
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(_missing(type(self).__name__, name))
+
+
+def context_config(config: object) -> ContextParallelConfig:
+    """Read any of the four accepted objects (ours or diffusers', context or parallel) as our settings.
+
+    Raises:
+        TypeError: another kind of object.
+        ValueError: a tensor-parallel part, or no context-parallel part.
+    """
+    if isinstance(config, ContextParallelConfig):
+        return config
+    kind = type(config)
+    is_theirs = kind.__module__ == _DIFFUSERS_MODULE
+    if isinstance(config, ParallelConfig) or (is_theirs and kind.__name__ == "ParallelConfig"):
+        _refuse_tensor_parallel(getattr(config, "tensor_parallel_config", None))
+        inner = getattr(config, "context_parallel_config", None)
+        if inner is None:
+            raise ValueError("parallel_config has no context_parallel_config: give it one")
+        return context_config(inner)
+    if is_theirs and kind.__name__ == "ContextParallelConfig":
+        theirs = {field.name: getattr(config, field.name) for field in fields(ContextParallelConfig)}
+        if theirs["mesh"] is not None:  # diffusers fills degrees left out with 1; the mesh is what was meant
+            for axis, size in _mesh_axes(theirs["mesh"]).items():
+                if theirs.get(f"{axis}_degree") == 1:
+                    theirs[f"{axis}_degree"] = size
+        return ContextParallelConfig(**theirs)
+    raise TypeError(
+        f"parallel_config must be a ContextParallelConfig or ParallelConfig (lightning_cp's or diffusers'), "
+        f"not {kind.__module__}.{kind.__qualname__}"
+    )
+
+
+def check_degree(name: str, value: object, *, default: int) -> int:
+    """`value` as a degree: an int of at least 1; None gives `default`."""
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} must be a whole number of at least 1")
+    if value < 1:
+        raise ValueError(f"{name}={value} must be at least 1")
+    return value
+
+
+def _mesh_axes(mesh: object) -> dict[str, int]:
+    """Sizes by axis name of a mesh that has `ring` before `ulysses`; empty without a mesh."""
+    if mesh is None:
+        return {}
+    if type(mesh).__name__ != "DeviceMesh" and not hasattr(mesh, "mesh_dim_names"):
+        raise TypeError(f"mesh must be a torch DeviceMesh, not {type(mesh).__qualname__}")
+    names: tuple[str, ...] = tuple(getattr(mesh, "mesh_dim_names", None) or ())
+    missing = [axis for axis in ("ring", "ulysses") if axis not in names]
+    if missing:
+        raise ValueError(
+            f"mesh has axes {names or 'without names'}; it needs 'ring' and 'ulysses' (size 1 for one not used), "
+            "others may stand beside them"
+        )
+    if names.index("ring") > names.index("ulysses"):
+        raise ValueError(f"mesh has axes {names}: 'ring' must stand before 'ulysses', since rank order is ring-major")
+    return dict(zip(names, tuple(mesh.shape), strict=True))  # type: ignore[attr-defined]
+
+
+def _refuse_tensor_parallel(config: object) -> None:
+    if config is not None:
+        raise ValueError(
+            f"tensor_parallel_config={type(config).__name__}(...) is not supported: lightning_cp shards tokens, "
+            "not weights; leave it None (weights can be sharded with FSDP over the same ranks)"
+        )
+
+
+def _missing(kind: str, name: str) -> str:
+    text = f"{kind!r} object has no attribute {name!r}"
+    internal = name == "setup" or (name.startswith("_") and not name.startswith("__"))
+    return f"{text}: {_WAY_OUT}" if internal or name == "context_parallel_config" else text

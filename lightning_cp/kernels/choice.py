@@ -1,0 +1,75 @@
+"""Which kernel runs: by name, else the first that can, by device, dtype, head size and mask."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightning_cp.errors import KernelError
+from lightning_cp.kernels.cpu_flash import CpuFlashKernel
+from lightning_cp.kernels.cuda_cudnn import CudnnKernel
+from lightning_cp.kernels.cuda_efficient import EfficientKernel
+from lightning_cp.kernels.cuda_flash import CudaFlashKernel
+from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttnKernel
+from lightning_cp.kernels.math import MathKernel
+from lightning_cp.kernels.protocol import Kernel
+
+# In order of preference. "flash" is PyTorch's own flash attention, on CPU and on CUDA.
+KERNELS: tuple[Kernel, ...] = (
+    CpuFlashKernel(),
+    FlashAttn3Kernel(),
+    CudnnKernel(),
+    CudaFlashKernel(),
+    FlashAttnKernel(),
+    EfficientKernel(),
+    MathKernel(),
+)
+KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS))
+
+# diffusers' backend names, for those that have a kernel here.
+DIFFUSERS_BACKENDS: dict[str, str] = {
+    "native": "auto",
+    "_native_flash": "flash",
+    "_native_cudnn": "cudnn",
+    "_native_efficient": "efficient",
+    "_native_math": "math",
+    "flash": "flash_attn",
+    "_flash_3": "flash_attn_3",
+}
+
+
+def check_kernel(name: object) -> str:
+    """`name` if there is such a kernel. Raises: KernelError (a ValueError) with the list."""
+    if name not in KERNEL_NAMES:
+        raise KernelError(f"kernel={name!r} is not one of {', '.join(KERNEL_NAMES)}")
+    return str(name)
+
+
+def kernel_of_backend(backend: str) -> str:
+    """Our kernel's name for a diffusers backend's. Raises: KernelError with the list of those that have one."""
+    if backend not in DIFFUSERS_BACKENDS:
+        raise KernelError(
+            f"attention backend {backend!r} gives no log-sum-exp and gradient that context parallelism could merge; "
+            f"choose one of {', '.join(DIFFUSERS_BACKENDS)} (set_attention_backend, attention_backend() or "
+            "DIFFUSERS_ATTN_BACKEND)"
+        )
+    return DIFFUSERS_BACKENDS[backend]
+
+
+def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
+    """The kernel `name`, or with "auto" the first that takes these tensors.
+
+    Raises: KernelError: unknown, made for another device, or refusing dtype, head size or mask.
+    """
+    check_kernel(name)
+    reasons = []
+    for kernel in KERNELS:
+        if name not in ("auto", kernel.name):
+            continue
+        if kernel.device_type not in ("any", query.device.type):
+            reasons.append(f"it runs on {kernel.device_type}, not {query.device.type}")
+            continue
+        reason = kernel.refusal(query, mask)
+        if reason is None:
+            return kernel
+        reasons.append(reason)
+    raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. kernel='auto' finds one that can")

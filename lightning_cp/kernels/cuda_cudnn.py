@@ -1,0 +1,61 @@
+"""cuDNN's fused attention, through aten. Unmeasured: no GPU was at hand when it was written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.kernels.cuda_flash import pad_heads
+from lightning_cp.kernels.protocol import Grads, Part
+
+
+class CudnnKernel:
+    """Half precision, from Ampere on; the fastest of the built-in kernels on Hopper by most reports."""
+
+    name = "cudnn"
+    device_type = "cuda"
+    native_gqa = False
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        if mask is not None:
+            return "it is used without masks only"
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {query.dtype} is neither float16 nor bfloat16"
+        if query.shape[-1] > 128:
+            return f"head size {query.shape[-1]} is above 128"
+        if torch.cuda.get_device_capability(query.device) < (8, 0):
+            return "it needs compute capability 8.0"
+        return None if torch.backends.cudnn.version() else "cuDNN is not available"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        d = query.shape[-1]
+        q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, False, scale=scale
+        )
+        return Part(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: Part,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        d = query.shape[-1]
+        g, q, k, v, out = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
+        lse = part.lse.transpose(1, 2).unsqueeze(-1).contiguous()
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *(g, q, k, v, out, lse, no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2]),
+            *(0.0, causal),
+            scale=scale,
+        )
+        return Grads(*(x[..., :d].transpose(1, 2) for x in grads))

@@ -1,0 +1,67 @@
+"""Memory-efficient attention for CUDA, through aten. Unmeasured: no GPU was at hand when it was written."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_cp.kernels.cuda_flash import pad_heads
+from lightning_cp.kernels.protocol import Grads, Part
+
+_LSE_ALIGNMENT = 32  # queries; the kernel stores and expects lse padded to it
+_BIAS_ALIGNMENT = 8  # keys; its loads of the bias are this wide
+
+
+class EfficientKernel:
+    """float32 and half precision, with masks; the one built-in CUDA kernel that does both."""
+
+    name = "efficient"
+    device_type = "cuda"
+    native_gqa = False
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        dtypes = (torch.float32, torch.float16, torch.bfloat16)
+        return None if query.dtype in dtypes else f"dtype {query.dtype} is none of {dtypes}"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        d, sq = query.shape[-1], query.shape[1]
+        q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
+        )
+        return Part(out[..., :d].transpose(1, 2), lse[..., :sq].transpose(1, 2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: Part,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        d, sq = query.shape[-1], query.shape[1]
+        g, q, k, v, out = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
+        lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf"))
+        no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            *(g, q, k, v, _bias(mask, q, k), out, lse, no_dropout, no_dropout, 0.0),
+            *([True, True, True, False], causal),
+            scale=scale,
+        )
+        return Grads(*(x[..., :d].transpose(1, 2) for x in grads[:3]))
+
+
+def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """The mask as the kernel loads it: q's dtype, rows that start on its alignment, expanded over batch and heads."""
+    if mask is None:
+        return None
+    sk = k.shape[2]
+    padded = F.pad(mask.to(q.dtype), (0, -sk % _BIAS_ALIGNMENT))
+    return padded[..., :sk].expand(q.shape[0], q.shape[1], q.shape[2], sk)

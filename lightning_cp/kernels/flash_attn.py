@@ -1,0 +1,118 @@
+"""The flash-attn packages, version 2 and 3, where installed. Unmeasured: no GPU was at hand when they were written."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.kernels.cuda_flash import pad_heads
+from lightning_cp.kernels.protocol import Grads, Part
+
+
+class FlashAttnKernel:
+    """flash-attn 2 (`flash_attn`): half precision, no masks."""
+
+    name = "flash_attn"
+    device_type = "cuda"
+    native_gqa = True
+    package = "flash_attn"
+    interface = "flash_attn.flash_attn_interface"
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        if mask is not None:
+            return "it takes no mask"
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {query.dtype} is neither float16 nor bfloat16"
+        if query.shape[-1] > 256:
+            return f"head size {query.shape[-1]} is above 256"
+        return None if importlib.util.find_spec(self.package) else f"the package {self.package} is not installed"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        d = query.shape[-1]
+        q, k, v = (pad_heads(x, 8).contiguous() for x in (query, key, value))
+        out, lse = self._forward(q, k, v, causal=causal, scale=scale)
+        return Part(out[..., :d], lse.transpose(1, 2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: Part,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        d = query.shape[-1]
+        g, q, k, v, out = (pad_heads(x, 8).contiguous() for x in (grad_out, query, key, value, part.out))
+        grads = Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+        self._backward(g, q, k, v, Part(out, part.lse.transpose(1, 2).contiguous()), grads, causal=causal, scale=scale)
+        return Grads(*(x[..., :d] for x in grads))
+
+    def _module(self) -> Any:
+        return importlib.import_module(self.interface)
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._module()._flash_attn_forward(
+            *(q, k, v),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            return_softmax=False,
+        )
+        return out, lse
+
+    def _backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+    ) -> None:
+        self._module()._flash_attn_backward(
+            *(g, q, k, v, part.out, part.lse, *grads),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=causal,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+            deterministic=False,
+        )
+
+
+class FlashAttn3Kernel(FlashAttnKernel):
+    """flash-attn 3 (`flash_attn_interface`), for Hopper."""
+
+    name = "flash_attn_3"
+    package = "flash_attn_interface"
+    interface = "flash_attn_interface"
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        reason = super().refusal(query, mask)
+        if reason is None and torch.cuda.get_device_capability(query.device) < (9, 0):
+            return "it needs compute capability 9.0"
+        return reason
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._module()._flash_attn_forward(q, k, v, softmax_scale=scale, causal=causal)
+        return out, lse
+
+    def _backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+    ) -> None:
+        self._module()._flash_attn_backward(
+            *(g, q, k, v, part.out, part.lse),
+            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
+            softmax_scale=scale,
+            causal=causal,
+        )

@@ -1,0 +1,96 @@
+"""Attention on one device, with the cases that kernels get wrong taken care of once, for all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.kernels.protocol import Grads, Kernel, Part, PartGrad
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, else float32: the dtype of lse, masks and accumulators."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Part:
+    """Attention of q over k, v.
+
+    Args:
+        kernel: computes it.
+        q: [b, sq, hq, d].
+        k, v: [b, sk, hk, d]; hk divides hq.
+        mask: bool (True = attend) or additive, [b or 1, hq or 1, sq or 1, sk]; None: all.
+        causal: query i sees keys up to i; only with sq = sk and without a mask.
+        scale: of the scores.
+    Returns: out in q's dtype, [b, sq, hq, d]; rows without a key: out 0, lse -inf.
+    """
+    if not (q.shape[1] and k.shape[1] and q.shape[0]):
+        return Part(q.new_zeros(q.shape), q.new_full(q.shape[:3], float("-inf"), dtype=wide_dtype(q.dtype)))
+    bias = _additive(mask, q.dtype)
+    k, v = _for_heads(kernel, q, k, v)
+    part = kernel.forward(_dense(q), _dense(k), _dense(v), bias, causal=causal, scale=scale)
+    if bias is None:
+        return part
+    empty = (bias == float("-inf")).all(-1).transpose(1, 2)  # [b, sq, hq], each dim perhaps 1
+    return Part(part.out.masked_fill(empty.unsqueeze(-1), 0), part.lse.masked_fill(empty, float("-inf")))
+
+
+def attend_backward(
+    kernel: Kernel,
+    grad: PartGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: Part,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Grads:
+    """Gradients of q, k, v through `part` (out and lse over these keys and any others).
+
+    Args: as `attend`.
+    """
+    if not (q.shape[1] and k.shape[1] and q.shape[0]):
+        return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
+    d, heads = q.shape[-1], k.shape[2]
+    out, lse = part.out.to(q.dtype), part.lse.masked_fill(part.lse == float("-inf"), 0)  # such rows: P = exp(-inf)
+    grad_out = grad.out.to(q.dtype)
+    k, v = _for_heads(kernel, q, k, v)
+    if grad.lse is not None:  # dS = P (dP - delta + dlse): dlse is one more column of dP
+        grad_lse = grad.lse.to(q.dtype).unsqueeze(-1)
+        grad_out = torch.cat([grad_out, grad_lse], -1)
+        q, k, out = (torch.cat([x, x.new_zeros(*x.shape[:3], 1)], -1) for x in (q, k, out))
+        v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
+    bias = _additive(mask, q.dtype)
+    grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
+    grads = kernel.backward(grad_out, q, k, v, Part(_dense(out), lse), bias, causal=causal, scale=scale)
+    dq, dk, dv = (x[..., :d] for x in grads)
+    if heads != dk.shape[2]:
+        dk, dv = (x.reshape(*x.shape[:2], heads, -1, d).sum(3) for x in (dk, dv))
+    return Grads(dq, dk, dv)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """`x` with a last stride of 1, which kernels silently rely on (and no broadcast dims, which some copy badly)."""
+    return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
+
+
+def _for_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """K and V with a head for each query head, where the kernel cannot group them itself."""
+    group = q.shape[2] // k.shape[2]
+    if group == 1 or kernel.native_gqa:
+        return k, v
+    return k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """The mask as a bias of the accumulators' dtype; False, and values meant as "never", become -inf."""
+    if mask is None:
+        return None
+    wide = wide_dtype(dtype)
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_fill_(~mask, float("-inf"))
+    never = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.to(wide).masked_fill(never, float("-inf")).contiguous()

@@ -1,0 +1,63 @@
+"""The reference: plain matrix products and a softmax, on any device and dtype, in O(sq sk) memory."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.kernels.protocol import Grads, Part
+
+
+class MathKernel:
+    """Computes in float32 (float64 for float64), whatever the inputs' dtype."""
+
+    name = "math"
+    device_type = "any"
+    native_gqa = False
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        return None
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        scores = _scores(query, key, mask, causal, scale)
+        lse = scores.logsumexp(-1)
+        weights = (scores - lse.unsqueeze(-1)).exp()
+        out = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(scores.dtype))
+        return Part(out.to(query.dtype), lse.transpose(1, 2))
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        part: Part,
+        mask: Tensor | None,
+        *,
+        causal: bool,
+        scale: float,
+    ) -> Grads:
+        scores = _scores(query, key, mask, causal, scale)
+        wide = scores.dtype
+        grad_out, delta = grad_out.to(wide), (grad_out.to(wide) * part.out.to(wide)).sum(-1)
+        weights = (scores - part.lse.to(wide).transpose(1, 2).unsqueeze(-1)).exp()
+        grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad_out, value.to(wide))
+        grad_scores = weights * (grad_weights - delta.transpose(1, 2).unsqueeze(-1)) * scale
+        return Grads(
+            torch.einsum("bhqk,bkhd->bqhd", grad_scores, key.to(wide)).to(query.dtype),
+            torch.einsum("bhqk,bqhd->bkhd", grad_scores, query.to(wide)).to(key.dtype),
+            torch.einsum("bhqk,bqhd->bkhd", weights, grad_out).to(value.dtype),
+        )
+
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.to(wide), key.to(wide)) * scale
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    return scores

@@ -1,0 +1,145 @@
+"""From settings to process groups: who shares a sample, who holds other samples.
+
+Rank order inside a context group is ring-major: `context rank = ring coordinate * ulysses degree + ulysses
+coordinate`, whatever other axes the mesh has and wherever they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_cp.config import ContextParallelConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The process groups of one mesh, from this rank's point of view.
+
+    Attributes:
+        name: key under which the attention operators find this object.
+        mesh: the mesh; None for degrees 1 x 1 without a process group.
+        ring, ulysses, context: groups; None where the degree is 1. `context` is ring x ulysses.
+        context_shape: (ring, ulysses) degrees.
+        context_rank: index of this rank in its context group.
+        data_rank, data_size: index of the context group, and how many there are.
+    """
+
+    name: str
+    mesh: DeviceMesh | None
+    ring: dist.ProcessGroup | None
+    ulysses: dist.ProcessGroup | None
+    context: dist.ProcessGroup | None
+    context_shape: tuple[int, int]
+    context_rank: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share one sample."""
+        return self.context_shape[0] * self.context_shape[1]
+
+    @property
+    def ring_rank(self) -> int:
+        """This rank's place in its ring."""
+        return self.context_rank // self.context_shape[1]
+
+    @property
+    def ulysses_rank(self) -> int:
+        """This rank's place in its Ulysses group."""
+        return self.context_rank % self.context_shape[1]
+
+
+ALONE = Groups("alone", None, None, None, None, (1, 1), 0, 0, 1)
+
+# Operators name their groups by string, since a process group cannot be an operator's argument. What was built for a
+# process group lives as long as that group: a new world starts with nothing.
+_by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary({ALONE.name: ALONE})
+_by_world: WeakKeyDictionary[dist.ProcessGroup, dict[object, Groups]] = WeakKeyDictionary()
+
+
+def groups_by_name(name: str) -> Groups:
+    """The groups an operator was given by name."""
+    return _by_name[name]
+
+
+def groups_for(config: ContextParallelConfig) -> Groups:
+    """The groups of `config`: of its mesh, or of one over the world, built at first use.
+
+    Ranks: every rank of the world, at first use of a mesh.
+    Raises: ValueError: the degrees do not fit the world, or there is no process group.
+    """
+    if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
+        return ALONE
+    if not dist.is_initialized():
+        raise ValueError(
+            f"ring={config.ring} x ulysses={config.ulysses} needs a process group: call "
+            "torch.distributed.init_process_group first, start with torchrun, or use lightning_cp's strategy"
+        )
+    assert dist.group.WORLD is not None, "an initialised process group has a world"
+    built = _by_world.setdefault(dist.group.WORLD, {})
+    key = config.mesh_shape if config.mesh is None else id(config.mesh)
+    if key not in built:
+        groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
+        built[key] = groups  # keeps the mesh alive too, so that its id stays its own
+        _by_name[groups.name] = groups
+    return built[key]
+
+
+def check_world(ring: int, ulysses: int, world: int) -> int:
+    """How many context groups a world holds. Raises: ValueError where ring x ulysses does not divide it."""
+    context = ring * ulysses
+    if context > world:
+        raise ValueError(
+            f"ring={ring} x ulysses={ulysses} needs {context} ranks, but the world has {world}: "
+            f"start {context} (or a multiple), or lower a degree"
+        )
+    if world % context:
+        raise ValueError(
+            f"ring={ring} x ulysses={ulysses} = {context} does not divide the world of {world} ranks: "
+            f"start a multiple of {context}"
+        )
+    return world // context
+
+
+def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
+    data = check_world(config.ring, config.ulysses, dist.get_world_size())
+    device_type = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+    return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
+
+
+def _build_groups(mesh: DeviceMesh) -> Groups:
+    names = mesh.mesh_dim_names
+    assert names is not None, "settings refuse a mesh without names"
+    ring, ulysses = mesh.size(names.index("ring")), mesh.size(names.index("ulysses"))
+    others = [axis for axis in range(mesh.ndim) if names[axis] not in ("ring", "ulysses")]
+    order = (*others, names.index("ring"), names.index("ulysses"))
+    rows = mesh.mesh.permute(order).reshape(-1, ring * ulysses)
+    place = (rows == dist.get_rank()).nonzero()
+    if not len(place):
+        raise ValueError(f"mesh {dict(zip(names, mesh.shape, strict=True))} does not hold rank {dist.get_rank()}")
+    data_rank, context_rank = place[0].tolist()
+    context = None
+    if ring * ulysses > 1:
+        if ring == 1:
+            context = mesh.get_group("ulysses")
+        elif ulysses == 1:
+            context = mesh.get_group("ring")
+        else:  # a collective: every rank makes every row's group, in the same order
+            context, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
+    return Groups(
+        name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{id(mesh):x}",
+        mesh=mesh,
+        ring=mesh.get_group("ring") if ring > 1 else None,
+        ulysses=mesh.get_group("ulysses") if ulysses > 1 else None,
+        context=context,
+        context_shape=(ring, ulysses),
+        context_rank=context_rank,
+        data_rank=data_rank,
+        data_size=len(rows),
+    )
