@@ -117,6 +117,8 @@ def _environment(job: Job, rank: int, port: int, lifeline: int) -> dict[str, str
     environment = dict(os.environ)
     if job.threads:
         environment.setdefault("OMP_NUM_THREADS", str(job.threads))
+    if "SLURM_NTASKS" in environment:
+        environment["SLURM_JOB_NAME"] = "interactive"  # tells Lightning that SLURM did not start this process
     return environment | {
         **job.environment,
         "RANK": str(rank),

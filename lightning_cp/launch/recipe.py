@@ -1,0 +1,135 @@
+"""From a composed configuration to a finished job: what every recipe's `main` does."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, read_manifest
+from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place
+from lightning_cp.launch.job import FailureKind, Job, Launcher, Result
+from lightning_cp.launch.local import LocalLauncher
+from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.settings import SettingsError, check_batch, check_model, check_values, read, show
+from lightning_cp.launch.world import World, resolve_world
+
+_RESOLVED = "resolved.yaml"
+_REFUSED_EXIT_CODE = 2
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def conf_dir(recipe: str) -> str:
+    """Where a recipe's configuration is: `conf` beside its folder, as in a clone, else the installed package.
+
+    Args:
+        recipe: the recipe's `__file__`.
+    """
+    beside = Path(recipe).resolve().parent.parent / "conf"
+    return str(beside) if (beside / "train.yaml").is_file() else "pkg://lightning_cp.conf"
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration that can be run, and the world it runs on."""
+
+    config: DictConfig
+    world: World
+
+
+def check_config(config: DictConfig, machine: Machine, place: RankPlace | None) -> CheckedRun:
+    """Checks all that can be known before ranks start, and puts values in the place of "auto" and "last".
+
+    Raises: SettingsError, CheckpointError: the first thing that is wrong.
+    """
+    check_values(config)
+    world = resolve_world(config, machine, place)
+    check_batch(config, world.data_parallel)
+    check_model(config)
+    if world.accelerator == "cpu" and str(read(config, "precision")).startswith("16"):
+        raise SettingsError(
+            f"precision={read(config, 'precision')} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
+        )
+    settled = OmegaConf.merge(config, {**world.settings(), "resume": _resume(config)})
+    return CheckedRun(_resolve(settled), world)
+
+
+def run_recipe(config: DictConfig, *, target: str) -> int:
+    """Checks the configuration, runs the target on all ranks, and says what went wrong, if anything.
+
+    Args:
+        config: as Hydra composed it.
+        target: the function every rank calls with the resolved configuration; see `Job`.
+    Returns: the exit code for this process.
+    """
+    place = external_place(os.environ)
+    try:
+        run = check_config(config, Machine.this(), place)
+    except (SettingsError, CheckpointError) as error:
+        if place is None or place.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return _REFUSED_EXIT_CODE
+    run_dir = Path(run.config.run_dir)
+    with ExitStack() as stack:
+        hidden = run_dir / ".hydra"
+        if place is not None and place.rank > 0:  # the first rank's folder is the run's
+            hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
+        hidden.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(run.config, hidden / _RESOLVED)
+        threads = threads_per_rank(run.world, Machine.this())
+        job = Job(target, hidden / _RESOLVED, run.world.size, run_dir / "logs", threads=threads)
+        launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
+        return report(launcher.launch(job), run_dir)
+
+
+def threads_per_rank(world: World, machine: Machine) -> int:
+    """CPU threads a rank may use, so that all ranks of this node together use its cores."""
+    return max(1, machine.cores // world.devices)
+
+
+def report(result: Result, run_dir: Path) -> int:
+    """Tells the user why a job failed. Returns: its exit code."""
+    failure = result.failure
+    if failure is None:
+        return 0
+    if sys.stdout.isatty():
+        sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it
+    sys.stdout.flush()
+    print(f"error: {failure.describe()}", file=sys.stderr)
+    if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
+        print(f"\nlogs of the ranks: {run_dir / 'logs'}", file=sys.stderr)
+    return failure.exit_code
+
+
+def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
+    """Overrides for ranks that a launcher started, so that only the first leaves a `.hydra` folder."""
+    place = external_place(environ)
+    return [] if place is None or place.rank == 0 else ["hydra.output_subdir=null"]
+
+
+def _resume(config: DictConfig) -> str | None:
+    asked = read(config, "resume")
+    if asked is None:
+        return None
+    run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
+    if root not in run_dir.absolute().parents:
+        root = run_dir.parent  # hydra.run.dir was given: the runs beside it are its siblings
+    folder = find_checkpoint(asked, root)
+    done, wanted = read_manifest(folder).step, read(config, "max_steps")
+    if done >= wanted:
+        raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: must be more to resume={show(asked)}")
+    return str(folder.absolute())
+
+
+def _resolve(config: DictConfig | ListConfig) -> DictConfig:
+    try:
+        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise SettingsError(" ".join(str(error).split())) from error
+    assert isinstance(resolved, DictConfig), "a recipe's configuration is a mapping"
+    return resolved

@@ -1,0 +1,126 @@
+"""The world of a run: how many ranks there are, on what, and who starts them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.launch.external import RankPlace
+from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.settings import SettingsError, read
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks = data_parallel × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
+
+    data_parallel: int
+    ring: int
+    ulysses: int
+    accelerator: str
+    devices: int
+    num_nodes: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data_parallel * self.ring * self.ulysses
+
+    def settings(self) -> dict[str, Any]:
+        """What "auto" in the configuration stands for, by key."""
+        return {
+            "data_parallel": self.data_parallel,
+            "accelerator": self.accelerator,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+        }
+
+
+def resolve_world(config: DictConfig, machine: Machine, place: RankPlace | None) -> World:
+    """The world that the settings ask for.
+
+    Args:
+        config: checked by `check_values`.
+        machine: this one.
+        place: this process' own, where torchrun or SLURM started the ranks; else they are started here.
+    Raises: SettingsError: they contradict each other, the machine, or the launcher.
+    """
+    check_single(config, place)
+    accelerator = _accelerator(read(config, "accelerator"), machine)
+    group = read(config, "ring") * read(config, "ulysses")
+    devices, num_nodes = _given(read(config, "devices")), _given(read(config, "num_nodes"))
+    if place is not None:
+        available: int | None = place.world_size
+        source = f"the {place.world_size} ranks that {place.launcher} started"
+        num_nodes = num_nodes or place.world_size // place.ranks_per_node
+    else:
+        if num_nodes not in (None, 1):
+            raise SettingsError(f"num_nodes={num_nodes} needs a launcher such as torchrun or SLURM; without one it is 1")
+        num_nodes = 1
+        available = devices
+        source = f"devices={devices}"
+    data_parallel = _data_parallel(config, group, available, source)
+    size = group * data_parallel
+    world = World(data_parallel, read(config, "ring"), read(config, "ulysses"), accelerator, size // num_nodes, num_nodes)
+    if devices is not None and devices != world.devices:
+        raise SettingsError(f"devices={devices} is not valid: {num_nodes} × devices must be the {size} ranks")
+    _check_room(world, machine)
+    return world
+
+
+def check_single(config: DictConfig, place: RankPlace | None) -> None:
+    """Raises: SettingsError: `strategy=single` with more than one rank."""
+    if not is_single(config):
+        return
+    for key in ("ring", "ulysses", "data_parallel", "devices", "num_nodes"):
+        value = read(config, key)
+        if value not in (1, "auto"):
+            raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
+    if place is not None and place.world_size > 1:
+        raise SettingsError(
+            f"strategy=single is one process, but {place.launcher} started {place.world_size}; use strategy=cp"
+        )
+
+
+def is_single(config: DictConfig) -> bool:
+    """Whether the chosen strategy is Fabric's own for one device."""
+    strategy = read(config, "strategy")
+    return isinstance(strategy, str) or read(config, "strategy._target_") == "builtins.str"
+
+
+def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
+    asked = read(config, "data_parallel")
+    degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
+    if asked == "auto":
+        if available is None:
+            return 1
+        if available % group:
+            raise SettingsError(f"{degrees} = {group} must divide {source}")
+        return available // group
+    if available is not None and asked * group != available:
+        raise SettingsError(f"data_parallel={asked} × {degrees} = {asked * group} must be {source}")
+    return int(asked)
+
+
+def _accelerator(asked: str, machine: Machine) -> str:
+    if asked == "cpu":
+        return "cpu"
+    if machine.gpus:
+        return "cuda"
+    if asked == "auto":
+        return "cpu"
+    raise SettingsError(f"accelerator={asked} is not valid: torch sees no CUDA device here; use cpu or auto")
+
+
+def _check_room(world: World, machine: Machine) -> None:
+    makeup = f"ring={world.ring} × ulysses={world.ulysses} × data_parallel={world.data_parallel} = {world.size} ranks"
+    if world.accelerator == "cuda" and world.devices > machine.gpus:
+        raise SettingsError(
+            f"{makeup} need a device each: at most {machine.gpus} on the GPUs here, or use accelerator=cpu"
+        )
+    if world.accelerator == "cpu" and world.devices > machine.max_cpu_ranks:
+        raise SettingsError(f"{makeup} are too many for {machine.cores} cores: at most {machine.max_cpu_ranks} here")
+
+
+def _given(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None

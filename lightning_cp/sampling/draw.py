@@ -1,0 +1,76 @@
+"""Sampling with every rank of a run: each data rank draws its share, each context group shares a sequence."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor, nn
+
+from lightning_cp.data import Stream
+from lightning_cp.sampling.ode import integrate_flow
+from lightning_cp.training.noise import sample_noise
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How many samples and how they are drawn; see `integrate_flow`."""
+
+    count: int
+    num_steps: int
+    guidance: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples [n, ...] on the CPU and their labels [n], equal on every rank."""
+
+    pixels: Tensor
+    labels: Tensor
+
+
+def draw_samples(
+    fabric: Fabric,
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    settings: SamplingSettings,
+    num_classes: int,
+    data_rank: int = 0,
+    data_size: int = 1,
+) -> Samples:
+    """Draws samples of all classes in turn, through the wrapped model. Call it on every rank.
+
+    The same seed gives the same samples (to rounding) at every number of ranks.
+
+    Args:
+        fabric: launched.
+        model: as Fabric wrapped it.
+        shape: of one sample.
+        settings: how many and how.
+        num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
+        data_rank: of this rank.
+        data_size: number of data ranks; each draws an equal share.
+    """
+    share = -(-settings.count // data_size)
+    first = data_rank * share
+    labels = torch.arange(first, first + share) % num_classes
+    noise = sample_noise(
+        (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=fabric.device
+    )
+    was_training = model.training
+    model.eval()
+    pixels = integrate_flow(
+        model,
+        noise,
+        labels.to(fabric.device),
+        null_label=num_classes,
+        guidance=settings.guidance,
+        num_steps=settings.num_steps,
+    )
+    model.train(was_training)
+    everyone = fabric.all_gather(pixels).reshape(-1, share, *shape).cpu()
+    data_ranks = fabric.all_gather(torch.tensor(data_rank, device=fabric.device)).reshape(-1).tolist()
+    shares = [everyone[data_ranks.index(rank)] for rank in range(data_size)]
+    return Samples(torch.cat(shares)[: settings.count], (torch.arange(settings.count) % num_classes))

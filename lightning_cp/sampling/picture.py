@@ -1,0 +1,51 @@
+"""A labelled grid of samples as a PNG."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_MAX_COLUMNS = 12
+
+
+def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, title: str) -> None:
+    """Draws one row a class. What was not recognised has a red frame and what was read in its stead.
+
+    Args:
+        samples: [n, 1, frames, height, width] in about [-1, 1]. Of pictures a row shows the samples of its class, of
+            clips the frames of the first of them.
+        labels: what was asked for, [n].
+        read: what the classifier read, [n].
+        path: of the PNG.
+        title: above the grid.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot: no state, no display
+
+    classes = sorted(set(labels.tolist()))
+    rows = [_row(samples, torch.nonzero(labels == label).flatten(), read) for label in classes]
+    columns = max(len(row) for row in rows)
+    figure = Figure(figsize=(0.62 * columns + 0.7, 0.62 * len(rows) + 0.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(len(rows), columns, squeeze=False)
+    for label, row, axes in zip(classes, rows, grid, strict=True):
+        axes[0].set_ylabel(str(label), rotation=0, fontsize=13, fontweight="bold", ha="right", va="center")
+        for ax in axes:
+            ax.set(xticks=[], yticks=[])
+            ax.spines[:].set_visible(False)
+        for ax, (image, was_read) in zip(axes, row, strict=False):
+            ax.imshow(image.float().clamp(-1, 1).numpy(), cmap="gray_r", vmin=-1, vmax=1, interpolation="nearest")
+            ax.spines[:].set(visible=True, color="0.8")
+            if was_read != label:
+                ax.spines[:].set(color="tab:red", linewidth=2)
+                ax.text(0.95, 0.92, f"{was_read}?", color="tab:red", fontsize=8, ha="right", va="top", transform=ax.transAxes)
+    figure.suptitle(title, fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def _row(samples: Tensor, chosen: Tensor, read: Tensor) -> list[tuple[Tensor, int]]:
+    if samples.shape[2] == 1:
+        return [(samples[i, 0, 0], int(read[i])) for i in chosen[:_MAX_COLUMNS].tolist()]
+    first = int(chosen[0])
+    frames = torch.linspace(0, samples.shape[2] - 1, min(_MAX_COLUMNS, samples.shape[2])).round().long()
+    return [(samples[first, 0, frame], int(read[first])) for frame in frames.tolist()]

@@ -1,0 +1,73 @@
+"""All that a run must remember to go on exactly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
+from lightning_cp.data import GlobalBatchSampler
+from lightning_cp.training.ema import WeightAverage
+
+
+@dataclass
+class TrainState:
+    """The parts of a run.
+
+    Args:
+        model: as Fabric wrapped it; call this one.
+        module: the same weights, unwrapped; its names are those of the checkpoint.
+        optimizer: as Fabric wrapped it.
+        average: of the module's weights.
+        sampler: of the data order.
+        seed: of noise, times and drop-out.
+        step: steps done.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer
+    average: WeightAverage
+    sampler: GlobalBatchSampler
+    seed: int
+    step: int = 0
+
+    def save(self, parent: Path, *, keep: int | None = None) -> Path:
+        """Writes `parent/step_<n>`; call it on one rank."""
+        states = {
+            "model": self.module.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        facts: dict[str, Any] = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed}
+        return save_checkpoint(parent, step=self.step, states=states, facts=facts, keep=keep)
+
+    def load(self, folder: Path) -> None:
+        """Goes on from a checkpoint: the next step sees the weights, the data and the noise that it would have seen.
+
+        Call it on every rank. The number of ranks may be another one.
+
+        Raises: CheckpointError, ValueError: it is not complete, or belongs to another model, seed or data order.
+        """
+        saved = load_checkpoint(folder)
+        if saved.facts["seed"] != self.seed:
+            raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
+        _check_same_model(self.module, saved.states["model"], folder)
+        self.sampler.load_state_dict(saved.facts["sampler"])
+        self.module.load_state_dict(saved.states["model"])
+        self.average.load_state_dict(saved.states["average"])
+        self.optimizer.load_state_dict(saved.states["optimizer"])
+        self.step = saved.step
+
+
+def _check_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -> None:
+    here = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    there = {name: tuple(x.shape) for name, x in saved.items()}
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise ValueError(
+                f"the model differs from the checkpoint's in {folder}: {name} is {here.get(name, 'absent')} here and "
+                f"{there.get(name, 'absent')} there; use the model settings of that run (its .hydra/config.yaml)"
+            )
