@@ -82,8 +82,8 @@ def read_manifest(folder: Path) -> Manifest:
         found = FileEntry.of(folder / name)
         if found != entry:
             raise CheckpointError(
-                f"{folder} is cut short or changed: {name} has {found.size_bytes} bytes, {entry.size_bytes} were written"
-                + ("" if found.size_bytes != entry.size_bytes else ", and their contents differ")
+                f"{folder} is cut short or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
+                f"and {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
             )
     return manifest
 

@@ -27,7 +27,12 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    parent: Path, *, step: int, states: Mapping[str, Any], facts: Mapping[str, Any] | None = None, keep: int | None = None
+    parent: Path,
+    *,
+    step: int,
+    states: Mapping[str, Any],
+    facts: Mapping[str, Any] | None = None,
+    keep: int | None = None,
 ) -> Path:
     """Writes `parent/step_<n>`; call it on one rank only.
 
@@ -56,9 +61,12 @@ def save_checkpoint(
         files[path.name] = FileEntry.of(path)
     Manifest(step, time.time(), files, {**(facts or {}), _TREES: trees}).write(scratch)
     _flush(scratch / "manifest.json")
-    shutil.rmtree(folder, ignore_errors=True)
+    replaced = parent / f".replaced_{step:08d}_{os.getpid()}"
+    if folder.exists():
+        folder.rename(replaced)
     scratch.rename(folder)
     _flush(parent)
+    shutil.rmtree(replaced, ignore_errors=True)
     if keep is not None:
         for old in sorted(parent.glob("step_*"))[:-keep]:
             shutil.rmtree(old, ignore_errors=True)

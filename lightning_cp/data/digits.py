@@ -99,4 +99,5 @@ class MovingDigits(Dataset[tuple[Tensor, int]]):
         straight = start + np.arange(self.frames)[:, None] * speed
         period = np.maximum(2 * room, 1)
         folded = straight % period  # a bounce is a straight path folded back at the edges
-        return np.where(folded > room, period - folded, folded)
+        path: npt.NDArray[np.int64] = np.where(folded > room, period - folded, folded)
+        return path

@@ -55,8 +55,6 @@ class Failure:
         """The text for the user: one line, but for an unexpected exception."""
         if self.kind is FailureKind.RAISED:
             return f"{self.message} (rank {self.rank})\n\n{self.traceback.rstrip()}"
-        if self.kind is FailureKind.REFUSED:
-            return self.message
         return self.message
 
     def write(self, path: Path) -> None:

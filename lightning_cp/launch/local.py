@@ -18,9 +18,12 @@ from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from lightning_cp.launch.rank import main; main(sys.argv[2])"
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from lightning_cp.launch.rank import main; main(sys.argv[2])"
+)
 _POLL_S = 0.05
-# A signal of these kinds comes from outside (or the machine ran out of memory): what other ranks then say is its effect.
+# Signals that come from outside, or from lack of memory: what other ranks say after one is its effect.
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGINT, signal.SIGHUP})
 
 

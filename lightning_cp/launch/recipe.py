@@ -55,7 +55,7 @@ def check_config(config: DictConfig, machine: Machine, place: RankPlace | None) 
         raise SettingsError(
             f"precision={read(config, 'precision')} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
         )
-    settled = OmegaConf.merge(config, {**world.settings(), "resume": _resume(config)})
+    settled = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
     return CheckedRun(_resolve(settled), world)
 
 

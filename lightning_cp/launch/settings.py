@@ -130,8 +130,8 @@ def check_model(config: DictConfig) -> None:
     tokens = sequence_length(config)
     if tokens is not None and tokens < ring * ulysses:
         raise SettingsError(
-            f"ring={ring} × ulysses={ulysses} spreads a sequence over {ring * ulysses} ranks, and a sample of this data "
-            f"has {tokens} tokens: the product must be at most {tokens}"
+            f"ring={ring} × ulysses={ulysses} spreads a sequence over {ring * ulysses} ranks, and a sample of this "
+            f"data has {tokens} tokens: the product must be at most {tokens}"
         )
 
 
@@ -145,7 +145,7 @@ def sequence_length(config: DictConfig) -> int | None:
     if patch is None or None in size:
         return None
     if len(patch) != 3 or not all(Whole(1).passes(part) for part in patch):
-        raise SettingsError(f"data.patch_size={patch} is not valid: must be three whole numbers, frames × height × width")
+        raise SettingsError(f"data.patch_size={patch} is not valid: must be [frames, height, width], whole numbers")
     if any(length % part for length, part in zip(size, patch, strict=True)):
         raise SettingsError(
             f"data.patch_size={list(patch)} must divide data.frames={size[0]}, data.height={size[1]}, "
@@ -154,8 +154,8 @@ def sequence_length(config: DictConfig) -> int | None:
     width = read(config, "data.token_width")
     if width is not None and width != read(config, "data.channels", 1) * math.prod(patch):
         raise SettingsError(
-            f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the pixels "
-            f"of data.patch_size={list(patch)}"
+            f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the "
+            f"pixels of data.patch_size={list(patch)}"
         )
     frames, rows, columns = (length // part for length, part in zip(size, patch, strict=True))
     return int(frames * rows * columns)

@@ -55,13 +55,14 @@ def resolve_world(config: DictConfig, machine: Machine, place: RankPlace | None)
         num_nodes = num_nodes or place.world_size // place.ranks_per_node
     else:
         if num_nodes not in (None, 1):
-            raise SettingsError(f"num_nodes={num_nodes} needs a launcher such as torchrun or SLURM; without one it is 1")
+            raise SettingsError(f"num_nodes={num_nodes} needs torchrun, SLURM or another launcher; without one it is 1")
         num_nodes = 1
         available = devices
         source = f"devices={devices}"
     data_parallel = _data_parallel(config, group, available, source)
     size = group * data_parallel
-    world = World(data_parallel, read(config, "ring"), read(config, "ulysses"), accelerator, size // num_nodes, num_nodes)
+    ring, ulysses = read(config, "ring"), read(config, "ulysses")
+    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes)
     if devices is not None and devices != world.devices:
         raise SettingsError(f"devices={devices} is not valid: {num_nodes} × devices must be the {size} ranks")
     _check_room(world, machine)

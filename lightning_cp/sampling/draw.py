@@ -70,7 +70,14 @@ def draw_samples(
         num_steps=settings.num_steps,
     )
     model.train(was_training)
-    everyone = fabric.all_gather(pixels).reshape(-1, share, *shape).cpu()
-    data_ranks = fabric.all_gather(torch.tensor(data_rank, device=fabric.device)).reshape(-1).tolist()
+    everyone = _gathered(fabric, pixels).reshape(-1, share, *shape).cpu()
+    data_ranks = _gathered(fabric, torch.tensor(data_rank, device=fabric.device)).reshape(-1).tolist()
     shares = [everyone[data_ranks.index(rank)] for rank in range(data_size)]
-    return Samples(torch.cat(shares)[: settings.count], (torch.arange(settings.count) % num_classes))
+    return Samples(torch.cat(shares)[: settings.count], torch.arange(settings.count) % num_classes)
+
+
+def _gathered(fabric: Fabric, x: Tensor) -> Tensor:
+    """[world, ...], or [...] with one rank."""
+    everyone = fabric.all_gather(x)
+    assert isinstance(everyone, Tensor), "a tensor is gathered to a tensor"
+    return everyone

@@ -38,7 +38,8 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
             ax.spines[:].set(visible=True, color="0.8")
             if was_read != label:
                 ax.spines[:].set(color="tab:red", linewidth=2)
-                ax.text(0.95, 0.92, f"{was_read}?", color="tab:red", fontsize=8, ha="right", va="top", transform=ax.transAxes)
+                place = {"ha": "right", "va": "top", "transform": ax.transAxes}
+                ax.text(0.95, 0.92, f"{was_read}?", color="tab:red", fontsize=8, **place)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 

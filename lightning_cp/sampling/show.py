@@ -9,7 +9,6 @@ from lightning.fabric import Fabric
 from lightning_cp.sampling.draw import SamplingSettings, draw_samples
 from lightning_cp.sampling.picture import draw_grid
 from lightning_cp.sampling.recognise import recognise_digits
-from lightning_cp.training.flow import FlowMatching
 from lightning_cp.training.run import data_place
 from lightning_cp.training.state import TrainState
 

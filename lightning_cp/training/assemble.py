@@ -46,11 +46,10 @@ def build_run(config: DictConfig) -> Run:
     sampler = GlobalBatchSampler(
         len(dataset), config.batch_size, seed=config.seed, data_rank=place.rank, data_size=place.size
     )
-    loader: DataLoader[Batch] = DataLoader(
-        dataset,
-        batch_sampler=sampler,
-        num_workers=config.num_workers,
-        worker_init_fn=worker_init_fn(config.seed, place.rank),
+    seed_worker = worker_init_fn(config.seed, place.rank)
+    loader: Any = fabric.setup_dataloaders(
+        DataLoader(dataset, batch_sampler=sampler, num_workers=config.num_workers, worker_init_fn=seed_worker),
+        use_distributed_sampler=False,
     )
     module = instantiate(config.model)
     model, optimizer = fabric.setup(module, instantiate(config.optim, params=module.parameters()))
@@ -58,7 +57,6 @@ def build_run(config: DictConfig) -> Run:
     state = TrainState(model, module, optimizer, average, sampler, config.seed)
     if config.resume is not None:
         state.load(config.resume)
-    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
     return Run(fabric, folder, state, loader, dataset.sample_shape)
 
 

@@ -4,6 +4,8 @@ One module holds all that is trained, so that one wrapped module does the forwar
 `forward(noisy [b, c, f, h, w], times [b] in [0, 1], labels [b]) -> velocity [b, c, f, h, w]`, whole on every rank.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -41,9 +43,10 @@ class WanDenoiser(nn.Module):
 
     def __init__(self, transformer: nn.Module, *, num_classes: int, num_tokens: int = 4) -> None:
         super().__init__()
+        config: Any = transformer.config
         self.transformer = transformer
         self.num_classes = num_classes
-        self.class_tokens = ClassTokens(num_classes, num_tokens, transformer.config.text_dim)
+        self.class_tokens = ClassTokens(num_classes, num_tokens, config.text_dim)
 
     @override
     def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -70,11 +73,12 @@ class FluxDenoiser(nn.Module):
         self, transformer: nn.Module, *, num_classes: int, patch_size: PatchSize = (1, 2, 2), num_tokens: int = 4
     ) -> None:
         super().__init__()
+        config: Any = transformer.config
         self.transformer = transformer
         self.num_classes = num_classes
         self.patch_size = tuple(patch_size)
-        self.class_tokens = ClassTokens(num_classes, num_tokens, transformer.config.joint_attention_dim)
-        self.class_pooled = nn.Embedding(num_classes + 1, transformer.config.pooled_projection_dim)
+        self.class_tokens = ClassTokens(num_classes, num_tokens, config.joint_attention_dim)
+        self.class_pooled = nn.Embedding(num_classes + 1, config.pooled_projection_dim)
 
     @override
     def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
@@ -83,7 +87,7 @@ class FluxDenoiser(nn.Module):
         f, h, w = size[0] // pf, size[1] // ph, size[2] // pw
         patches = noisy.view(b, c, f, pf, h, ph, w, pw).permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(b, f * h * w, -1)
         axes = [torch.arange(n, device=noisy.device, dtype=torch.float32) for n in (f, h, w)]
-        velocity = self.transformer(
+        velocity: Tensor = self.transformer(
             hidden_states=patches,
             encoder_hidden_states=self.class_tokens(labels),
             pooled_projections=self.class_pooled(labels),

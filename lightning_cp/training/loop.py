@@ -116,6 +116,7 @@ def _step(fabric: Fabric, state: TrainState, flow: FlowMatching, data: Batch, se
     state.step += 1
     state.average.update(state.module, step=state.step)
     mean = fabric.all_reduce(loss.detach(), reduce_op="mean")  # context peers hold the same loss: the mean over data
+    assert isinstance(mean, Tensor), "a tensor is reduced to a tensor"
     return StepReport(state.step, float(mean), lr, float(norm) if norm is not None else float("nan"), 0.0, 0.0)
 
 

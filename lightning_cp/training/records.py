@@ -4,10 +4,11 @@ import csv
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from typing_extensions import Self, override
+from typing_extensions import override
 
 from lightning_cp.training.loop import StepReport, Watcher
 
