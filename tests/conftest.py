@@ -1,0 +1,36 @@
+"""Fixtures for all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.harness import RankPool
+from tests.harness.leaks import left_behind, surroundings
+
+
+@pytest.fixture(scope="session")
+def run_ranks() -> Iterator[RankPool]:
+    """run_ranks(world, function, *args, timeout_s=60, init=True) -> the results of function(rank, world, *args)."""
+    pool = RankPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind() -> Iterator[None]:
+    before = surroundings()
+    yield
+    leaks = left_behind(before)
+    if leaks:
+        pytest.fail(f"the test left behind: {'; '.join(leaks)}", pytrace=False)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests marked `full` unless a marker expression, or the name of one test, asks for them."""
+    if config.getoption("-m") or any("::" in arg for arg in config.args):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("full")]

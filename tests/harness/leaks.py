@@ -1,0 +1,69 @@
+"""What a test must not leave behind: a process group, a child process, a thread, an environment variable."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
+
+import psutil
+import torch.distributed as dist
+
+_GRACE_S = 2.0
+_OF_PYTEST = ("PYTEST_CURRENT_TEST",)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What there is around a test."""
+
+    environment: dict[str, str]
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    in_group: bool
+
+
+def surroundings() -> Surroundings:
+    """What there is now."""
+    environment = {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+    return Surroundings(environment, frozenset(threading.enumerate()), _children(), dist.is_initialized())
+
+
+def left_behind(before: Surroundings) -> list[str]:
+    """What there is more than before, in words; it is undone as far as possible."""
+    after = surroundings()
+    deadline = time.monotonic() + _GRACE_S
+    while (after.threads - before.threads or after.children - before.children) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        after = surroundings()
+    leaks = [f"thread {thread.name!r}" for thread in after.threads - before.threads]
+    for pid in after.children - before.children:
+        child = psutil.Process(pid)
+        leaks.append(f"child process {pid}: {' '.join(child.cmdline())[:200]}")
+        child.kill()
+    if after.in_group and not before.in_group:
+        leaks.append("process group")
+        dist.destroy_process_group()
+    if after.environment != before.environment:
+        names = {name for name, _ in after.environment.items() ^ before.environment.items()}
+        leaks.append(f"environment variables {sorted(names)}")
+        for name in names:
+            os.environ.pop(name, None)
+            if name in before.environment:
+                os.environ[name] = before.environment[name]
+    return leaks
+
+
+def _children() -> frozenset[int]:
+    """Running direct children, without those that serve the rank pool (its workers are the fork server's)."""
+    harness = {
+        getattr(forkserver._forkserver, "_forkserver_pid", None),
+        getattr(resource_tracker._resource_tracker, "_pid", None),
+    }
+    return frozenset(
+        child.pid
+        for child in psutil.Process().children()
+        if child.pid not in harness and child.status() != psutil.STATUS_ZOMBIE
+    )

@@ -1,0 +1,159 @@
+"""A pool of worker processes, kept for the whole test session, on which functions run as ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.harness.worker import Job, Reply, serve
+
+MAX_WORLD = 6
+GRACE_S = 5.0  # for the other ranks, once one has failed
+_PRELOADED = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.device_mesh",
+    "lightning_cp.attention",
+    "pytest",
+    "psutil",
+)
+_PRELOADED_IF_USED = ("diffusers", "lightning.fabric", "lightning.pytorch", "peft")  # slow to import
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+class RankFailure(AssertionError):
+    """Some rank raised, hung or died."""
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: BaseProcess
+    connection: Connection
+    log: Path
+
+
+class RankPool:
+    """Runs a module-level function on every rank of a world and returns their results, in rank order.
+
+    pool(3, function, *args) calls function(rank, 3, *args) in three processes with a gloo group of three (none with
+    `init=False`; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set either way). A rank that raises
+    fails the call with its traceback; one that has not answered after `timeout_s` fails it with the stacks of all its
+    threads. After a failure every worker is replaced.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[_Worker] = []
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        self._store: dist.TCPStore | None = None
+        self._jobs = 0
+
+    def __call__(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, init: bool = True
+    ) -> list[Any]:
+        assert 1 <= world <= MAX_WORLD, f"world={world}: the pool has {MAX_WORLD} workers"
+        self._grow(world)
+        assert self._store is not None, "the pool has been grown"
+        self._jobs += 1
+        job = Job(self._jobs, 0, world, function, args, init, timeout_s, self._store.port, _free_port())
+        for rank in range(world):
+            self._workers[rank].connection.send_bytes(pickle.dumps(replace(job, rank=rank)))
+        replies, report = self._collect(world, timeout_s)
+        if report:
+            self._end_workers()
+            raise RankFailure(f"{function.__module__}.{function.__qualname__} at {world} ranks\n" + "\n".join(report))
+        return [pickle.loads(replies[rank].result) for rank in range(world)]
+
+    def close(self) -> None:
+        """End all workers, for good."""
+        self._end_workers()
+        self._folder.cleanup()
+
+    def _end_workers(self) -> None:
+        for worker in self._workers:
+            worker.connection.close()
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+        self._workers, self._store = [], None
+
+    def _collect(self, world: int, timeout_s: float) -> tuple[dict[int, Reply], list[str]]:
+        deadline = time.monotonic() + timeout_s
+        replies: dict[int, Reply] = {}
+        report: list[str] = []
+        missing = {self._workers[rank].connection: rank for rank in range(world)}
+        while missing:
+            ready = wait(list(missing), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                report += [self._stacks(rank, timeout_s) for rank in missing.values()]
+                break
+            for connection in ready:
+                assert isinstance(connection, Connection), "only connections are waited for"
+                rank = missing.pop(connection)
+                try:
+                    reply: Reply = pickle.loads(connection.recv_bytes())
+                    replies[rank], error = reply, reply.error
+                except EOFError:
+                    self._workers[rank].process.join(5)
+                    error = f"the process ended with exit code {self._workers[rank].process.exitcode}"
+                if error:
+                    report.append(f"--- rank {rank} failed:\n{error}{self._output(rank)}")
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return replies, report
+
+    def _stacks(self, rank: int, timeout_s: float) -> str:
+        process = self._workers[rank].process
+        if process.pid is not None and process.is_alive():
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.3)
+        return f"--- rank {rank} hung (limit {timeout_s} s, {GRACE_S} s once another failed):{self._output(rank)}"
+
+    def _output(self, rank: int) -> str:
+        text = self._workers[rank].log.read_text(errors="replace").strip()
+        return f"\n--- its output:\n{text[-6000:]}" if text else ""
+
+    def _grow(self, world: int) -> None:
+        for worker in self._workers:
+            worker.log.write_text("")
+        if self._store is None:
+            self._store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+            )
+        context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
+        used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+        context.set_forkserver_preload([*_PRELOADED, *used])
+        kept = {name: os.environ.get(name) for name in _ONE_THREAD}
+        os.environ.update(_ONE_THREAD)
+        try:
+            while len(self._workers) < world:
+                ours, theirs = context.Pipe()
+                log = Path(self._folder.name) / f"{time.monotonic_ns()}.log"
+                log.touch()
+                process = context.Process(target=serve, args=(theirs, str(log)))
+                process.start()
+                theirs.close()
+                self._workers.append(_Worker(process, ours, log))
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

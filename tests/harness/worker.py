@@ -1,0 +1,134 @@
+"""What runs in a worker process of the pool: one job after another, each in a process group of its own."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import gc
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Warnings are errors in workers too. Third-party noise that is not ours to fix: (message, category, module).
+IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
+    # torch's own modules, while they are imported or traced
+    (r".*", DeprecationWarning, r"torch\..*"),
+    (r".*", FutureWarning, r"torch\..*"),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of a function on one rank."""
+
+    number: int
+    rank: int
+    world: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    init: bool
+    timeout_s: float
+    store_port: int
+    free_port: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of it: a result (pickled), or the traceback of what was raised."""
+
+    result: bytes = b""
+    error: str = ""
+
+
+def serve(connection: Connection, log_path: str) -> None:
+    """Run jobs until the pool closes the connection."""
+    _die_with_parent()
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    gc.freeze()
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            os._exit(0)
+        reply = _run(message)
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def _run(message: bytes) -> Reply:
+    try:
+        with _clean_state():
+            job: Job = pickle.loads(message)
+            os.environ.update(
+                RANK=str(job.rank),
+                LOCAL_RANK=str(job.rank),
+                WORLD_SIZE=str(job.world),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(job.free_port),
+                GLOO_SOCKET_IFNAME="lo",
+            )
+            if job.init:
+                store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=30))
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore(f"job{job.number}", store),
+                    rank=job.rank,
+                    world_size=job.world,
+                    timeout=timedelta(seconds=job.timeout_s + 30),  # the pool's own limit comes first
+                )
+            return Reply(result=pickle.dumps(job.function(job.rank, job.world, *job.args)))
+    except BaseException:
+        return Reply(error=traceback.format_exc())
+
+
+@contextmanager
+def _clean_state() -> Iterator[None]:
+    """Whatever a job leaves behind does not reach the next one; a thread that stays is an error."""
+    environment, threads = dict(os.environ), set(threading.enumerate())
+    torch.manual_seed(0)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for text, category, module in IGNORED_WARNINGS:
+                warnings.filterwarnings("ignore", text, category, module)
+            yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        if torch.are_deterministic_algorithms_enabled():  # the setter imports much
+            torch.use_deterministic_algorithms(False)
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
+        gc.collect()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(2)
+        assert not thread.is_alive(), f"the job left a thread behind: {thread}"
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: also when the test run is killed
