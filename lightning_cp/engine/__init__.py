@@ -1,0 +1,5 @@
+"""Runs models context-parallel: installs a plan on a model, leads its attention through ours, and takes it off."""
+
+from lightning_cp.engine.apply import apply_context_parallel, installed_on, parallelize, remove_context_parallel
+
+__all__ = ["apply_context_parallel", "installed_on", "parallelize", "remove_context_parallel"]

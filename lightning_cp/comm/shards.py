@@ -1,0 +1,105 @@
+"""Which rank holds which tokens, and the gather that puts them together again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.transfer import exchange
+from lightning_cp.mesh import groups_by_name
+
+
+def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
+    """Tokens of each rank: even, earlier ranks one more where `length` does not divide."""
+    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+@torch.library.custom_op("lightning_cp::gather", mutates_args=())
+def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    """Every rank's shard, in rank order, along `dim` -> the whole, on every rank.
+
+    Args:
+        x: this rank's shard; with several segments (`[text | image]`), one after the other.
+        sizes: tokens of each rank in the first segment, then of each rank in the next, ...
+        groups: `Groups.name`; the shards are those of its context group.
+    Returns: the first segment whole, then the next, ...
+    Ranks: all of the context group. Forward: all-gather. Backward: reduce-scatter (sum), the true adjoint.
+    """
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    segments = _by_rank(sizes, group.context_size)
+    mine = pack([x])
+    parts: list[Tensor] = []
+    buffers: list[tuple[int, Tensor]] = []
+    for rank, lengths in enumerate(segments):
+        piece = _piece(x, dim, sum(lengths))
+        buffer = mine if rank == group.context_rank else mine.new_empty(packet_bytes([piece]))
+        buffers.append((rank, buffer))
+        parts.append(unpack(buffer, [piece])[0])
+    others = [(rank, buffer) for rank, buffer in buffers if rank != group.context_rank]
+    exchange([(rank, mine) for rank, _ in others], others, group=group.context).wait()
+    split = [part.split(lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
+    return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
+
+
+@gather.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sum(sizes)
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("lightning_cp::scatter_sum", mutates_args=())
+def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    """The sum over ranks of `x`, of which each rank gets its shard: the adjoint of `gather`, same arguments.
+
+    Ranks: all of the context group. The sum is in float32 or wider.
+    """
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    segments = _by_rank(sizes, group.context_size)
+    pieces = iter(x.split(sizes, dim))
+    by_segment = [[next(pieces) for _ in segments] for _ in segments[0]]
+    shards = [torch.cat(parts, dim) for parts in zip(*by_segment, strict=True)]
+    total = shards[group.context_rank].to(torch.promote_types(x.dtype, torch.float32))
+    others = [rank for rank in range(group.context_size) if rank != group.context_rank]
+    received = [(rank, torch.empty_like(pack([shards[group.context_rank]]))) for rank in others]
+    exchange([(rank, pack([shards[rank]])) for rank in others], received, group=group.context).wait()
+    for _, buffer in received:
+        total = total + unpack(buffer, [Piece(tuple(total.shape), x.dtype)])[0]
+    return total.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+@scatter_sum.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    group = groups_by_name(groups)
+    shape = list(x.shape)
+    shape[dim] = sum(_by_rank(sizes, group.context_size)[group.context_rank])
+    return x.new_empty(shape)
+
+
+def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return scatter_sum(grad, *ctx.arguments), None, None, None
+
+
+gather.register_autograd(_gather_backward, setup_context=_setup_gather)
+
+
+def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
+    """Each rank's segments."""
+    return [list(sizes[rank::ranks]) for rank in range(ranks)]
+
+
+def _piece(x: Tensor, dim: int, length: int) -> Piece:
+    shape = list(x.shape)
+    shape[dim] = length
+    return Piece(tuple(shape), x.dtype)

@@ -1,0 +1,152 @@
+"""`apply_context_parallel` and `remove_context_parallel`: a model in place, reversibly."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
+from lightning_cp.engine.entry import kernel_for
+from lightning_cp.engine.install import Undo, install
+from lightning_cp.engine.peers import forwards_to_check
+from lightning_cp.engine.rules import Rules, compile_rules
+from lightning_cp.engine.session import Session
+from lightning_cp.errors import PlanError
+from lightning_cp.kernels import check_kernel
+from lightning_cp.mesh import groups_for
+from lightning_cp.plans import REGISTERED, registered_plan
+
+_INSTALLED = "_lightning_cp"
+
+
+@dataclass(eq=False)
+class Installed:
+    """What a parallel model carries: its session, and the way back."""
+
+    module: nn.Module
+    session: Session
+    rules: Rules
+    undo: Undo
+
+    def __deepcopy__(self, memo: object) -> Installed:
+        return self
+
+
+def apply_context_parallel(module: nn.Module, parallel_config: object, plan: object = None) -> None:
+    """Run `module` context-parallel from now on: whole tensors in, whole tensors out, on every rank.
+
+    Args:
+        module: any module; diffusers' transformers of `lightning_cp.plans.REGISTERED` need no plan.
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
+        plan: a `lightning_cp.plans.Plan`, or a dict in diffusers' `_cp_plan` format.
+    Gradient: every parameter's gradient, averaged over the ranks of the context group, is that of one process, where
+        each rank computes the whole loss (what DDP and FSDP do over all ranks).
+    Ranks: all of the context group, like every forward and backward after it.
+    Raises:
+        ValueError: a class without a plan, a plan that does not fit, a module that is parallel already (by us or by
+            diffusers), degrees that do not fit the world. The module is then as it was.
+        TypeError: a wrong kind of argument.
+    """
+    parallelize(module, context_config(parallel_config), plan)
+
+
+def parallelize(
+    module: nn.Module,
+    config: ContextParallelConfig,
+    plan: object = None,
+    *,
+    kernel: str = "auto",
+    check_peers: str = "first",
+) -> Installed:
+    """`apply_context_parallel` with what a strategy sets beside: the kernel, and how often peers are compared."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    _check_untouched(module)
+    check_kernel(kernel)
+    checks = forwards_to_check(check_peers)
+    plan = plan if plan is not None else registered_plan(type(module))
+    if plan is None:
+        raise PlanError(_no_plan(module))
+    rules = compile_rules(module, plan)
+    groups = groups_for(config)
+    session = Session(groups, config, rules.main, kernel, _backends(module), checks)
+    for backend in _chosen_backends(module):
+        kernel_for(session, backend)
+    signature = inspect.signature(type(module).forward)
+    undo = install(module, rules, session, signature=signature, dispatcher=_dispatcher(module))
+    installed = Installed(module, session, rules, undo)
+    module.__dict__[_INSTALLED] = installed
+    if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
+        module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
+    return installed
+
+
+def remove_context_parallel(module: nn.Module) -> None:
+    """Undo `apply_context_parallel`: the module is as it was. Raises: ValueError: it is not context-parallel."""
+    installed = installed_on(module)
+    if installed is None:
+        raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
+    if installed.module is not module:
+        raise ValueError(
+            f"this {type(module).__name__} is a deep copy of a context-parallel one, and shares its engine: remove it "
+            "from the original before copying"
+        )
+    installed.undo()
+    del module.__dict__[_INSTALLED]
+    module.__dict__.pop("_parallel_config", None)
+
+
+def installed_on(module: nn.Module) -> Installed | None:
+    """What `parallelize` left on a module; None for one that is not context-parallel."""
+    found: Installed | None = module.__dict__.get(_INSTALLED)
+    return found
+
+
+def _check_untouched(module: nn.Module) -> None:
+    name = type(module).__name__
+    if any(installed_on(inner) is not None for inner in module.modules()):
+        raise PlanError(f"{name} is context-parallel already: call remove_context_parallel first")
+    for inner in module.modules():
+        hooks = getattr(getattr(inner, "_diffusers_hook", None), "hooks", {})
+        if getattr(inner, "_parallel_config", None) is not None or any(key.startswith("cp_") for key in hooks):
+            raise PlanError(
+                f"diffusers' own parallelism is enabled on {name}, which cannot be undone: load the model without "
+                "parallel_config and without enable_parallelism, then call apply_context_parallel"
+            )
+
+
+def _no_plan(module: nn.Module) -> str:
+    return (
+        f"no plan is registered for {type(module).__module__}.{type(module).__name__}: give one "
+        '(plan={"": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)}, "proj_out": '
+        f"ContextParallelOutput(gather_dim=1, expected_dims=3)}}), or use one of {', '.join(sorted(REGISTERED))}"
+    )
+
+
+def _is_diffusers(module: nn.Module) -> bool:
+    return any(base.__module__.split(".")[0] == "diffusers" for base in type(module).__mro__)
+
+
+def _dispatch_module(module: nn.Module) -> Any:
+    """diffusers' module of attention backends, if any part of the model comes from diffusers."""
+    if not any(_is_diffusers(inner) for inner in module.modules()):
+        return None
+    return sys.modules.get("diffusers.models.attention_dispatch")
+
+
+def _dispatcher(module: nn.Module) -> Any:
+    return getattr(_dispatch_module(module), "dispatch_attention_fn", None)
+
+
+def _backends(module: nn.Module) -> Any:
+    return getattr(_dispatch_module(module), "_AttentionBackendRegistry", None)
+
+
+def _chosen_backends(module: nn.Module) -> set[Any]:
+    """Backends set on the model's processors; None stands for the one active for all."""
+    processors = [getattr(inner, "processor", None) for inner in module.modules()]
+    return {None} | {x for x in (getattr(p, "_attention_backend", None) for p in processors) if x is not None}

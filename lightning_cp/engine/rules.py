@@ -1,0 +1,224 @@
+"""A plan as a list of what to do at which module, checked against the model before anything is touched."""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.engine.seam import attends
+from lightning_cp.errors import PlanError
+from lightning_cp.plans import Plan, Spec, Split, Streams
+
+_ENTRIES = "diffusers.models._modeling_parallel"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments of some modules that are split before their forward.
+
+    paths: of the modules. positions: index of each argument in the forward's signature.
+    """
+
+    paths: tuple[str, ...]
+    specs: Mapping[str, Spec]
+    positions: Mapping[str, int]
+    is_block: bool = False
+    always: bool = False  # split whatever comes (diffusers' format), rather than what is still whole
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Outputs of a module that are split, or gathered, after its forward."""
+
+    path: str
+    spec: Spec
+    gathers: bool
+    always: bool = False
+
+
+@dataclass(frozen=True)
+class Rules:
+    """A plan, compiled for one model.
+
+    attention: streams by path of each module that attends across ranks (None: to be found out).
+    """
+
+    arguments: tuple[Arguments, ...]
+    outputs: tuple[Outputs, ...]
+    attention: Mapping[str, Streams | None]
+    main: str
+    required: Mapping[str, str]
+    refused: Mapping[str, str]
+
+
+def compile_rules(module: nn.Module, plan: object) -> Rules:
+    """Rules of a `Plan`, or of a plan in diffusers' format, for `module`.
+
+    Raises: PlanError: it names modules or arguments that are not there, or is malformed. TypeError: no plan at all.
+    """
+    if isinstance(plan, Plan):
+        return _from_plan(module, plan)
+    if isinstance(plan, Mapping):
+        return _from_diffusers(module, plan)
+    raise TypeError(f"plan must be a lightning_cp.plans.Plan or a dict in diffusers' format, not {type(plan).__name__}")
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at `path`; "-1" is a list's last. Raises: PlanError."""
+    found = module
+    for i, atom in enumerate(path.split(".") if path else ()):
+        last_of = (
+            isinstance(found, nn.ModuleList) and atom.lstrip("-").isdigit() and -len(found) <= int(atom) < len(found)
+        )
+        nested = found[int(atom)] if last_of else getattr(found, atom, None)  # type: ignore[index]
+        if not isinstance(nested, nn.Module):
+            at = ".".join(path.split(".")[:i]) or type(module).__name__
+            raise PlanError(f"the plan names {path!r}, but {at} has no module {atom!r}")
+        found = nested
+    return unwrapped(found)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside activation-checkpointing and compiler wrappers."""
+    for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+        inner = module._modules.get(name)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
+
+
+def _from_plan(module: nn.Module, plan: Plan) -> Rules:
+    for name in plan.required:
+        _position(type(module).__name__, module, name)
+    arguments = [_arguments(module, ("",), plan.inputs)] if plan.inputs else []
+    attention: dict[str, Streams | None] = {}
+    for stack, specs in plan.blocks.items():
+        blocks = submodule(module, stack)
+        if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+            raise PlanError(
+                f"the plan names {stack!r} as a list of blocks, but it is a {type(blocks).__name__} without any"
+            )
+        paths = tuple(f"{stack}.{i}" for i in range(len(blocks)))
+        arguments.append(_arguments(module, paths, specs, is_block=True))
+        for path in paths:
+            attention.update(_attention(submodule(module, path), path, plan))
+    outputs = [Outputs(path, spec, gathers=True) for path, spec in plan.gather.items()]
+    for output in outputs:
+        submodule(module, output.path)
+    return Rules(tuple(arguments), tuple(outputs), attention, plan.main, plan.required, plan.refused)
+
+
+def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Streams]]:
+    found = False
+    for name, inner in block.named_modules():
+        if not attends(inner):
+            continue
+        found = True
+        keys = [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+        streams = plan.attention[keys[0]] if keys else plan.streams
+        if streams:
+            yield f"{path}.{name}" if name else path, streams
+    if not found:
+        raise PlanError(
+            f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
+            "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+        )
+
+
+def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
+    arguments: list[Arguments] = []
+    outputs: list[Outputs] = []
+    for pattern, entry in plan.items():
+        for path in _expand(module, pattern):
+            if isinstance(entry, Mapping):
+                inputs = {name: _theirs(x, pattern) for name, x in entry.items() if isinstance(name, str)}
+                if inputs:
+                    arguments.append(_arguments(module, (path,), inputs, always=True))
+                indexed = {i: _theirs(x, pattern) for i, x in entry.items() if isinstance(i, int)}
+                if any(not getattr(entry[i], "split_output", False) for i in indexed):
+                    raise PlanError(
+                        f"plan entry {pattern!r}: an integer key splits an output and needs split_output=True"
+                    )
+                if indexed:
+                    spec = tuple(indexed.get(i) for i in range(max(indexed) + 1))
+                    outputs.append(Outputs(path, spec, gathers=False, always=True))
+            elif isinstance(entry, (list, tuple)):
+                spec = tuple(None if x is None else _theirs(x, pattern) for x in entry)
+                outputs.append(Outputs(path, spec, gathers=True, always=True))
+            else:
+                outputs.append(Outputs(path, (_theirs(entry, pattern),), gathers=True, always=True))
+    if not any(rule.gathers for rule in outputs):
+        raise PlanError("the plan gathers nothing: it needs a ContextParallelOutput, or the output would be a shard")
+    attention = {name: None for name, inner in module.named_modules() if attends(inner)}
+    if not attention:
+        raise PlanError(
+            f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "
+            "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+        )
+    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {})
+
+
+def _theirs(entry: Any, where: str) -> Spec:
+    """diffusers' entry as a spec without streams."""
+    if isinstance(entry, (list, tuple)):
+        return tuple(_theirs(x, where) for x in entry)
+    kind = type(entry)
+    if kind.__module__ == _ENTRIES and kind.__name__ == "ContextParallelInput":
+        return Split(entry.split_dim, (), entry.expected_dims)
+    if kind.__module__ == _ENTRIES and kind.__name__ == "ContextParallelOutput":
+        return Split(entry.gather_dim, (), entry.expected_dims)
+    if isinstance(entry, Split):
+        return entry
+    raise PlanError(
+        f"plan entry {where!r} holds a {kind.__name__}, not a ContextParallelInput or ContextParallelOutput"
+    )
+
+
+def _expand(module: nn.Module, pattern: str) -> list[str]:
+    """Paths of a pattern with at most one `*`, which stands for each module of a list."""
+    atoms = pattern.split(".")
+    if atoms.count("*") > 1:
+        raise PlanError(f"the plan names {pattern!r}: '*' can stand only once")
+    if "*" not in atoms:
+        submodule(module, pattern)
+        return [pattern]
+    at = atoms.index("*")
+    stack = submodule(module, ".".join(atoms[:at]))
+    if not isinstance(stack, nn.ModuleList):
+        raise PlanError(f"the plan names {pattern!r}, but '*' stands for a {type(stack).__name__}, not a ModuleList")
+    paths = [".".join([*atoms[:at], str(i), *atoms[at + 1 :]]) for i in range(len(stack))]
+    for path in paths:
+        submodule(module, path)
+    return paths
+
+
+def _arguments(
+    module: nn.Module,
+    paths: tuple[str, ...],
+    specs: Mapping[str, Spec],
+    *,
+    is_block: bool = False,
+    always: bool = False,
+) -> Arguments:
+    where = submodule(module, paths[0])
+    named = [name for name in specs]
+    positions = {name: _position(paths[0] or type(module).__name__, where, name) for name in named}
+    return Arguments(paths, dict(specs), positions, is_block, always)
+
+
+def _position(path: str, module: nn.Module, name: str) -> int:
+    """Index of an argument in the module's forward; -1 for one that is given by keyword only."""
+    parameters = inspect.signature(type(module).forward).parameters
+    if name in parameters:
+        return list(parameters).index(name) - 1
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return -1
+    raise PlanError(
+        f"the plan names the argument {name!r} of {path}, but {type(module).__name__}.forward takes "
+        f"{', '.join(list(parameters)[1:])}"
+    )

@@ -1,0 +1,152 @@
+"""The seam: attention calls of one model instance, led through the engine without touching anyone else's.
+
+A processor (or a module's forward) is code that finds `dispatch_attention_fn` or `F.scaled_dot_product_attention`
+among its module's globals. The engine runs the same code with other globals, in a copy of the processor that belongs
+to this model alone. Nothing global is patched, so other models, threads and replays are not concerned, and compilers
+see plain functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+_SDPA = "scaled_dot_product_attention"
+_DEPTH = 3  # how far helper functions are followed
+
+Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, scaled_dot_product_attention
+
+
+def rebind(function: types.FunctionType, replacements: Replacements, depth: int = _DEPTH) -> types.FunctionType | None:
+    """`function` with its attention calls replaced, in itself and in helpers it calls; None if it makes none."""
+    changed: dict[str, Any] = {}
+    names = set(_names(function.__code__))
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        replaced = _replace(value, names, replacements, depth)
+        if replaced is not None:
+            changed[name] = replaced
+    if not changed:
+        return None
+    # Without __name__: a compiler would otherwise look the globals up in the module of that name.
+    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
+    bound = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+def _replace(value: Any, names: set[str], replacements: Replacements, depth: int) -> Any:
+    if value is F.scaled_dot_product_attention:
+        return replacements[_SDPA]
+    if isinstance(value, types.ModuleType) and value in (torch, nn, F):
+        return _module_with(value, replacements[_SDPA]) if _SDPA in names else None
+    if not isinstance(value, types.FunctionType):
+        return None
+    if value.__name__ == "dispatch_attention_fn" and value.__module__.startswith("diffusers."):
+        return replacements["dispatch_attention_fn"]
+    return rebind(value, replacements, depth - 1) if depth and not _of_torch(value) else None
+
+
+def _of_torch(function: types.FunctionType) -> bool:
+    return (function.__module__ or "").split(".")[0] == "torch"
+
+
+def _module_with(module: types.ModuleType, attention: Callable[..., Any]) -> types.ModuleType:
+    """A copy of torch, torch.nn or torch.nn.functional in which scaled_dot_product_attention is `attention`."""
+    functional = types.ModuleType(F.__name__)
+    functional.__dict__.update(F.__dict__, **{_SDPA: attention})
+    if module is F:
+        return functional
+    modules = types.ModuleType(nn.__name__)
+    modules.__dict__.update(nn.__dict__, functional=functional)
+    if module is nn:
+        return modules
+    whole = types.ModuleType(torch.__name__)
+    whole.__dict__.update(torch.__dict__, nn=modules)
+    return whole
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+class Seam:
+    """Leads the attention calls of modules through two functions. One for each way in which modules attend.
+
+    Copies of processors share a class for each original class, so that compiled blocks can share their code.
+    """
+
+    def __init__(self, dispatch: Callable[..., Any], sdpa: Callable[..., Any]) -> None:
+        self._replacements: Replacements = {"dispatch_attention_fn": dispatch, _SDPA: sdpa}
+        self._classes: dict[type, type] = {}
+
+    def intercept(self, module: nn.Module, *, mark: object) -> Callable[[], None]:
+        """Reroute `module`; return what undoes it.
+
+        Args: mark: what a diffusers processor shall pass as `parallel_config` where it wants context parallelism.
+        """
+        processor = getattr(module, "processor", None)
+        if attending_method(processor) is None:
+            return self._intercept_forward(module)
+        ours = copy.copy(processor)
+        ours.__class__ = self._class_of(type(processor))
+        if mark is not None and hasattr(processor, "_parallel_config"):
+            ours._parallel_config = mark
+        module.processor = ours
+
+        def restore() -> None:
+            if module.processor is ours:
+                if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
+                    processor._attention_backend = ours._attention_backend
+                module.processor = processor
+
+        return restore
+
+    def _intercept_forward(self, module: nn.Module) -> Callable[[], None]:
+        replacement = types.MethodType(self._class_of(type(module)).forward, module)
+        module.forward = replacement
+
+        def restore() -> None:
+            if module.__dict__.get("forward") is replacement:
+                del module.__dict__["forward"]
+
+        return restore
+
+    def _class_of(self, kind: type) -> type:
+        if kind not in self._classes:
+            name = attending_method(kind)
+            assert name is not None, f"{kind.__name__} was found to attend"
+            bound = rebind(getattr(kind, name), self._replacements)
+            self._classes[kind] = type(kind.__name__, (kind,), {name: bound, "__module__": kind.__module__})
+        return self._classes[kind]
+
+
+def attends(module: nn.Module) -> bool:
+    """Whether the module makes attention calls of its own that the seam can reach."""
+    if attending_method(getattr(module, "processor", None)) is not None:
+        return True
+    return "forward" not in module.__dict__ and attending_method(type(module)) is not None
+
+
+def attending_method(thing: object) -> str | None:
+    """Name of the method (of a class, or of an object's) that makes attention calls; None if there is none."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    nothing: Replacements = {"dispatch_attention_fn": _nothing, _SDPA: _nothing}
+    for name in ("__call__", "forward"):
+        method = getattr(kind, name, None)
+        if isinstance(method, types.FunctionType) and not _of_torch(method) and rebind(method, nothing) is not None:
+            return name
+    return None
+
+
+def _nothing(*_: object, **__: object) -> None:
+    raise AssertionError("a trial replacement is never called")

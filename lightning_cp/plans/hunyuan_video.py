@@ -1,0 +1,18 @@
+"""HunyuanVideo: joint attention with a mask over [video | text]; the text refiner stays whole, outside the blocks."""
+
+from lightning_cp.plans.plan import Plan, split
+
+_ARGUMENTS = {
+    "hidden_states": split(1, "image"),
+    "encoder_hidden_states": split(1, "text"),
+    "attention_mask": split(3, "image", "text"),
+    "image_rotary_emb": split(0, "image"),
+}
+
+PLANS = {
+    "HunyuanVideoTransformer3DModel": Plan(
+        blocks={"transformer_blocks": _ARGUMENTS, "single_transformer_blocks": _ARGUMENTS},
+        gather={"proj_out": split(1, "image")},
+        refused={"token_replace_emb": "token_replace modulates the first frame's tokens by their global index"},
+    ),
+}
