@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_cp.attention.operator import attention
 from lightning_cp.config import ContextParallelConfig, context_config
-from lightning_cp.errors import ShapeError
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh import ALONE, groups_for
 
 
 @overload
@@ -105,7 +104,7 @@ def context_parallel_attention(
     config = context_config(parallel_config)
     if dropout_p:
         raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
-    groups = groups_for(config)
+    groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
     sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     return attend_across(
         *(query, key, value, attn_mask),
@@ -139,22 +138,15 @@ def attend_across(
 
     lengths: of queries and keys on every rank, empty where not known; groups: `Groups.name`; kernel: a name.
     """
-    if query.shape[2] != key.shape[2] and not grouped:
-        raise ShapeError(
-            f"{query.shape[2]} query heads but {key.shape[2]} key heads: pass enable_gqa=True to group them"
-        )
-    if mask is not None and mask.ndim == 2:
-        if mask.shape != key.shape[:2]:
-            raise ShapeError(
-                f"attn_mask {tuple(mask.shape)} with 2 dims must be [batch, keys_local] = {tuple(key.shape[:2])}"
-            )
+    # Nothing is refused here: an error must reach the ranks that wait for this one's sizes, see `call.agree`.
+    if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
     device = query.device.type
-    if query.dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     out, lse, *_ = attention(
-        *(query, key, value, mask, causal, query.shape[3] ** -0.5 if scale is None else float(scale)),
+        *(query, key, value, mask, causal, query.shape[-1] ** -0.5 if scale is None else float(scale), grouped),
         *(*lengths, groups, config.rotate_method, config.convert_to_fp32, kernel, return_lse),
     )
     return (out, lse) if return_lse else out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -27,6 +28,7 @@ class Settings:
     kernel: str
     rotate_method: str
     wide: bool
+    grouped: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, group
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape != v.shape or q.shape[3] != k.shape[3]:
         raise ShapeError(f"{shapes}: batch and head size must agree, and key and value have one shape")
     hq, hk, ulysses = q.shape[2], k.shape[2], groups.context_shape[1]
+    if hq != hk and not settings.grouped:
+        raise ShapeError(f"{shapes}: {hq} query heads but {hk} key heads: pass enable_gqa=True to group them")
     if hk == 0 or hq % hk:
         raise ShapeError(f"{shapes}: {hq} query heads cannot share {hk} key heads evenly")
     if hq < ulysses:
@@ -96,30 +100,45 @@ def agree(
         open on some rank). Raises: ShapeError on a rank that was given what does not fit; PeerMismatchError on the
         others if they exchange.
     """
-    rank, size = groups.context_rank, groups.context_size
-    own_q, own_k = q.shape[1], k.shape[1]
-    if size == 1:
-        q_lengths, kv_lengths = [own_q], [own_k]
-    for name, lengths, own in (("q_lengths", q_lengths, own_q), ("kv_lengths", kv_lengths, own_k)):
-        if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != own):
-            raise ShapeError(
-                f"{name}={lengths} does not fit: it must hold one length for each of the {size} ranks of the context "
-                f"group, and {own} for this one (rank {rank})"
-            )
-    known = bool(q_lengths) and bool(kv_lengths)
-    if known and (mask is None or size == 1 or not _undecided(q_lengths, kv_lengths)):
+
+    def check() -> None:
         check_tensors(q, k, v, mask, groups=groups, settings=settings)
-        lengths_ = Lengths(tuple(q_lengths), tuple(kv_lengths))
-        if mask is None:
-            return replace(lengths_, mask_rows=(0,) * size)
-        kind = _kinds(mask.shape[2], mask.shape[3], own_q, own_k, sum(kv_lengths))
-        if not kind:
-            raise ShapeError(
-                f"attn_mask {tuple(mask.shape)} does not fit q_lengths={q_lengths}, {kv_lengths=}: {_MASKS}"
-            )
-        rows = tuple(1 for _ in q_lengths) if kind[0] == "keys" or mask.shape[2] == 1 else tuple(q_lengths)
-        return replace(lengths_, mask_kind=kind[0], mask_rows=rows)
-    return _exchange(q, k, v, mask, groups=groups, settings=settings)
+        _check_lengths("q_lengths", q_lengths, q.shape[1], groups)
+        _check_lengths("kv_lengths", kv_lengths, k.shape[1], groups)
+
+    size = groups.context_size
+    known = bool(q_lengths) and bool(kv_lengths)
+    if size == 1 or (known and (mask is None or not _undecided(q_lengths, kv_lengths))):
+        check()
+        lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
+        if mask is not None:
+            lengths = _with_mask(lengths, mask, q, k)
+    else:
+        lengths = _exchange(q, k, v, mask, check=check, groups=groups, settings=settings)
+    if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk will be seen through a mask
+        choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
+    return lengths
+
+
+def _check_lengths(name: str, lengths: list[int], own: int, groups: Groups) -> None:
+    rank, size = groups.context_rank, groups.context_size
+    if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != own):
+        raise ShapeError(
+            f"{name}={lengths} does not fit: it must hold one length for each of the {size} ranks of the context "
+            f"group, and {own} for this one (rank {rank})"
+        )
+
+
+def _with_mask(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
+    """What `lengths` say about a mask whose kind they settle."""
+    kind = _kinds(mask.shape[2], mask.shape[3], q.shape[1], k.shape[1], sum(lengths.key))
+    if not kind:
+        raise ShapeError(
+            f"attn_mask {tuple(mask.shape)} does not fit q_lengths={list(lengths.query)}, "
+            f"kv_lengths={list(lengths.key)}: {_MASKS}"
+        )
+    one_row = kind[0] == "keys" or mask.shape[2] == 1
+    return replace(lengths, mask_kind=kind[0], mask_rows=(1,) * len(lengths.query) if one_row else lengths.query)
 
 
 def _undecided(q_lengths: list[int], kv_lengths: list[int]) -> bool:
@@ -132,11 +151,20 @@ def _kinds(rows: int, columns: int, own_q: int, own_k: int, all_k: int) -> list[
     return [*kinds, "rows"] if columns == all_k and rows in (1, own_q) else kinds
 
 
-def _exchange(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: Groups, settings: Settings) -> Lengths:
+def _exchange(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    *,
+    check: Callable[[], None],
+    groups: Groups,
+    settings: Settings,
+) -> Lengths:
     """All ranks tell their shapes, and whether they accept their own: bad input on one is an error on all."""
     refused: ValueError | None = None
     try:
-        check_tensors(q, k, v, mask, groups=groups, settings=settings)
+        check()
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal)]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
@@ -155,7 +183,7 @@ def _exchange(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: G
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
             f"heads, head size, key heads, dtype, causal): {listing}"
         )
-    lengths = Lengths(*(tuple(theirs[i] for theirs in everyone) for i in (1, 2)))
+    lengths = Lengths(tuple(theirs[1] for theirs in everyone), tuple(theirs[2] for theirs in everyone))
     if mask is None:
         return replace(lengths, mask_rows=(0,) * len(everyone))
     options = [_kinds(rows, columns, sq, sk, sum(lengths.key)) for _, sq, sk, rows, columns, *_ in everyone]

@@ -37,6 +37,7 @@ def attention(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    grouped: bool,
     q_lengths: list[int],
     kv_lengths: list[int],
     groups: str,
@@ -46,7 +47,7 @@ def attention(
     with_lse: bool,
 ) -> _Forward:
     """Forward. query [b, s_local, hq, d] -> out, the same; lse [b, s_local, hq] (empty unless `with_lse` or needed)."""
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
     lengths = agree(
         query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=group, settings=settings
     )
@@ -72,6 +73,7 @@ def _(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    grouped: bool,
     q_lengths: list[int],
     kv_lengths: list[int],
     groups: str,
@@ -80,8 +82,8 @@ def _(
     kernel: str,
     with_lse: bool,
 ) -> _Forward:
-    group = groups_by_name(groups)
-    check_tensors(query, key, value, mask, groups=group, settings=Settings(causal, scale, kernel, rotate_method, wide))
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
+    check_tensors(query, key, value, mask, groups=group, settings=settings)
     lse_dtype = wide_dtype(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
     agreed = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
@@ -162,7 +164,7 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Forward) -> None:
-    query, key, value, mask, causal, scale, _, _, groups, rotate_method, wide, kernel, _ = inputs
+    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, wide, kernel, _ = inputs
     out, lse, *kept, agreed = output
     if kept[0].ndim == 4:
         q, k, v, m, part_out, part_lse = kept
@@ -182,7 +184,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
     grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
-    return *grads, *[None] * 10
+    return *grads, *[None] * 11
 
 
 attention.register_autograd(_backward, setup_context=_setup)

@@ -70,12 +70,10 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     """
     dtype = wide_dtype(q.dtype) if ring.wide else q.dtype
     total: Part | None = None
-    for owner, (key, value, *key_mask) in _chunks(ring, k, v, mask):
-        view = _view(ring, owner, q, key, mask, key_mask)
-        if view is None:
+    for owner, chunk in _chunks(ring, k, v, mask):  # `chunk` is the only name for it here, so that it can be let go
+        part = _attend_chunk(q, chunk, mask, owner=owner, ring=ring)
+        if part is None:
             continue
-        kernel = choose_kernel(ring.kernel, q, view.mask)
-        part = attend(kernel, q, key, value, mask=view.mask, causal=view.causal, scale=ring.scale)
         if len(ring.kv_lengths) == 1:
             return part
         total = accumulator(part, dtype) if total is None else merge(total, part)
@@ -97,15 +95,11 @@ def ring_backward(
     dtype = wide_dtype(q.dtype) if ring.wide else q.dtype
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     homing = _homing(ring, k, v, dtype)
-    for owner, (key, value, *key_mask) in _chunks(ring, k, v, mask):
-        view = _view(ring, owner, q, key, mask, key_mask)
-        if view is None:
-            shares = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (key, value)]
+    for owner, chunk in _chunks(ring, k, v, mask):
+        grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
+        if grads is None:
+            shares = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in chunk[:2]]
         else:
-            kernel = choose_kernel(ring.kernel, q, view.mask)
-            grads = attend_backward(
-                kernel, grad, q, key, value, part, mask=view.mask, causal=view.causal, scale=ring.scale
-            )
             if homing is None:
                 return grads
             dq.add_(grads.query)
@@ -116,6 +110,28 @@ def ring_backward(
     assert homing is not None, "a ring of one has returned"
     dk, dv = homing.finish()
     return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+
+
+def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring) -> Part | None:
+    """Attention of the local queries over `owner`'s chunk; None if they see nothing of it."""
+    key, value, *key_mask = chunk
+    view = _view(ring, owner, q, key, mask, key_mask)
+    if view is None:
+        return None
+    kernel = choose_kernel(ring.kernel, q, view.mask)
+    return attend(kernel, q, key, value, mask=view.mask, causal=view.causal, scale=ring.scale)
+
+
+def _chunk_grads(
+    grad: PartGrad, q: Tensor, chunk: list[Tensor], part: Part, mask: Tensor | None, *, owner: int, ring: Ring
+) -> Grads | None:
+    """This rank's share of the gradients through `owner`'s chunk; None if the local queries see nothing of it."""
+    key, value, *key_mask = chunk
+    view = _view(ring, owner, q, key, mask, key_mask)
+    if view is None:
+        return None
+    kernel = choose_kernel(ring.kernel, q, view.mask)
+    return attend_backward(kernel, grad, q, key, value, part, mask=view.mask, causal=view.causal, scale=ring.scale)
 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:

@@ -8,6 +8,7 @@ Source: Jacobs et al., arXiv:2309.14509.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ def share_heads(hq: int, hk: int, degree: int) -> list[HeadShare]:
     """Each rank's heads, of hq query and hk key-value heads (hk divides hq, degree <= hq)."""
     bounds = [rank * (hq // degree) + min(rank, hq % degree) for rank in range(degree + 1)]
     group = hq // hk
-    return [HeadShare(a, b, a // group, (b - 1) // group + 1, group) for a, b in zip(bounds, bounds[1:])]
+    return [HeadShare(a, b, a // group, (b - 1) // group + 1, group) for a, b in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,8 @@ def tokens_to_heads(
     received = swap(messages, layouts, group=to.group)
     q, k, v = (torch.cat([message[i] for message in received], 1) for i in range(3))
     if to.mine.ragged is not None:
-        heads = torch.tensor(to.mine.ragged, device=k.device)
-        k, v = k.index_select(2, heads), v.index_select(2, heads)
+        used = torch.tensor(to.mine.ragged, device=k.device)
+        k, v = k.index_select(2, used), v.index_select(2, used)
     if mask is None:
         return q, k, v, None
     masks = [message[3] for message in received]
@@ -129,7 +130,7 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
-    messages = list(zip(*(x.split(to.q_lengths, 1) for x in tensors), strict=True))
+    messages = list(zip(*(torch.split(x, list(to.q_lengths), 1) for x in tensors), strict=True))
     mine = to.q_lengths[dist.get_rank(to.group)]
     layouts: list[Layout] = [
         [Piece((x.shape[0], mine, share.q_stop - share.q_start, *x.shape[3:]), x.dtype) for x in tensors]
@@ -141,9 +142,8 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
 def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
     """A part over this rank's heads as one over its tokens; without its lse (then empty) unless asked."""
-    if with_lse:
-        return Part(*queries_to_tokens([part.out, part.lse], to=to))
-    return Part(*queries_to_tokens([part.out], to=to), part.lse.new_empty(0))
+    out, *lse = queries_to_tokens([part.out, part.lse] if with_lse else [part.out], to=to)
+    return Part(out, lse[0] if with_lse else part.lse.new_empty(0))
 
 
 def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
@@ -154,7 +154,8 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     dq, dk, dv = grads
     if to.mine.ragged is not None:
         dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
-    split = (dq.split(to.q_lengths, 1), dk.split(to.kv_lengths, 1), dv.split(to.kv_lengths, 1))
+    lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
+    split = [torch.split(x, list(sizes), 1) for x, sizes in zip((dq, dk, dv), lengths, strict=True)]
     rank, b, d = dist.get_rank(to.group), dq.shape[0], dq.shape[3]
     sq, sk = to.q_lengths[rank], to.kv_lengths[rank]
     layouts: list[Layout] = []

@@ -21,8 +21,8 @@ def swap(
     """
     sizes = [packet_bytes(layout_of(message)) for message in messages]
     outgoing = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].device)
-    for part, message in zip(outgoing.split(sizes), messages, strict=True):
+    for part, message in zip(torch.split(outgoing, sizes), messages, strict=True):
         pack(message, out=part)
     expected = [packet_bytes(layout) for layout in layouts]
     incoming = all_to_all(outgoing, expected, sizes, group=group)
-    return [unpack(part, layout) for part, layout in zip(incoming.split(expected), layouts, strict=True)]
+    return [unpack(part, layout) for part, layout in zip(torch.split(incoming, expected), layouts, strict=True)]

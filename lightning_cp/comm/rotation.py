@@ -28,7 +28,7 @@ def rotate_neighbour(
         local: this rank's chunk.
         layout: of each owner's chunk.
     Ranks: all of `group`, taking every chunk. Each sends n - 1 packets, of the chunks it passes on; at most two remote
-        chunks are held.
+        chunks are held: a chunk's list is emptied when the next one is asked for.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     buffer = pack(local)
@@ -41,6 +41,7 @@ def rotate_neighbour(
         incoming = _empty(layout((owner - 1) % size), buffer)
         pending = exchange([((rank + 1) % size, buffer)], [((rank - 1) % size, incoming)], group=group)
         yield owner, chunk
+        chunk.clear()
         pending.wait()
         buffer, chunk = incoming, unpack(incoming, layout((owner - 1) % size))
 

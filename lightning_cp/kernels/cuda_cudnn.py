@@ -25,7 +25,7 @@ class CudnnKernel:
             return f"head size {query.shape[-1]} is above 128"
         if torch.cuda.get_device_capability(query.device) < (8, 0):
             return "it needs compute capability 8.0"
-        return None if torch.backends.cudnn.version() else "cuDNN is not available"
+        return None if torch.backends.cudnn.is_available() else "cuDNN is not available"  # type: ignore[no-untyped-call]
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

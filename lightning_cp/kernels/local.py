@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_cp.kernels.choice import choose_kernel
 from lightning_cp.kernels.protocol import Grads, Kernel, Part, PartGrad
 
 
@@ -56,14 +57,15 @@ def attend_backward(
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d, heads = q.shape[-1], k.shape[2]
     out, lse = part.out.to(q.dtype), part.lse.masked_fill(part.lse == float("-inf"), 0)  # such rows: P = exp(-inf)
-    grad_out = grad.out.to(q.dtype)
-    k, v = _for_heads(kernel, q, k, v)
+    grad_out, bias = grad.out.to(q.dtype), _additive(mask, q.dtype)
     if grad.lse is not None:  # dS = P (dP - delta + dlse): dlse is one more column of dP
         grad_lse = grad.lse.to(q.dtype).unsqueeze(-1)
         grad_out = torch.cat([grad_out, grad_lse], -1)
         q, k, out = (torch.cat([x, x.new_zeros(*x.shape[:3], 1)], -1) for x in (q, k, out))
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-    bias = _additive(mask, q.dtype)
+        if kernel.refusal(q, bias) is not None:  # a head size at its limit: any other kernel's backward does as well
+            kernel = choose_kernel("auto", q, bias)
+    k, v = _for_heads(kernel, q, k, v)
     grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
     grads = kernel.backward(grad_out, q, k, v, Part(_dense(out), lse), bias, causal=causal, scale=scale)
     dq, dk, dv = (x[..., :d] for x in grads)
