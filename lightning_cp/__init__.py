@@ -1,0 +1,44 @@
+"""Exact context-parallel training and sampling of diffusion transformers, as strategies for Lightning."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning_cp._register import register
+from lightning_cp.config import ContextParallelConfig, ParallelConfig
+
+if TYPE_CHECKING:
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    from lightning_cp.attention import context_parallel_attention
+    from lightning_cp.engine import apply_context_parallel, remove_context_parallel
+
+__all__ = [
+    "ContextParallelConfig",
+    "ContextParallelInput",
+    "ContextParallelOutput",
+    "ParallelConfig",
+    "apply_context_parallel",
+    "context_parallel_attention",
+    "remove_context_parallel",
+]
+
+# Fetched at first use: torch, lightning and diffusers take seconds to import, settings are checked before.
+_HOMES = {
+    "ContextParallelInput": "diffusers.models._modeling_parallel",
+    "ContextParallelOutput": "diffusers.models._modeling_parallel",
+    "context_parallel_attention": "lightning_cp.attention",
+    "apply_context_parallel": "lightning_cp.engine",
+    "remove_context_parallel": "lightning_cp.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)
+
+
+register()

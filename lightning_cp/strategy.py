@@ -1,0 +1,203 @@
+"""What the strategies of both flavours share: settings, the mesh, which modules are wrapped, sharding of batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
+from lightning_cp.engine.apply import Installed, parallelize
+from lightning_cp.engine.peers import forwards_to_check
+from lightning_cp.errors import PlanError
+from lightning_cp.kernels import check_kernel
+from lightning_cp.mesh import Groups, groups_for
+from lightning_cp.plans import Plan, registered_plan
+
+
+@dataclass
+class ContextParallel:
+    """The context-parallel part of a strategy. Settings are checked here; groups are made once ranks are up.
+
+    Attributes: as the arguments of `lightning_cp.fabric.ContextParallelStrategy`.
+    """
+
+    ring: int
+    ulysses: int
+    data_parallel: int | str
+    rotate_method: RotateMethod
+    convert_to_fp32: bool
+    mesh: Any
+    plans: Mapping[Any, object] | None
+    modules: Sequence[Any] | None
+    kernel: str
+    check_peers: str
+    groups: Groups | None = field(default=None, init=False)
+    described: set[str] = field(default_factory=set, init=False)
+
+    def __post_init__(self) -> None:
+        check_degree("ring", self.ring, default=1)
+        check_degree("ulysses", self.ulysses, default=1)
+        if self.data_parallel != "auto":
+            check_degree("data_parallel", self.data_parallel, default=1)
+        check_kernel(self.kernel)
+        forwards_to_check(self.check_peers)
+        self.config = self._config()
+        self.ring, self.ulysses = self.config.mesh_shape
+
+    def _config(self) -> ContextParallelConfig:
+        degrees = {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()
+        return ContextParallelConfig(
+            **degrees, convert_to_fp32=self.convert_to_fp32, rotate_method=self.rotate_method, mesh=self.mesh
+        )
+
+    def _degrees(self) -> dict[str, int]:
+        return {"ring_degree": self.ring, "ulysses_degree": self.ulysses}
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sample."""
+        return self.ring * self.ulysses
+
+    def check_world(self, world: int) -> None:
+        """Raises: ValueError: the world is not data_parallel x ring x ulysses."""
+        if world % self.size or world < self.size:
+            raise ValueError(
+                f"ring={self.ring} x ulysses={self.ulysses} = {self.size} does not fit a world of {world} ranks: start "
+                f"a multiple of {self.size} (devices={self.size}, say), or lower a degree"
+            )
+        if self.data_parallel != "auto" and world != int(self.data_parallel) * self.size:
+            raise ValueError(
+                f"data_parallel={self.data_parallel} x ring={self.ring} x ulysses={self.ulysses} = "
+                f"{int(self.data_parallel) * self.size} ranks, but the world has {world}: leave data_parallel='auto' "
+                f"({world // self.size} here), or start as many ranks"
+            )
+
+    def set_up(self) -> Groups:
+        """Build the groups. Ranks: the whole world."""
+        self.groups = groups_for(self.config)
+        return self.groups
+
+    def up(self) -> Groups:
+        """The groups. Raises: RuntimeError: the ranks are not up yet."""
+        if self.groups is None:
+            raise RuntimeError("the ranks are not up yet: call fabric.launch() (or trainer.fit) first")
+        return self.groups
+
+    def wrap(self, module: nn.Module) -> list[Installed]:
+        """Make every selected transformer in `module` context-parallel; those that are already stay as they are."""
+        self.up()
+        return [
+            parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
+            for inner, plan in self._selected(module)
+            if "_lightning_cp" not in inner.__dict__
+        ]
+
+    def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
+        found: list[tuple[nn.Module, object]] = []
+        for name, inner in module.named_modules():
+            plan = self._plan(name, inner)
+            named = self.modules is None or any(
+                isinstance(inner, key) if isinstance(key, type) else key == name for key in self.modules
+            )
+            if named and plan is None and self.modules is not None:
+                raise PlanError(f"modules={self.modules!r} names {name!r} ({type(inner).__name__}), which has no plan")
+            if named and plan is not None:
+                found.append((inner, plan))
+        missing = [key for key in self.modules or () if not any(_is(key, module, x) for x, _ in found)]
+        if missing:
+            raise PlanError(f"modules={self.modules!r}: there is no {missing[0]!r} in {type(module).__name__}")
+        return found
+
+    def _plan(self, name: str, module: nn.Module) -> object:
+        for key, plan in (self.plans or {}).items():
+            dotted = f"{type(module).__module__}.{type(module).__qualname__}"
+            if (isinstance(key, type) and isinstance(module, key)) or key in (name or None, dotted, type(module).__name__):
+                return plan
+        return registered_plan(type(module))
+
+    def unused_parameters(self, module: nn.Module) -> bool:
+        """Whether a selected transformer has parameters that never get a gradient."""
+        return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
+
+    def describe(self, installed: Sequence[Installed]) -> str | None:
+        """One line for the log; None if it was said before."""
+        groups = self.up()
+        world = groups.data_size * groups.context_size
+        line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
+        for one in installed:
+            blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
+            line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self.kernel}"
+        if line in self.described:
+            return None
+        self.described.add(line)
+        return line
+
+    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+        """This rank's shard of the named tensors of a (nested) batch; the others stay whole.
+
+        Args: dims: name -> dim along which it is split. Names are dict keys, at any depth.
+        Gradient: a slice; backward pads with zeros.
+        Raises: ValueError: a name that is not in the batch.
+        """
+        seen: set[str] = set()
+        result = self._shard(batch, dims, None, seen)
+        absent = [name for name in dims if name not in seen]
+        if absent:
+            raise ValueError(f"dims={dict(dims)} names {absent[0]!r}, which is not in the batch")
+        return result
+
+    def _shard(self, value: Any, dims: Mapping[str, int], dim: int | None, seen: set[str]) -> Any:
+        if isinstance(value, Mapping):
+            seen |= dims.keys() & value.keys()
+            return {name: self._shard(x, dims, dims.get(name, dim), seen) for name, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [self._shard(x, dims, dim, seen) for x in value]
+            return items if isinstance(value, list) else tuple(items)
+        if dim is None or not isinstance(value, Tensor):
+            return value
+        groups = self.up()
+        sizes = shard_sizes(value.shape[dim], groups.context_size)
+        rank = groups.context_rank
+        return value.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole of a sharded tensor, on every rank; shards may be uneven.
+
+        Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+        """
+        groups = self.up()
+        if groups.context is None:
+            return x
+        dim %= x.ndim
+        sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
+        return gather(x, dim, sizes, groups.name)
+
+    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
+        """The mean of a loss over this rank's tokens, weighted so that averaged gradients are those of the global mean.
+
+        Args:
+            loss: mean over the local tokens, a scalar (anything where there are none, even nan).
+            tokens: how many they are. Their number may differ between the ranks of a context group.
+        Returns: loss x context ranks x tokens / all tokens.
+        Ranks: all of the context group. Source: gradients are averaged over all ranks (see docs).
+        """
+        groups = self.up()
+        if groups.context is None:
+            return loss
+        counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]
+        if not sum(counts):
+            raise ValueError("local_mean: no rank of the context group has a token")
+        weight = groups.context_size * counts[groups.context_rank] / sum(counts)
+        return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
+
+
+def _is(key: Any, root: nn.Module, module: nn.Module) -> bool:
+    if isinstance(key, type):
+        return isinstance(module, key)
+    return any(inner is module for name, inner in root.named_modules() if name == key)
