@@ -40,11 +40,12 @@ class LocalLauncher(Launcher):
     """One process a rank, each in a session of its own, on a free port of the loopback.
 
     Args:
-        settle_s: after the first failure, how long others may take to say what they saw; the first cause is told.
+        settle_s: after the first failure, how long others may take to end: a rank that dies by a signal may still be
+            writing its core file when its peers have already told of the lost connection.
         terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
     """
 
-    settle_s: float = 0.5
+    settle_s: float = 2.0
     terminate_s: float = 2.0
 
     @override
@@ -67,7 +68,7 @@ class LocalLauncher(Launcher):
     def _start(self, job: Job, reports: Path, lifeline: int, ranks: list[subprocess.Popen[bytes]]) -> None:
         spec = reports / "job.json"
         fields = {"target": job.target, "config": str(job.config), "reports": str(reports)}
-        spec.write_text(json.dumps({**fields, "log_dir": str(job.log_dir), "parent_pid": os.getpid()}))
+        spec.write_text(json.dumps({**fields, "log_dir": str(job.log_dir)}))
         port = _free_port()
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(spec)]
         for rank in range(job.world_size):
@@ -91,15 +92,17 @@ class LocalLauncher(Launcher):
         while True:
             codes = [process.poll() for process in ranks]
             if any(codes):
-                self._settle(ranks)
+                self._settle(ranks, reports)
                 return Result(_first_cause([process.poll() for process in ranks], reports))
             if all(code == 0 for code in codes):
                 return Result()
             time.sleep(_POLL_S)
 
-    def _settle(self, ranks: list[subprocess.Popen[bytes]]) -> None:
+    def _settle(self, ranks: list[subprocess.Popen[bytes]], reports: Path) -> None:
         deadline = time.monotonic() + self.settle_s
         while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+            if any(report.kind is FailureKind.REFUSED for report in _reports(reports)):
+                return  # no consequence of anything
             time.sleep(_POLL_S)
 
     def _end_all(self, ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -140,14 +143,20 @@ def _first_cause(codes: list[int | None], reports: Path) -> Failure:
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0 and -code in _OUTSIDE]
     if killed:
         return _signal_failure(killed[0], -(codes[killed[0]] or 0))
-    written = sorted(reports.glob("rank_*.json"), key=lambda path: path.stat().st_mtime_ns)
+    written = _reports(reports)
     if written:
-        return Failure.read(written[0])
+        return written[0]
     rank = next(rank for rank, code in enumerate(codes) if code)
     code = codes[rank] or 0
     if code < 0:
         return _signal_failure(rank, -code)
     return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {code}", exit_code=code)
+
+
+def _reports(folder: Path) -> list[Failure]:
+    """What ranks left, the first first."""
+    written = sorted(folder.glob("rank_*.json"), key=lambda path: path.stat().st_mtime_ns)
+    return [Failure.read(path) for path in written]
 
 
 def _signal_failure(rank: int, number: int) -> Failure:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from lightning_cp.launch.job import Failure, FailureKind
-from lightning_cp.launch.lifeline import hold_on_to_parent
+from lightning_cp.launch.lifeline import hold_on_to_launcher
 
 Target = Callable[[Any], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -50,17 +50,17 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 def was_raised_for_the_user(error: BaseException) -> bool:
     """Whether the message says all: errors of ours, and ValueError and TypeError raised by our own code."""
     kind = type(error)
-    if kind.__module__ == "lightning_cp.errors" or kind.__name__ == "MisconfigurationException":
+    if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
         return True
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
-    return ours and (kind in (ValueError, TypeError, FileNotFoundError) or kind.__module__.startswith("lightning_cp."))
+    return ours and kind in (ValueError, TypeError, FileNotFoundError)
 
 
 def main(spec_path: str) -> None:
     """Entry of a rank that `LocalLauncher` started."""
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
-    hold_on_to_parent(int(os.environ.pop("LIGHTNING_CP_LIFELINE")), spec["parent_pid"])
+    hold_on_to_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
     rank = int(os.environ["RANK"])
     try:
         run_target(spec["target"], Path(spec["config"]))

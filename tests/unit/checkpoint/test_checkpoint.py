@@ -1,0 +1,118 @@
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
+from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
+from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
+
+
+def save(parent: Path, step: int = 3, keep: int | None = None) -> Path:
+    states = {"model": {"weight": torch.randn(4, 5), "bias": torch.zeros(5)}}
+    return save_checkpoint(parent, step=step, states=states, facts={"seed": 7}, keep=keep)
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    tied = torch.randn(3, 4)
+    states = {
+        "model": {"a": tied, "b": tied, "c": tied.T, "half": torch.ones(2, dtype=torch.bfloat16)},
+        "optimizer": {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": [{"betas": (0.9, 0.99), "x": None}]},
+    }
+    loaded = load_checkpoint(save_checkpoint(tmp_path, step=12, states=states, facts={"seed": 7}))
+    assert (loaded.step, loaded.facts) == (12, {"seed": 7})
+    for name, x in states["model"].items():
+        assert torch.equal(loaded.states["model"][name], x)
+        assert loaded.states["model"][name].dtype == x.dtype
+    assert loaded.states["optimizer"]["param_groups"] == states["optimizer"]["param_groups"]
+    assert loaded.states["optimizer"]["state"][0]["step"] == 5
+
+
+def test_a_state_that_would_need_pickle_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a\.0 is a set"):
+        flatten_state({"a": [{1}]})
+    with pytest.raises(TypeError, match="keys"):
+        flatten_state({(1, 2): 3})
+    tensors, tree = flatten_state({"a": [1, (torch.ones(1), "x")], 3: {}})
+    assert unflatten_state(tensors, json.loads(json.dumps(tree))) == {"a": [1, (torch.ones(1), "x")], 3: {}}
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / "model.safetensors", 40)
+
+
+def cut_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 40)
+
+
+def flip(folder: Path) -> None:
+    content = bytearray((folder / "model.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(content)
+
+
+def lose(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def lose_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def other_format(folder: Path) -> None:
+    fields = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**fields, "format": 99}))
+
+
+@pytest.mark.parametrize("damage", [cut, cut_manifest, flip, lose, lose_manifest, other_format])
+def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over(
+    damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    good, bad = save(tmp_path / "run" / "checkpoints", 3), save(tmp_path / "run" / "checkpoints", 6)
+    damage(bad)
+    with pytest.raises(CheckpointError, match=bad.name):
+        load_checkpoint(bad)
+    with pytest.raises(CheckpointError, match=f"resume={bad}"):
+        find_checkpoint(str(bad), tmp_path)
+    assert latest_checkpoint(tmp_path) == good
+    assert find_checkpoint("last", tmp_path) == good
+    assert find_checkpoint(str(tmp_path / "run"), tmp_path) == good
+
+
+def test_a_save_that_fails_leaves_the_older_one_and_no_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = save(tmp_path, 3)
+
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("lightning_cp.checkpoint.store.FileEntry.of", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save(tmp_path, 6)
+    monkeypatch.undo()
+    assert [path.name for path in tmp_path.glob("step_*")] == [kept.name]
+    assert read_manifest(kept).step == 3
+
+
+def test_only_the_newest_are_kept_and_a_step_can_be_written_again(tmp_path: Path) -> None:
+    for step in (1, 2, 10, 10):
+        save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000010"]
+
+
+def test_the_newest_by_time_is_found_at_the_depth_of_runs_and_sweeps(tmp_path: Path) -> None:
+    save(tmp_path / "2026-01-01" / "10-00-00" / "checkpoints", 900)
+    newest = save(tmp_path / "multirun" / "2026-01-01" / "0" / "checkpoints", 5)
+    assert latest_checkpoint(tmp_path) == newest
+
+
+@pytest.mark.parametrize(
+    ("resume", "said"),
+    [("last", "no complete checkpoint under"), ("nowhere", "resume=nowhere does not exist"), ("file", "is a file")],
+)
+def test_what_is_missing_is_named(resume: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=said):
+        find_checkpoint(resume, tmp_path)

@@ -1,0 +1,187 @@
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import diffusers  # noqa: F401  (this and the next set environment variables, which a test must not)
+import pytest
+import sklearn.svm  # noqa: F401
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning_cp.fabric import ContextParallelStrategy
+from lightning_cp.launch import Machine, check_config, conf_dir
+from omegaconf import DictConfig, OmegaConf
+
+ROOT = Path(__file__).parents[3]
+CONF = ROOT / "conf"
+
+
+def options(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+def resolved(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=["run_dir=/runs/here", *overrides])
+    return check_config(config, Machine(cores=2), None).config
+
+
+@pytest.mark.parametrize("name", options("strategy"))
+def test_every_strategy_is_built(name: str) -> None:
+    strategy = instantiate(resolved(f"strategy={name}").strategy)
+    if name == "single":
+        assert strategy == "auto"
+    else:
+        assert isinstance(strategy, ContextParallelStrategy)
+
+
+@pytest.mark.parametrize("name", options("trainer"))
+def test_every_trainer_is_built(name: str) -> None:
+    fabric = instantiate(resolved(f"trainer={name}").trainer)
+    assert (fabric.world_size, fabric.device) == (1, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("data", options("data"))
+@pytest.mark.parametrize("model", [name for name in options("model") if "small" not in name])
+def test_every_model_takes_every_data(model: str, data: str) -> None:
+    config = resolved(f"model={model}", f"data={data}")
+    dataset, module = instantiate(config.data.dataset), instantiate(config.model)
+    pixels, label = dataset[0]
+    assert len(dataset) == config.data.num_samples
+    assert dataset.sample_shape == tuple(pixels.shape)
+    assert dataset.sample_shape == (config.data.channels, config.data.frames, config.data.height, config.data.width)
+    assert config.data.token_width == config.data.channels * math.prod(config.data.patch_size)
+    with torch.no_grad():
+        velocity = module(pixels[None], torch.tensor([0.5]), torch.tensor([label]))
+    assert velocity.shape == pixels[None].shape
+
+
+def test_the_larger_model_is_built() -> None:
+    module = instantiate(resolved("model=wan_small", "data=moving_digits").model)
+    assert 10e6 < sum(p.numel() for p in module.parameters()) < 30e6
+
+
+@pytest.mark.parametrize("name", options("optim"))
+def test_every_optimizer_is_built(name: str) -> None:
+    optimizer = instantiate(resolved(f"optim={name}").optim, params=[torch.nn.Parameter(torch.ones(1))])
+    assert optimizer.param_groups[0]["lr"] == resolved().optim.lr
+
+
+@pytest.mark.parametrize("name", options("experiment"))
+def test_every_experiment_begins_with_its_command_and_composes(name: str) -> None:
+    lines = (CONF / "experiment" / f"{name}.yaml").read_text().splitlines()
+    assert lines[0] == "# @package _global_"  # Hydra wants it first
+    assert lines[1] == f"# python recipes/train.py experiment={name}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=[f"experiment={name}", "run_dir=/runs/here"])
+    assert check_config(config, FourGpus(cores=2), None).world.size > 1
+
+
+class FourGpus(Machine):
+    gpus = 4
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
+def test_every_file_is_short_and_says_what_it_is(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    assert len(lines) <= 100
+
+
+def test_help_lists_every_setting() -> None:
+    shown = run_recipe("--help").stdout
+    listed = {word for line in shown.splitlines() if line.startswith("  ") for word in line.replace(",", " ").split()}
+    keys = [key for key in leaves(resolved(), "") if not key.endswith("_target_")]
+    missing = [key for key in keys if not any(part in listed for part in prefixes(key))]
+    assert missing == []
+    for group in ("strategy", "data", "model", "experiment"):
+        assert f"{group}: {', '.join(options(group))}" in shown
+
+
+def leaves(node: Any, prefix: str) -> list[str]:
+    if not OmegaConf.is_dict(node):
+        return [prefix]
+    return [leaf for key in node for leaf in leaves(node[key], f"{prefix}.{key}".lstrip("."))]
+
+
+def prefixes(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def run_recipe(*arguments: str, recipe: Path = ROOT / "recipes" / "train.py", cwd: Path | None = None) -> Any:
+    code = "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); sys.argv.pop(0); "
+    code += "runpy.run_path(sys.argv[0], run_name='__main__')"
+    return subprocess.run(
+        [sys.executable, "-c", code, json.dumps(sys.path), str(recipe), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+    )
+
+
+def test_the_recipe_finds_its_settings_in_a_clone_and_else_in_the_package(tmp_path: Path) -> None:
+    assert conf_dir(str(ROOT / "recipes" / "train.py")) == str(CONF)
+    assert conf_dir(str(tmp_path / "train.py")) == "pkg://lightning_cp.conf"
+
+
+@pytest.fixture
+def foreign_project(tmp_path: Path) -> Path:
+    """Another project's folder, beside an installed lightning_cp: its conf is the package lightning_cp.conf."""
+    installed = tmp_path / "site" / "lightning_cp"
+    shutil.copytree(ROOT / "lightning_cp", installed, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(CONF, installed / "conf", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "app.py").write_text(
+        "import hydra\nfrom omegaconf import OmegaConf\n"
+        "@hydra.main(version_base='1.3', config_path='conf', config_name='app')\n"
+        "def main(config):\n    print(OmegaConf.to_yaml(config, resolve=True))\n"
+        "main()\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("default", "where"),
+    [
+        ("/lightning_cp/strategy: cp", "lightning_cp.strategy"),
+        ("/lightning_cp/strategy@engine.strategy: cp", "engine.strategy"),
+        ("/strategy: cp", "strategy"),
+    ],
+)
+def test_another_project_uses_our_strategy(default: str, where: str, foreign_project: Path) -> None:
+    (foreign_project / "conf" / "app.yaml").write_text(
+        f"defaults:\n  - {default}\n  - _self_\n"
+        "hydra: {searchpath: ['pkg://lightning_cp.conf'], output_subdir: null, run: {dir: .}}\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "app.py", f"{where}.ring=3"],
+        cwd=foreign_project,
+        env={"PYTHONPATH": str(foreign_project / "site"), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    strategy = OmegaConf.select(OmegaConf.create(run.stdout), where)
+    assert strategy._target_ == "lightning_cp.fabric.ContextParallelStrategy"
+    assert (strategy.ring, strategy.ulysses, strategy.data_parallel) == (3, 1, "auto")
+
+
+def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -> None:
+    recipe = shutil.copy(ROOT / "recipes" / "train.py", foreign_project / "mine.py")
+    run = subprocess.run(
+        [sys.executable, str(recipe), "--cfg", "job", "experiment=unified"],
+        cwd=foreign_project,
+        env={"PYTHONPATH": str(foreign_project / "site"), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert OmegaConf.create(run.stdout).ulysses == 2

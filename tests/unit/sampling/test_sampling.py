@@ -1,0 +1,115 @@
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import sklearn.svm  # noqa: F401  (sets environment variables, which a test must not)
+import torch
+from lightning.fabric import Fabric
+from lightning_cp.data import load_scans
+from lightning_cp.sampling import SamplingSettings, draw_grid, draw_samples, integrate_flow, recognise_digits
+from torch import Tensor
+
+
+def exact_velocity(target: Tensor):  # type: ignore[no-untyped-def]
+    def velocity(x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        shift = torch.where(labels == 9, 0.0, 1.0).view(-1, 1)  # the condition moves the target by one
+        return (x - target - shift) / times.view(-1, 1)
+
+    return velocity
+
+
+@pytest.mark.parametrize("guidance", [0.0, 1.0, 3.0])
+def test_a_straight_flow_ends_at_its_target_and_guidance_extrapolates(guidance: float) -> None:
+    noise = torch.randn(4, 3)
+    end = integrate_flow(
+        exact_velocity(torch.tensor(2.0)), noise, torch.zeros(4, dtype=torch.long), null_label=9, guidance=guidance
+    )
+    assert torch.allclose(end, torch.full((4, 3), 2.0 + guidance), atol=0.2)
+
+
+def test_the_model_is_called_twice_a_step_on_a_doubled_batch_without_gradients() -> None:
+    sizes = []
+
+    def velocity(x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        assert not torch.is_grad_enabled()
+        sizes.append(len(x))
+        return x * 0
+
+    integrate_flow(velocity, torch.randn(5, 2), torch.zeros(5, dtype=torch.long), null_label=1, num_steps=4)
+    assert sizes == [10] * 8
+
+
+def test_real_scans_are_recognised_and_noise_is_not() -> None:
+    scans = load_scans()
+    seen = recognise_digits(scans.pixels[:200, None, None], scans.labels[:200])
+    assert seen.fraction > 0.99
+    noise = recognise_digits(torch.randn(200, 1, 1, 8, 8), scans.labels[:200])
+    assert noise.fraction < 0.4
+
+
+def test_a_digit_anywhere_on_a_canvas_is_recognised() -> None:
+    scans = load_scans()
+    clips = torch.full((50, 1, 3, 24, 24), -1.0)
+    for i in range(50):
+        clips[i, 0, 1, i % 16 : i % 16 + 8, 5:13] = scans.pixels[i]
+    assert recognise_digits(clips, scans.labels[:50]).fraction > 0.8
+
+
+@pytest.mark.parametrize("frames", [1, 4])
+def test_the_grid_is_a_png(frames: int, tmp_path: Path) -> None:
+    samples, labels = torch.randn(23, 1, frames, 8, 8), torch.arange(23) % 10
+    draw_grid(samples, labels, labels.roll(1), tmp_path / "grid.png", title="a title")
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+class FakeWorld:
+    """Ranks of a fabric as threads: what each gives to be gathered is given to all."""
+
+    def __init__(self, data_ranks: list[int]) -> None:
+        self.data_ranks = data_ranks
+        self.barrier = threading.Barrier(len(data_ranks), timeout=30)
+        self.given: list[Tensor] = [torch.empty(0)] * len(data_ranks)
+
+    def draw(self, count: int) -> list[Tensor]:
+        with ThreadPoolExecutor(len(self.data_ranks)) as pool:
+            return list(pool.map(lambda rank: self._draw(rank, count), range(len(self.data_ranks))))
+
+    def _draw(self, rank: int, count: int) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
+            self.given[rank] = x
+            self.barrier.wait()
+            everyone = torch.stack(self.given)
+            self.barrier.wait()
+            return everyone
+
+        return draw_samples(
+            SimpleNamespace(device=torch.device("cpu"), all_gather=gather),  # type: ignore[arg-type]
+            ScaledNoise(),
+            (1, 1, 2, 2),
+            settings=SamplingSettings(count, 3, 2.0, seed=0),
+            num_classes=10,
+            data_rank=self.data_ranks[rank],
+            data_size=max(self.data_ranks) + 1,
+        ).pixels
+
+
+class ScaledNoise(torch.nn.Module):
+    def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        return x * 0.1 * labels.view(-1, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize("data_ranks", [[0, 0], [0, 1], [0, 1, 2], [0, 1, 0, 1]])
+@pytest.mark.parametrize("count", [7, 12])
+def test_samples_do_not_depend_on_the_number_of_data_ranks(data_ranks: list[int], count: int) -> None:
+    expected = draw_samples(
+        Fabric(accelerator="cpu", devices=1),
+        ScaledNoise(),
+        (1, 1, 2, 2),
+        settings=SamplingSettings(count, 3, 2.0, seed=0),
+        num_classes=10,
+    )
+    assert expected.labels.tolist() == [i % 10 for i in range(count)]
+    for pixels in FakeWorld(data_ranks).draw(count):
+        assert torch.allclose(pixels, expected.pixels, atol=1e-6)
