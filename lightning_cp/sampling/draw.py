@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_cp.data import Stream
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
+from lightning_cp.training.run import DataPlace
 
 
 @dataclass(frozen=True)
@@ -37,8 +38,7 @@ def draw_samples(
     *,
     settings: SamplingSettings,
     num_classes: int,
-    data_rank: int = 0,
-    data_size: int = 1,
+    place: DataPlace,
 ) -> Samples:
     """Draws samples of all classes in turn, through the wrapped model. Call it on every rank.
 
@@ -50,11 +50,10 @@ def draw_samples(
         shape: of one sample.
         settings: how many and how.
         num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
-        data_rank: of this rank.
-        data_size: number of data ranks; each draws an equal share.
+        place: of this rank in the data; each data rank draws an equal share.
     """
-    share = -(-settings.count // data_size)
-    first = data_rank * share
+    share = -(-settings.count // place.size)
+    first = place.rank * share
     labels = torch.arange(first, first + share) % num_classes
     noise = sample_noise(
         (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=fabric.device
@@ -70,14 +69,9 @@ def draw_samples(
         num_steps=settings.num_steps,
     )
     model.train(was_training)
-    everyone = _gathered(fabric, pixels).reshape(-1, share, *shape).cpu()
-    data_ranks = _gathered(fabric, torch.tensor(data_rank, device=fabric.device)).reshape(-1).tolist()
-    shares = [everyone[data_ranks.index(rank)] for rank in range(data_size)]
-    return Samples(torch.cat(shares)[: settings.count], torch.arange(settings.count) % num_classes)
-
-
-def _gathered(fabric: Fabric, x: Tensor) -> Tensor:
-    """[world, ...], or [...] with one rank."""
-    everyone = fabric.all_gather(x)
-    assert isinstance(everyone, Tensor), "a tensor is gathered to a tensor"
-    return everyone
+    everyone = torch.zeros((place.size * share, *shape), device=pixels.device, dtype=pixels.dtype)
+    if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
+        everyone[first : first + share] = pixels
+    gathered = fabric.all_reduce(everyone, reduce_op="sum")
+    assert isinstance(gathered, Tensor), "a tensor is reduced to a tensor"
+    return Samples(gathered[: settings.count].cpu(), torch.arange(settings.count) % num_classes)

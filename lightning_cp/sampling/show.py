@@ -31,7 +31,6 @@ class SamplePictures:
 
     def make(self, fabric: Fabric, state: TrainState, name: str) -> float:
         """Leaves `<name>.png`. Call it on every rank. Returns: the fraction that a classifier recognises."""
-        place = data_place(fabric)
         with state.average.swapped_in(state.module):
             drawn = draw_samples(
                 fabric,
@@ -39,8 +38,7 @@ class SamplePictures:
                 self.shape,
                 settings=self.settings,
                 num_classes=self.num_classes,
-                data_rank=place.rank,
-                data_size=place.size,
+                place=data_place(fabric),
             )
         fraction = 0.0
         if fabric.is_global_zero:

@@ -1,12 +1,13 @@
 """The folder of a run and the place of a rank in it."""
 
 import logging
-import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from lightning.fabric import Fabric
+from lightning_utilities.core import rank_zero
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,23 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class DataPlace:
-    """Which share of each global batch is this rank's; all ranks of a context group have the same."""
+    """Which share of each global batch is this rank's; all ranks of a context group have the same.
+
+    Args:
+        rank: index of the share.
+        size: number of shares.
+        is_first: of its context group; one rank a share is.
+    """
 
     rank: int
     size: int
+    is_first: bool = True
 
 
 def start_fabric(fabric: Fabric, *, seed: int) -> None:
     """Joins the other ranks and seeds all of them alike, so that they build the same weights."""
-    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-    fabric.launch()
+    with _less_talkative():
+        fabric.launch()
     fabric.seed_everything(seed, verbose=False)
 
 
@@ -68,4 +75,22 @@ def open_run_folder(fabric: Fabric, path: str) -> RunFolder:
 def data_place(fabric: Fabric) -> DataPlace:
     """As the strategy says; a strategy of one process has all the data."""
     strategy = fabric.strategy
-    return DataPlace(int(getattr(strategy, "data_rank", 0)), int(getattr(strategy, "data_size", 1)))
+    return DataPlace(
+        rank=int(getattr(strategy, "data_rank", 0)),
+        size=int(getattr(strategy, "data_size", 1)),
+        is_first=int(getattr(strategy, "context_rank", 0)) == 0,
+    )
+
+
+@contextmanager
+def _less_talkative() -> Iterator[None]:
+    """Without Lightning's banner of the distributed backend; what comes later is said."""
+    loggers = (rank_zero.log, logging.getLogger("lightning.fabric.utilities.distributed"))
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
 from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint

@@ -12,9 +12,10 @@ import sklearn.svm  # noqa: F401
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.launch import Machine, check_config, conf_dir
-from omegaconf import DictConfig, OmegaConf
 
 ROOT = Path(__file__).parents[3]
 CONF = ROOT / "conf"

@@ -1,6 +1,7 @@
 import pytest
 import sklearn.svm  # noqa: F401  (sets environment variables, which a test must not)
 import torch
+
 from lightning_cp.data import Digits, MovingDigits, load_scans
 from lightning_cp.sampling.recognise import inkiest_windows
 

@@ -1,5 +1,8 @@
+from itertools import chain
+
 import pytest
 import torch
+
 from lightning_cp.data import GlobalBatchSampler
 
 
@@ -7,7 +10,7 @@ def global_batches(data_size: int, **settings: object) -> list[list[int]]:
     ranks = [
         list(GlobalBatchSampler(23, 6, data_rank=rank, data_size=data_size, **settings)) for rank in range(data_size)
     ]
-    return [sum(parts, []) for parts in zip(*ranks, strict=True)]
+    return [list(chain(*parts)) for parts in zip(*ranks, strict=True)]
 
 
 @pytest.mark.parametrize("data_size", [1, 2, 3, 6])
@@ -17,7 +20,7 @@ def test_every_data_parallelism_sees_the_same_global_batches_in_order(data_size:
 
 def test_an_epoch_has_no_sample_twice_and_drops_the_partial_batch() -> None:
     batches = global_batches(3)
-    seen = sum(batches, [])
+    seen = list(chain(*batches))
     assert len(batches) == len(GlobalBatchSampler(23, 6)) == 3
     assert len(set(seen)) == len(seen) == 18
 

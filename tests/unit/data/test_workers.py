@@ -3,6 +3,7 @@ import random
 
 import numpy as np
 import torch
+
 from lightning_cp.data import Stream, keyed_generator, worker_init_fn
 
 

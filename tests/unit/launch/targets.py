@@ -7,8 +7,9 @@ import sys
 import time
 from pathlib import Path
 
-from lightning_cp.launch import SettingsError
 from omegaconf import DictConfig
+
+from lightning_cp.launch import SettingsError
 
 RANK = int(os.environ.get("RANK", "-1"))
 
@@ -34,7 +35,7 @@ def raise_on_one_then_everywhere(config: DictConfig) -> None:
 
 
 def die_by_signal(config: DictConfig) -> None:
-    if RANK == config.rank:
+    if config.rank == RANK:
         os.kill(os.getpid(), config.signal)
     time.sleep(0.05)
     raise ConnectionError("connection closed by peer")

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result
 from omegaconf import OmegaConf
+
+from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result
 
 TARGETS = Path(__file__).with_name("targets.py")
 

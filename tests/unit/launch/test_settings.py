@@ -3,12 +3,13 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
 from lightning_cp.checkpoint.store import save_checkpoint
 from lightning_cp.kernels import KERNEL_NAMES
 from lightning_cp.launch import Machine, RankPlace, SettingsError, check_config, external_place
 from lightning_cp.launch.recipe import CheckedRun, quiet_overrides, threads_per_rank
 from lightning_cp.launch.settings import KERNELS, SETTINGS
-from omegaconf import OmegaConf
 
 CONF = Path(__file__).parents[3] / "conf"
 
@@ -139,7 +140,7 @@ def test_under_a_launcher_its_world_counts() -> None:
     assert (world.data_parallel, world.devices, world.num_nodes) == (4, 4, 2)
     with pytest.raises(SettingsError, match="ring=3 × ulysses=1 = 3 must divide the 8 ranks that torchrun started"):
         check("strategy=cp", "ring=3", place=place)
-    with pytest.raises(SettingsError, match="data_parallel=2 × .* = 4 must be the 8 ranks"):
+    with pytest.raises(SettingsError, match=r"data_parallel=2 × .* = 4 must be the 8 ranks"):
         check("strategy=cp", "ring=2", "data_parallel=2", place=place)
     with pytest.raises(SettingsError, match="strategy=single is one process, but torchrun started 8"):
         check(place=place)

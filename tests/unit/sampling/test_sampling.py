@@ -2,14 +2,17 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sklearn.svm  # noqa: F401  (sets environment variables, which a test must not)
 import torch
 from lightning.fabric import Fabric
+from torch import Tensor
+
 from lightning_cp.data import load_scans
 from lightning_cp.sampling import SamplingSettings, draw_grid, draw_samples, integrate_flow, recognise_digits
-from torch import Tensor
+from lightning_cp.training.run import DataPlace
 
 
 def exact_velocity(target: Tensor):  # type: ignore[no-untyped-def]
@@ -65,7 +68,7 @@ def test_the_grid_is_a_png(frames: int, tmp_path: Path) -> None:
 
 
 class FakeWorld:
-    """Ranks of a fabric as threads: what each gives to be gathered is given to all."""
+    """Ranks of a fabric as threads: what they give is summed for all."""
 
     def __init__(self, data_ranks: list[int]) -> None:
         self.data_ranks = data_ranks
@@ -77,22 +80,17 @@ class FakeWorld:
             return list(pool.map(lambda rank: self._draw(rank, count), range(len(self.data_ranks))))
 
     def _draw(self, rank: int, count: int) -> Tensor:
-        def gather(x: Tensor) -> Tensor:
+        def all_reduce(x: Tensor, reduce_op: str) -> Tensor:
+            assert reduce_op == "sum"
             self.given[rank] = x
             self.barrier.wait()
-            everyone = torch.stack(self.given)
-            self.barrier.wait()
-            return everyone
+            return torch.stack(self.given).sum(dim=0)
 
-        return draw_samples(
-            SimpleNamespace(device=torch.device("cpu"), all_gather=gather),  # type: ignore[arg-type]
-            ScaledNoise(),
-            (1, 1, 2, 2),
-            settings=SamplingSettings(count, 3, 2.0, seed=0),
-            num_classes=10,
-            data_rank=self.data_ranks[rank],
-            data_size=max(self.data_ranks) + 1,
-        ).pixels
+        data_rank = self.data_ranks[rank]
+        place = DataPlace(data_rank, max(self.data_ranks) + 1, is_first=self.data_ranks.index(data_rank) == rank)
+        fabric: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce=all_reduce)
+        settings = SamplingSettings(count, 3, 2.0, seed=0)
+        return draw_samples(fabric, ScaledNoise(), (1, 1, 2, 2), settings=settings, num_classes=10, place=place).pixels
 
 
 class ScaledNoise(torch.nn.Module):
@@ -109,7 +107,8 @@ def test_samples_do_not_depend_on_the_number_of_data_ranks(data_ranks: list[int]
         (1, 1, 2, 2),
         settings=SamplingSettings(count, 3, 2.0, seed=0),
         num_classes=10,
+        place=DataPlace(0, 1),
     )
     assert expected.labels.tolist() == [i % 10 for i in range(count)]
     for pixels in FakeWorld(data_ranks).draw(count):
-        assert torch.allclose(pixels, expected.pixels, atol=1e-6)
+        assert torch.equal(pixels, expected.pixels)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel, WanTransformer3DModel
+
 from lightning_cp.training import ClassTokens, FluxDenoiser, WanDenoiser
 
 

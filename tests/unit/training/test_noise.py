@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from lightning_cp.data import Stream
 from lightning_cp.training import FlowMatching, sample_dropped, sample_noise, sample_times, sample_uniform
 

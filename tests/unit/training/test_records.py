@@ -1,6 +1,7 @@
 from pathlib import Path
 
 import pytest
+
 from lightning_cp.training import LoopSettings, StepReport
 from lightning_cp.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 

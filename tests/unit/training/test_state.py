@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training import TrainState, WeightAverage
-from torch import nn
 
 
 def make_state(width: int = 4, seed: int = 0, batch_size: int = 4) -> TrainState:
