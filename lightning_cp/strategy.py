@@ -117,7 +117,11 @@ class ContextParallel:
     def _plan(self, name: str, module: nn.Module) -> object:
         for key, plan in (self.plans or {}).items():
             dotted = f"{type(module).__module__}.{type(module).__qualname__}"
-            if (isinstance(key, type) and isinstance(module, key)) or key in (name or None, dotted, type(module).__name__):
+            if (isinstance(key, type) and isinstance(module, key)) or key in (
+                name or None,
+                dotted,
+                type(module).__name__,
+            ):
                 return plan
         return registered_plan(type(module))
 

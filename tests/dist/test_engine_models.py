@@ -1,0 +1,247 @@
+"""Models run context-parallel against the same model in one process: outputs and every parameter's gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_cp import (
+    ContextParallelConfig,
+    ContextParallelInput,
+    ContextParallelOutput,
+    apply_context_parallel,
+    remove_context_parallel,
+)
+from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
+from tests.dist.models import TINY, flux, wan
+from tests.harness import RankPool
+
+_DEGREES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)]}
+# Models cast parts to float32 whatever their dtype; `_outcome` lifts the casts, except tables that are made in it.
+_GRADIENT_TOLERANCE = 1e-9
+_FLOAT32_TABLES = {"qwen_image": 3e-7, "ltx": 3e-7, "hunyuan_video": 3e-7}
+
+
+def _outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Output, and gradients averaged over ranks, of a weighted sum of the output."""
+    model.zero_grad(set_to_none=True)
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        out = model(**arguments, return_dict=False)[0]
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        (out * weights).sum().backward()
+    return out.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def _averaged(gradients: dict[str, Tensor | None], world: int) -> dict[str, Tensor | None]:
+    for gradient in gradients.values():
+        if gradient is not None:
+            dist.all_reduce(gradient)
+            gradient /= world
+    return gradients
+
+
+def _worst(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    assert found.keys() == expected.keys()
+    worst = 0.0
+    for name, reference in expected.items():
+        gradient = found[name]
+        assert (gradient is None) == (reference is None), name
+        if gradient is not None and reference is not None:
+            scale = max(float(reference.abs().max()), 1e-3)
+            worst = max(worst, float((gradient - reference).abs().max()) / scale)
+    return worst
+
+
+def _configs(world: int) -> list[ContextParallelConfig]:
+    return [
+        ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate)
+        for ring, ulysses in _DEGREES[world]
+        for rotate in (("allgather", "alltoall") if ring > 1 else ("allgather",))
+    ]
+
+
+def _compare(rank: int, world: int, name: str, theirs: bool) -> list[tuple[str, float, float]]:
+    tiny = TINY[name]
+    model, arguments = tiny.build(), tiny.arguments()
+    expected, gradients = _outcome(model, arguments)
+    attributes, state = set(model.__dict__), list(model.state_dict())
+    plan = type(model)._cp_plan if theirs else None
+    results = []
+    for config in _configs(world):
+        apply_context_parallel(model, config, plan)
+        out, found = _outcome(model, arguments)
+        error = _worst(_averaged(found, world), gradients)
+        results.append((str(config), float((out - expected).abs().max()), error))
+        remove_context_parallel(model)
+        assert set(model.__dict__) == attributes
+        assert list(model.state_dict()) == state
+    return results
+
+
+def _check(name: str, results: list[list[tuple[str, float, float]]]) -> None:
+    tolerance = _FLOAT32_TABLES.get(name, _GRADIENT_TOLERANCE)
+    for of_rank in results:
+        for config, output, gradient in of_rank:
+            assert output < 1e-9, (config, output)
+            assert gradient < tolerance, (config, gradient)
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_registered_plans_are_exact_at_three_ranks(run_ranks: RankPool, name: str) -> None:
+    _check(name, run_ranks(3, _compare, name, False))
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "ltx"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_registered_plans_are_exact_at_two_and_four_ranks(run_ranks: RankPool, name: str, world: int) -> None:
+    _check(name, run_ranks(world, _compare, name, False))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(TINY))
+@pytest.mark.parametrize("world", [2, 4])
+def test_all_registered_plans_are_exact_at_two_and_four_ranks(run_ranks: RankPool, name: str, world: int) -> None:
+    _check(name, run_ranks(world, _compare, name, False))
+
+
+@pytest.mark.parametrize("name", ["flux", "flux2", "qwen_image", "wan", "wan_per_token_timestep", "ltx"])
+def test_plans_of_diffusers_are_exact_at_three_ranks(run_ranks: RankPool, name: str) -> None:
+    _check(name, run_ranks(3, _compare, name, True))
+
+
+def _two_lengths(rank: int, world: int) -> float:
+    model = wan().build()
+    first, second = wan(3).arguments(), wan(2).arguments()
+
+    def loss() -> Tensor:
+        outputs = [model(**arguments, return_dict=False)[0] for arguments in (first, second)]
+        return sum((x.square().sum() for x in outputs), torch.zeros((), dtype=torch.float64))
+
+    def gradients() -> dict[str, Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        loss().backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradients()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    model.enable_gradient_checkpointing()
+    return _worst(_averaged(gradients(), world), expected)
+
+
+def test_two_checkpointed_forwards_of_different_lengths_replay_each_its_own(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _two_lengths)) < 1e-5  # with the model's float32 casts
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class _Plain(nn.Module):
+    """A user's own model, which knows nothing of us."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(16) for _ in range(2)])
+        self.proj_out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return (self.proj_out(x),)
+
+
+_PLAIN_PLAN = {
+    "blocks.0": {"x": ContextParallelInput(split_dim=1, expected_dims=3)},
+    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+}
+
+
+def _plain(rank: int, world: int) -> tuple[float, float, str]:
+    torch.manual_seed(0)
+    model, x = _Plain().double(), {"x": torch.randn(2, 11, 16, dtype=torch.float64)}
+    expected, gradients = _outcome(model, x)
+    bystander = copy.deepcopy(model)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), _PLAIN_PLAN)
+    out, found = _outcome(model, x)
+    undisturbed, _ = _outcome(bystander, x)
+    assert torch.equal(undisturbed, expected)
+    try:
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), _PLAIN_PLAN)
+    except PlanError as error:
+        return float((out - expected).abs().max()), _worst(_averaged(found, world), gradients), str(error)
+    return 1.0, 1.0, ""
+
+
+def test_a_plain_module_with_a_diffusers_plan_is_exact_and_others_are_undisturbed(run_ranks: RankPool) -> None:
+    for output, gradient, message in run_ranks(3, _plain):
+        assert output < 1e-12
+        assert gradient < 1e-12
+        assert "already" in message
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    config = ContextParallelConfig(ring_degree=world)
+    model = flux().build()
+    attributes = set(model.__dict__)
+    messages = []
+    for plan in (
+        {"nowhere": ContextParallelOutput(gather_dim=1)},
+        {"": {"nothing": ContextParallelInput(split_dim=1)}, "proj_out": ContextParallelOutput(gather_dim=1)},
+        {"": {"hidden_states": ContextParallelInput(split_dim=1)}},
+    ):
+        with pytest.raises(PlanError) as caught:
+            apply_context_parallel(model, config, plan)
+        messages.append(str(caught.value))
+        assert set(model.__dict__) == attributes
+        assert not model._forward_pre_hooks
+    with pytest.raises(PlanError, match="no plan is registered"):
+        apply_context_parallel(nn.Linear(2, 2), config)
+    apply_context_parallel(model, config)
+    short = {**flux().arguments(), "hidden_states": torch.randn(2, 2, 4, dtype=torch.float64)}
+    with pytest.raises(ValueError, match="fewer than the 3 ranks"):
+        model(**{**short, "img_ids": torch.randn(2, 3, dtype=torch.float64)})
+    differing = {**flux().arguments(), "timestep": torch.tensor([0.1, 0.1 * (rank + 1)], dtype=torch.float64)}
+    with pytest.raises(PeerMismatchError, match="timestep"):
+        model(**differing)
+    model.transformer_blocks[0].attn.set_processor(type(flux().build().transformer_blocks[0].attn.processor)())
+    with pytest.raises(InterceptionError, match="processors replaced"):
+        model(**flux().arguments())
+    return messages
+
+
+def test_plans_and_inputs_that_do_not_fit_are_refused_on_every_rank(run_ranks: RankPool) -> None:
+    for messages in run_ranks(3, _refusals):
+        assert "has no module 'nowhere'" in messages[0]
+        assert "'nothing'" in messages[1]
+        assert "gathers nothing" in messages[2]
+
+
+def _compiled(rank: int, world: int, backend: str) -> tuple[float, float]:
+    tiny = wan()
+    model, arguments = tiny.build(), tiny.arguments()
+    expected, gradients = _outcome(model, arguments)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend=backend)
+    out, found = _outcome(model, arguments)
+    return float((out - expected).abs().max()), _worst(_averaged(found, world), gradients)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
+def test_blocks_compiled_as_full_graphs_are_exact(run_ranks: RankPool, backend: str) -> None:
+    for output, gradient in run_ranks(3, _compiled, backend, timeout_s=240):
+        assert output < 1e-6  # the compiler may see the lifted casts otherwise
+        assert gradient < 1e-5
