@@ -7,7 +7,7 @@ coordinate`, whatever other axes the mesh has and wherever they stand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -57,10 +57,24 @@ class Groups:
 
 ALONE = Groups("alone", None, None, None, None, (1, 1), 0, 0, 1)
 
-# Operators name their groups by string, since a process group cannot be an operator's argument. What was built for a
-# process group lives as long as that group: a new world starts with nothing.
+
+class _Built:
+    """What was built for one world. A mesh holds its world, so it is kept until the next world's first use."""
+
+    def __init__(self) -> None:
+        self.world: dist.ProcessGroup | None = None
+        self.groups: dict[object, Groups] = {}
+
+    def of(self, world: dist.ProcessGroup) -> dict[object, Groups]:
+        """By degrees or mesh; nothing at first in a new world."""
+        if self.world is not world:
+            self.world, self.groups = world, {}
+        return self.groups
+
+
+_built = _Built()
+# Operators name their groups by string, since a process group cannot be an operator's argument.
 _by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary({ALONE.name: ALONE})
-_by_world: WeakKeyDictionary[dist.ProcessGroup, dict[object, Groups]] = WeakKeyDictionary()
 
 
 def groups_by_name(name: str) -> Groups:
@@ -82,7 +96,7 @@ def groups_for(config: ContextParallelConfig) -> Groups:
             "torch.distributed.init_process_group first, start with torchrun, or use lightning_cp's strategy"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
-    built = _by_world.setdefault(dist.group.WORLD, {})
+    built = _built.of(dist.group.WORLD)
     key = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))

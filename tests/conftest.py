@@ -28,8 +28,8 @@ def _leaves_nothing_behind() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `full` unless a marker expression, or the name of one test, asks for them."""
-    if config.getoption("-m") or any("::" in arg for arg in config.args):
+    """Leave out tests marked `full` unless a marker expression, or the name of a test, asks for them."""
+    if "full" in (config.getoption("-m") or "") or any("::" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)

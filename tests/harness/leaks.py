@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 _GRACE_S = 2.0
 _OF_PYTEST = ("PYTEST_CURRENT_TEST",)
+_THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,15 @@ class Surroundings:
     in_group: bool
 
 
+def running_threads() -> frozenset[threading.Thread]:
+    """Those that somebody must end."""
+    return frozenset(t for t in threading.enumerate() if type(t).__name__ not in _THREADS_OF_LIBRARIES)
+
+
 def surroundings() -> Surroundings:
     """What there is now."""
     environment = {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
-    return Surroundings(environment, frozenset(threading.enumerate()), _children(), dist.is_initialized())
+    return Surroundings(environment, running_threads(), _children(), dist.is_initialized())
 
 
 def left_behind(before: Surroundings) -> list[str]:

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -21,6 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.harness.leaks import running_threads
 
 # Warnings are errors in workers too. Third-party noise that is not ours to fix: (message, category, module).
 IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
@@ -103,7 +104,7 @@ def _run(message: bytes) -> Reply:
 @contextmanager
 def _clean_state() -> Iterator[None]:
     """Whatever a job leaves behind does not reach the next one; a thread that stays is an error."""
-    environment, threads = dict(os.environ), set(threading.enumerate())
+    environment, threads = dict(os.environ), running_threads()
     torch.manual_seed(0)
     try:
         with warnings.catch_warnings():
@@ -124,7 +125,7 @@ def _clean_state() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         gc.collect()
-    for thread in set(threading.enumerate()) - threads:
+    for thread in running_threads() - threads:
         thread.join(2)
         assert not thread.is_alive(), f"the job left a thread behind: {thread}"
 

@@ -1,0 +1,297 @@
+"""What attention sends, when, and what it keeps: counted, against the docstring of `context_parallel_attention`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_cp.attention import call, context_parallel_attention, ring
+from lightning_cp.comm import messages, rotation
+from lightning_cp.comm.transfer import Pending
+from tests.dist.problems import Problem, cut, local_mask, whole
+from tests.harness import RankPool
+
+B, S, H, G, D = 2, 4, 12, 6, 8  # every piece is a multiple of 16 bytes
+MODES = [(3, 3, 1), (3, 1, 3), (4, 2, 2), (6, 3, 2), (6, 2, 3)]
+
+
+@dataclass
+class Traffic:
+    """What one rank sent."""
+
+    packets: int = 0
+    packet_bytes: int = 0
+    collectives: int = 0
+    collective_bytes: int = 0  # to others
+    size_exchanges: int = 0
+    log: list[str] = field(default_factory=list)
+
+
+@contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count within; `log` holds "send", "wait", "attend" and "grads" in order."""
+    traffic = Traffic()
+    patched: list[tuple[Any, str, Any]] = []
+
+    def patch(module: Any, name: str, before: Any) -> None:
+        original = getattr(module, name)
+        patched.append((module, name, original))
+
+        def wrapper(*args: Any, **more: Any) -> Any:
+            before(*args, **more)
+            return original(*args, **more)
+
+        setattr(module, name, wrapper)
+
+    def exchange(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.packets += len(sends)
+        traffic.packet_bytes += sum(buffer.nbytes for _, buffer in sends)
+        traffic.log.append("send")
+
+    def all_to_all(outgoing: Tensor, receive: Any, send: list[int], *, group: dist.ProcessGroup) -> None:
+        traffic.collectives += 1
+        traffic.collective_bytes += sum(send) - send[dist.get_rank(group)]
+
+    def sizes(*_: Any, **__: Any) -> None:
+        traffic.size_exchanges += 1
+
+    patch(rotation, "exchange", exchange)
+    patch(messages, "all_to_all", all_to_all)
+    patch(call, "all_gather_ints", sizes)
+    patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
+    patch(ring, "attend", lambda *_, **__: traffic.log.append("attend"))
+    patch(ring, "attend_backward", lambda *_, **__: traffic.log.append("grads"))
+    try:
+        yield traffic
+    finally:
+        for module, name, original in reversed(patched):
+            setattr(module, name, original)
+
+
+def _problem(ring: int, ulysses: int, **more: Any) -> Problem:
+    lengths = (S,) * (ring * ulysses)
+    settings: dict[str, Any] = {"heads": H, "kv_heads": G, "d": D, "batch": B, "dtype": torch.float32} | more
+    return Problem(ring, ulysses, lengths, lengths, **settings)
+
+
+def _forward_backward(rank: int, world: int, problem: Problem, with_lse: bool) -> tuple[Traffic, Traffic]:
+    given, (queries, keys) = whole(problem), cut(problem, rank)
+    q, k, v = given.q[:, queries].clone(), given.k[:, keys].clone(), given.v[:, keys].clone()
+    for x in (q, k, v):
+        x.requires_grad_()
+    lengths = {"q_lengths": problem.q_lengths, "kv_lengths": problem.kv_lengths} if problem.known else {}
+    mask = local_mask(problem, given.mask, rank)
+    with counted() as forward:
+        out, *lse = (
+            context_parallel_attention(  # type: ignore[call-overload]
+                *(q, k, v, mask), parallel_config=problem.config, enable_gqa=True, return_lse=True, **lengths
+            )
+            if with_lse
+            else (
+                context_parallel_attention(q, k, v, mask, parallel_config=problem.config, enable_gqa=True, **lengths),  # type: ignore[call-overload]
+            )
+        )
+    with counted() as backward:
+        sum(x.sum() for x in (out, *lse)).backward()
+    return forward, backward
+
+
+def _expected(problem: Problem, with_lse: bool, mask_bytes: int = 0) -> tuple[Traffic, Traffic]:
+    """The docstring's formula."""
+    r, u, e = problem.ring, problem.ulysses, problem.dtype.itemsize
+    wide = 4 if problem.wide and e < 4 else e
+    b, s, h, g, d = problem.batch, S, problem.heads, problem.kv_heads, problem.d
+    kv = 2 * b * (u * s) * (g // u) * d  # elements of K and V in a ring's chunk
+    travelling = kv * e + mask_bytes * u
+    forward = Traffic(packets=r - 1, packet_bytes=(r - 1) * travelling)
+    backward = Traffic(packets=2 * (r - 1), packet_bytes=(r - 1) * (travelling + kv * wide))
+    if u > 1:
+        lse = b * s * h * max(e, 4) if with_lse else 0
+        exchanged = (b * s * (2 * h + 2 * g) * d * e + lse) * (u - 1) // u
+        forward.collectives = backward.collectives = 2
+        forward.collective_bytes = exchanged + mask_bytes * (u - 1)
+        backward.collective_bytes = exchanged
+    return forward, backward
+
+
+def _same(actual: Traffic, expected: Traffic) -> bool:
+    return replace(actual, log=[]) == expected
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+def test_packets_collectives_and_bytes_follow_the_formula(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
+) -> None:
+    for dtype, wide, with_lse in (
+        (torch.float32, True, False),
+        (torch.float32, True, True),
+        (torch.float64, True, True),
+        (torch.bfloat16, True, False),
+        (torch.bfloat16, False, True),
+    ):
+        problem = _problem(ring, ulysses, rotate=rotate, dtype=dtype, wide=wide)
+        expected = _expected(problem, with_lse)
+        for rank, actual in enumerate(run_ranks(world, _forward_backward, problem, with_lse)):
+            for which, mine, formula in zip(("forward", "backward"), actual, expected, strict=True):
+                assert _same(mine, formula), f"rank {rank} {which}: {problem}: {mine} instead of {formula}"
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+def test_a_mask_of_keys_travels_in_the_packets_of_k_and_v(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
+) -> None:
+    """Nothing is sent apart from them; float32 [b, 4] has 16 bytes a sample."""
+    problem = _problem(ring, ulysses, rotate=rotate, mask="keys added")
+    expected = _expected(problem, False, mask_bytes=B * S * 4)
+    for rank, actual in enumerate(run_ranks(world, _forward_backward, problem, False)):
+        for mine, formula in zip(actual, expected, strict=True):
+            assert _same(mine, formula), f"rank {rank}: {problem}: {mine} instead of {formula}"
+
+
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+def test_a_mask_of_rows_is_sent_to_no_one_around_the_ring(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int
+) -> None:
+    problem = _problem(ring, ulysses, mask="rows")
+    expected = _expected(problem, False)
+    for actual in run_ranks(world, _forward_backward, problem, False):
+        for mine, formula in zip(actual, expected, strict=True):
+            assert (mine.packets, mine.packet_bytes) == (formula.packets, formula.packet_bytes)
+            assert mine.collectives == formula.collectives
+
+
+def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> None:
+    problem = _problem(1, 3, kv_heads=1)
+    for forward, backward in run_ranks(3, _forward_backward, problem, False):
+        # q and out: two thirds of the heads; k and v: the one head, to two ranks
+        expected = B * S * D * 4 * (2 * H * 2 // 3 + 2 * 1 * 2)
+        assert forward.collective_bytes == backward.collective_bytes == expected
+
+
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+def test_sizes_are_exchanged_once_without_lengths_and_never_with_them(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int
+) -> None:
+    for known, mask in ((True, "none"), (True, "keys"), (True, "rows"), (False, "none"), (False, "keys")):
+        answers = run_ranks(world, _forward_backward, _problem(ring, ulysses, known=known, mask=mask), False)
+        for forward, backward in answers:
+            assert forward.size_exchanges == (0 if known else 1), (known, mask)
+            assert backward.size_exchanges == 0
+
+
+def test_degree_one_sends_nothing(run_ranks: RankPool) -> None:
+    problem = _problem(1, 1, known=False)
+    for traffic in run_ranks(3, _alone, problem):
+        assert replace(traffic, log=[]) == Traffic()
+
+
+def _alone(rank: int, world: int, problem: Problem) -> Traffic:
+    with counted() as traffic:
+        q, k, v = (x.clone().requires_grad_() for x in (lambda w: (w.q, w.k, w.v))(whole(problem)))
+        context_parallel_attention(q, k, v, parallel_config=problem.config, enable_gqa=True).sum().backward()
+    return traffic
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_the_next_chunk_is_under_way_while_this_one_is_computed(run_ranks: RankPool, world: int) -> None:
+    problem = _problem(world, 1, rotate="alltoall", kv_heads=H, heads=H)
+    for forward, backward in run_ranks(world, _forward_backward, problem, False):
+        assert forward.log == ["send", "attend", "wait"] * (world - 1) + ["attend"]
+        # step 0: the next chunk is sent, ours is computed, the next awaited; then each step also sends on the sum of
+        # gradients that goes with its chunk, having awaited what others had added to it.
+        first = ["send", "grads", "wait"]
+        middle = ["send", "grads", "send", "wait"]  # step 1: the first share has nothing to wait for
+        later = ["send", "grads", "wait", "send", "wait"]
+        last = ["grads", "wait", "send", "wait"] if world > 2 else ["grads", "send", "wait"]
+        assert backward.log == [*first, *middle, *later * (world - 3), *last]
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_allgather_has_every_chunk_under_way_from_the_start(run_ranks: RankPool, world: int) -> None:
+    problem = _problem(world, 1, kv_heads=H, heads=H)
+    for forward, backward in run_ranks(world, _forward_backward, problem, False):
+        assert forward.log == ["send"] * (world - 1) + ["attend"] + ["wait", "attend"] * (world - 1)
+        assert backward.log[:world] == ["send"] * (world - 1) + ["grads"]
+
+
+def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
+    """Remote chunks alive at once: in forward, in backward."""
+    held: list[StorageWeakRef] = []
+    most = [0]
+    original = rotation._empty
+
+    def watched(layout: Any, like: Tensor) -> Tensor:
+        buffer = original(layout, like)
+        if sys._getframe(1).f_code.co_name.startswith("rotate"):  # not the gradients on their way home
+            held.append(StorageWeakRef(buffer.untyped_storage()))
+            most[-1] = max(most[-1], sum(not ref.expired() for ref in held))
+        return buffer
+
+    given, (queries, keys) = whole(problem), cut(problem, rank)
+    q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
+    mask = local_mask(problem, given.mask, rank)
+    rotation._empty = watched
+    try:
+        out = context_parallel_attention(q, k, v, mask, parallel_config=problem.config, enable_gqa=True)
+        assert all(ref.expired() for ref in held), "chunks outlive the call"
+        most.append(0)
+        out.sum().backward()
+    finally:
+        rotation._empty = original
+    return most
+
+
+@pytest.mark.parametrize("world", [3, 4, 6])
+def test_alltoall_holds_two_remote_chunks_at_most(run_ranks: RankPool, world: int) -> None:
+    for mask in ("none", "keys"):
+        for most in run_ranks(world, _most_held, _problem(world, 1, rotate="alltoall", mask=mask)):
+            assert most == [2, 2]
+
+
+def test_allgather_holds_all_remote_chunks(run_ranks: RankPool) -> None:
+    assert run_ranks(4, _most_held, _problem(4, 1)) == [[3, 3]] * 4
+
+
+def _saved(rank: int, world: int, problem: Problem) -> tuple[list[str], int]:
+    """Names of what autograd keeps of the call ("other" for what is none of its tensors), and bytes of the others."""
+    given, (queries, keys) = whole(problem), cut(problem, rank)
+    q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
+    mask = local_mask(problem, given.mask, rank)
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (kept.append(x), x)[1], lambda x: x):
+        out, lse = context_parallel_attention(  # type: ignore[call-overload]
+            q, k, v, mask, parallel_config=problem.config, enable_gqa=True, return_lse=True
+        )
+    names = {
+        x.data_ptr(): name
+        for name, x in {"q": q, "k": k, "v": v, "mask": mask, "out": out, "lse": lse}.items()
+        if x is not None
+    }
+    others = [x for x in kept if x.data_ptr() not in names]
+    return sorted(names.get(x.data_ptr(), "other") for x in kept), sum(x.nbytes for x in others)
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, rotate: str) -> None:
+    for mask, extra in (("none", []), ("keys", ["mask"]), ("rows", ["mask"])):
+        for names, bytes_ in run_ranks(3, _saved, _problem(3, 1, rotate=rotate, mask=mask)):
+            assert names == sorted(["q", "k", "v", "out", "lse", "other", *extra])
+            assert bytes_ == (1 + 3 * 3) * 8  # the agreed lengths, on the host
+
+
+def test_ulysses_keeps_what_it_exchanged_for_backward(run_ranks: RankPool) -> None:
+    """As much as the local tensors: q, k, v, out and lse of all tokens and a third of the heads."""
+    for names, bytes_ in run_ranks(3, _saved, _problem(1, 3)):
+        assert names == ["other"] * 6
+        assert bytes_ == B * S * ((2 * H + 2 * G) * D + H) * 4 + (1 + 3 * 3) * 8

@@ -1,0 +1,154 @@
+"""The two operators keep the promises that PyTorch's compiler and autograd build on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from lightning_cp.attention import attend_across
+from lightning_cp.attention.operator import attention, attention_backward
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.mesh import groups_for
+from tests.dist.problems import Problem, cut, laid_out, local_mask, whole
+from tests.harness import RankPool
+
+MODES = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (3, 3, 1), (3, 1, 3)]
+
+
+def _inputs(problem: Problem, rank: int) -> tuple[list[Tensor], Tensor | None]:
+    given, (queries, keys) = whole(problem), cut(problem, rank)
+    parts = (given.q[:, queries], given.k[:, keys], given.v[:, keys])
+    mask = local_mask(problem, given.mask, rank)
+    if mask is not None and mask.ndim == 2:
+        mask = mask[:, None, None]
+    return [laid_out(x, problem.layout).detach().requires_grad_() for x in parts], mask
+
+
+def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
+    inputs, mask = _inputs(problem, rank)
+    groups = groups_for(problem.config).name
+    lengths = (list(problem.q_lengths), list(problem.kv_lengths))
+    settings = (groups, problem.rotate, problem.wide, "auto")
+    arguments = (*inputs, mask, problem.causal, 0.4, True, *lengths, *settings, True)
+    opcheck(attention, arguments, test_utils=tests)
+    with torch.no_grad():
+        out, lse, *kept, agreed = attention(*arguments)
+    exchanged = problem.ulysses > 1
+    q, k, v, m, part_out, part_lse = kept
+    saved = [q, k, v, part_out, part_lse] if exchanged else [*(x.detach() for x in inputs), out, lse]
+    seen = (m if exchanged else mask) if mask is not None else None
+    grads = laid_out(torch.randn_like(out), problem.layout), torch.randn_like(lse)
+    opcheck(
+        attention_backward,
+        (*grads, saved, seen, agreed, list(inputs[1].shape), problem.causal, 0.4, *settings),
+        test_utils=[test for test in tests if test != "test_autograd_registration"],
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
+def test_opcheck_passes(run_ranks: RankPool, world: int, ring: int, ulysses: int, layout: str) -> None:
+    tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static"]
+    lengths = tuple(2 + i for i in range(world))
+    for mask, heads in (("none", (6, 2)), ("keys", (4, 4))):
+        problem = Problem(ring, ulysses, lengths, lengths, mask=mask, heads=heads[0], kv_heads=heads[1], layout=layout)
+        run_ranks(world, _opcheck, problem, tests, timeout_s=120)
+
+
+def _compiled(rank: int, world: int, problem: Problem, backend: str) -> None:
+    """Two independent attentions and something around them, compiled and eager: the same numbers."""
+    config = problem.config
+    groups = groups_for(config).name
+    lengths = (list(problem.q_lengths), list(problem.kv_lengths))
+
+    def block(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        settings: dict[str, Any] = {
+            "causal": problem.causal,
+            "scale": None,
+            "grouped": True,
+            "lengths": lengths,
+            "groups": groups,
+            "config": config,
+            "kernel": "auto",
+        }
+        first = attend_across(q * 2, k, v, mask, **settings)
+        second, lse = attend_across(
+            q.transpose(1, 2).contiguous().transpose(1, 2), k, v.sin(), mask, return_lse=True, **settings
+        )
+        assert isinstance(first, Tensor)
+        return first + second * 3 + torch.where(lse.isinf(), 0, lse).unsqueeze(-1)
+
+    inputs, mask = _inputs(problem, rank)
+    expected = block(*inputs, mask)
+    weight = torch.linspace(-1, 1, expected.numel()).view(expected.shape)
+    expected_grads = torch.autograd.grad((expected * weight).sum(), inputs)
+    actual = torch.compile(block, backend=backend, fullgraph=True)(*inputs, mask)
+    grads = torch.autograd.grad((actual * weight).sum(), inputs)
+    for mine, theirs in zip((actual, *grads), (expected, *expected_grads), strict=True):
+        assert torch.allclose(mine, theirs, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"),
+    [
+        (2, 2, 1, "allgather"),
+        (2, 1, 2, "allgather"),
+        (3, 3, 1, "alltoall"),
+        (3, 1, 3, "allgather"),
+        (4, 2, 2, "alltoall"),
+    ],
+)
+def test_a_compiled_function_gives_the_same_numbers(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
+) -> None:
+    lengths = tuple(2 + i for i in range(world))
+    problem = Problem(ring, ulysses, lengths, lengths, rotate, heads=6, kv_heads=2, mask="keys")
+    run_ranks(world, _compiled, problem, "aot_eager", timeout_s=120)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "ring", "ulysses"), MODES[1:])
+def test_a_function_compiled_by_inductor_gives_the_same_numbers(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int
+) -> None:
+    lengths = tuple(2 + i for i in range(world))
+    for mask in ("none", "keys", "rows"):
+        problem = Problem(ring, ulysses, lengths, lengths, heads=6, kv_heads=2, mask=mask)
+        run_ranks(world, _compiled, problem, "inductor", timeout_s=300)
+
+
+def _checkpointed(rank: int, world: int) -> None:
+    """Two forwards of different lengths are replayed before one backward: each with its own sizes and masks."""
+    from torch.utils.checkpoint import checkpoint
+
+    config = ContextParallelConfig(ring_degree=world)
+    groups = groups_for(config).name
+
+    def attend(q: Tensor, mask: Tensor) -> Tensor:
+        out = attend_across(
+            *(q, q, q, mask),
+            causal=False,
+            scale=None,
+            grouped=False,
+            lengths=([], []),
+            groups=groups,
+            config=config,
+            kernel="auto",
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    xs = [torch.randn(1, n + rank, 2, 4, dtype=torch.float64, requires_grad=True) for n in (2, 5)]
+    masks = [torch.rand(1, 1, 1, x.shape[1]) > 0.3 for x in xs]
+    plain = torch.autograd.grad(sum(attend(x, m).square().sum() for x, m in zip(xs, masks)), xs)
+    replayed = sum(checkpoint(attend, x, m, use_reentrant=False).square().sum() for x, m in zip(xs, masks))
+    for mine, theirs in zip(torch.autograd.grad(replayed, xs), plain, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_checkpointed_forwards_of_different_lengths_replay_each_with_its_own(run_ranks: RankPool) -> None:
+    run_ranks(3, _checkpointed)
