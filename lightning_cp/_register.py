@@ -1,4 +1,4 @@
-"""Puts our strategies into Lightning's registry, without importing Lightning (which takes seconds) before it is used."""
+"""Puts our strategies into Lightning's registry, without importing it (which takes seconds) early."""
 
 from __future__ import annotations
 

@@ -7,9 +7,9 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset

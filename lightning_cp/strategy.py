@@ -51,7 +51,9 @@ class ContextParallel:
         self.ring, self.ulysses = self.config.mesh_shape
 
     def _config(self) -> ContextParallelConfig:
-        degrees = {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()
+        degrees: dict[str, Any] = (
+            {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()
+        )
         return ContextParallelConfig(
             **degrees, convert_to_fp32=self.convert_to_fp32, rotate_method=self.rotate_method, mesh=self.mesh
         )
@@ -180,7 +182,8 @@ class ContextParallel:
             return x
         dim %= x.ndim
         sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-        return gather(x, dim, sizes, groups.name)
+        whole: Tensor = gather(x, dim, sizes, groups.name)
+        return whole
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """The mean of a loss over this rank's tokens, weighted so that averaged gradients are those of the global mean.

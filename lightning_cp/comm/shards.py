@@ -42,7 +42,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
         parts.append(unpack(buffer, [piece])[0])
     others = [(rank, buffer) for rank, buffer in buffers if rank != group.context_rank]
     exchange([(rank, mine) for rank, _ in others], others, group=group.context).wait()
-    split = [part.split(lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
+    split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
 
 
@@ -63,7 +63,7 @@ def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     segments = _by_rank(sizes, group.context_size)
-    pieces = iter(x.split(sizes, dim))
+    pieces = iter(torch.split(x, sizes, dim))
     by_segment = [[next(pieces) for _ in segments] for _ in segments[0]]
     shards = [torch.cat(parts, dim) for parts in zip(*by_segment, strict=True)]
     total = shards[group.context_rank].to(torch.promote_types(x.dtype, torch.float32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,12 +101,13 @@ class OutputHook(_Shared):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        whole: Tensor = gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        return whole
 
 
 @dataclass(eq=False)
 class ScopeHook(_Shared):
-    """Around a block (or another ancestor of attention): finds the call a replay belongs to, and checks interception."""
+    """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
 
     session: Session
     outermost: bool
@@ -179,7 +181,7 @@ class ModelHook(_Shared):
         checkpoints = []
         for inner in self.checkpointing:
             if getattr(inner, "gradient_checkpointing", False):
-                original = inner._gradient_checkpointing_func
+                original: Any = inner._gradient_checkpointing_func
                 checkpoints.append((inner, original))
                 inner._gradient_checkpointing_func = self._checkpoint(original)  # type: ignore[assignment]
         self.saved.append(checkpoints)
@@ -245,10 +247,10 @@ def install(module: nn.Module, rules: Rules, session: Session, *, signature: Any
         for rule in rules.arguments:
             cutter = ArgumentHook(session, rule, rules.refused if rule.is_block else {}, rule.paths[0] or "forward")
             for path in rule.paths:
-                moving.add(path, lambda m, hook=cutter: m.register_forward_pre_hook(hook.before, with_kwargs=True))
+                moving.add(path, partial(_register_before, cutter))
         for output in rules.outputs:
             joiner = OutputHook(session, output)
-            moving.add(output.path, lambda m, hook=joiner: m.register_forward_hook(hook.after))
+            moving.add(output.path, partial(_register_after, joiner))
         _add(undo, module.register_forward_hook(around.after, always_call=True))
     except BaseException:
         undo_all()
@@ -306,6 +308,14 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.
         has_scope_above = any(not isinstance(submodule(module, p), nn.ModuleList) for p in parents)
         scopes.append((scope, hooks[not has_scope_above, path in blocks, "a block"]))
     return scopes
+
+
+def _register_before(hook: ArgumentHook, module: nn.Module) -> Any:
+    return module.register_forward_pre_hook(hook.before, with_kwargs=True)
+
+
+def _register_after(hook: OutputHook, module: nn.Module) -> Any:
+    return module.register_forward_hook(hook.after)
 
 
 def _add(undo: list[Undo], handle: Any) -> None:

@@ -206,8 +206,7 @@ def _arguments(
     always: bool = False,
 ) -> Arguments:
     where = submodule(module, paths[0])
-    named = [name for name in specs]
-    positions = {name: _position(paths[0] or type(module).__name__, where, name) for name in named}
+    positions = {name: _position(paths[0] or type(module).__name__, where, name) for name in specs}
     return Arguments(paths, dict(specs), positions, is_block, always)
 
 

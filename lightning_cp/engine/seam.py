@@ -94,17 +94,17 @@ class Seam:
 
         Args: mark: what a diffusers processor shall pass as `parallel_config` where it wants context parallelism.
         """
-        processor = getattr(module, "processor", None)
+        processor: Any = getattr(module, "processor", None)
         if attending_method(processor) is None:
             return self._intercept_forward(module)
-        ours = copy.copy(processor)
+        ours: Any = copy.copy(processor)
         ours.__class__ = self._class_of(type(processor))
         if mark is not None and hasattr(processor, "_parallel_config"):
             ours._parallel_config = mark
         module.processor = ours
 
         def restore() -> None:
-            if module.processor is ours:
+            if getattr(module, "processor", None) is ours:
                 if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
                     processor._attention_backend = ours._attention_backend
                 module.processor = processor
@@ -112,7 +112,7 @@ class Seam:
         return restore
 
     def _intercept_forward(self, module: nn.Module) -> Callable[[], None]:
-        replacement = types.MethodType(self._class_of(type(module)).forward, module)
+        replacement = types.MethodType(getattr(self._class_of(type(module)), "forward"), module)  # noqa: B009
         module.forward = replacement
 
         def restore() -> None:

@@ -109,7 +109,7 @@ def cut(value: Any, spec: Spec | None, *, name: str, session: Session, strict: b
     elif isinstance(spec, tuple) and isinstance(value, (list, tuple)):
         if len(spec) != len(value):
             raise PlanError(f"{name} has {len(value)} elements, its plan {len(spec)}")
-        pairs = zip(value, spec)  # noqa: B905 -- compiled code; the lengths were compared
+        pairs = zip(value, spec)
         return _like(value, [cut(x, s, name=name, session=session, strict=strict) for x, s in pairs])
     raise PlanError(f"{name} is a {type(value).__name__}, which its plan's {type(spec).__name__} does not describe")
 
@@ -186,7 +186,7 @@ def cut_always(value: Any, spec: Spec | None, *, name: str, session: Session) ->
             raise PlanError(
                 f"{name} has {len(spec)} entries in the plan, but is a {type(value).__name__} of another length"
             )
-        pairs = zip(value, spec)  # noqa: B905 -- compiled code; the lengths were compared
+        pairs = zip(value, spec)
         return _like(value, [cut_always(x, s, name=name, session=session) for x, s in pairs])
     if not (isinstance(spec, Split) and isinstance(value, Tensor)):
         raise PlanError(f"{name} is a {type(value).__name__}, which its plan does not describe")

@@ -31,7 +31,7 @@ def split(dim: int, *streams: str, ndim: int | None = None) -> Split:
 
 
 # One tensor, or all of a list; a tuple with an entry for each element; a dict with entries for some of its keys.
-Spec = Union[Split, tuple["Spec | None", ...], Mapping[str, "Spec"]]
+Spec = Union[Split, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP007 -- refers to itself
 
 
 @dataclass(frozen=True)
