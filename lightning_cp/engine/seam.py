@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class Seam:
         def restore() -> None:
             if getattr(module, "processor", None) is ours:
                 if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    processor._attention_backend = ours._attention_backend
+                    cast(Any, processor)._attention_backend = ours._attention_backend
                 module.processor = processor
 
         return restore
