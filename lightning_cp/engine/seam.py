@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ class Seam:
         def restore() -> None:
             if getattr(module, "processor", None) is ours:
                 if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    cast(Any, processor)._attention_backend = ours._attention_backend
+                    setattr(processor, "_attention_backend", ours._attention_backend)  # noqa: B010
                 module.processor = processor
 
         return restore
