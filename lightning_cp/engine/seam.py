@@ -105,7 +105,7 @@ class Seam:
 
         def restore() -> None:
             if getattr(module, "processor", None) is ours:
-                if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
+                if "_attention_backend" in dir(processor):  # may have been set meanwhile, on the copy
                     setattr(processor, "_attention_backend", ours._attention_backend)  # noqa: B010
                 module.processor = processor
 
