@@ -105,8 +105,8 @@ class Seam:
 
         def restore() -> None:
             if getattr(module, "processor", None) is ours:
-                if "_attention_backend" in dir(processor):  # may have been set meanwhile, on the copy
-                    setattr(processor, "_attention_backend", ours._attention_backend)  # noqa: B010
+                if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
+                    vars(processor)["_attention_backend"] = ours._attention_backend
                 module.processor = processor
 
         return restore
