@@ -97,7 +97,8 @@ class Seam:
         processor: Any = getattr(module, "processor", None)
         if attending_method(processor) is None:
             return self._intercept_forward(module)
-        ours: Any = copy.copy(processor)
+        assert processor is not None, "it was found to attend"
+        ours = copy.copy(processor)
         ours.__class__ = self._class_of(type(processor))
         if mark is not None and hasattr(processor, "_parallel_config"):
             ours._parallel_config = mark
@@ -106,7 +107,7 @@ class Seam:
         def restore() -> None:
             if getattr(module, "processor", None) is ours:
                 if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    vars(processor)["_attention_backend"] = ours._attention_backend
+                    processor._attention_backend = ours._attention_backend
                 module.processor = processor
 
         return restore
