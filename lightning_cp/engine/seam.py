@@ -97,18 +97,17 @@ class Seam:
         processor: Any = getattr(module, "processor", None)
         if attending_method(processor) is None:
             return self._intercept_forward(module)
-        assert processor is not None, "it was found to attend"
-        ours = copy.copy(processor)
+        ours: Any = copy.copy(processor)
         ours.__class__ = self._class_of(type(processor))
         if mark is not None and hasattr(processor, "_parallel_config"):
             ours._parallel_config = mark
         module.processor = ours
 
-        def restore() -> None:
-            if getattr(module, "processor", None) is ours:
-                if hasattr(processor, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    processor._attention_backend = ours._attention_backend
-                module.processor = processor
+        def restore(ours: Any = ours, theirs: Any = processor) -> None:
+            if module.processor is ours:
+                if hasattr(theirs, "_attention_backend"):  # may have been set meanwhile, on the copy
+                    theirs._attention_backend = ours._attention_backend
+                module.processor = theirs
 
         return restore
 
