@@ -104,9 +104,9 @@ class Seam:
         module.processor = ours
 
         def restore(ours: Any = ours, theirs: Any = processor) -> None:
-            if module.processor is ours:
+            if getattr(module, "processor", None) is ours:
                 if hasattr(theirs, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    theirs._attention_backend = ours._attention_backend
+                    theirs._attention_backend = getattr(ours, "_attention_backend", None)
                 module.processor = theirs
 
         return restore

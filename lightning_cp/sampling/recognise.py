@@ -39,12 +39,12 @@ def inkiest_windows(frames: Tensor, size: int = DIGIT_SIZE) -> Tensor:
 
     A digit with empty margins is whole in several windows: of those with nearly the most ink, the middle one is taken.
     """
-    windows = (frames + 1).unfold(1, size, 1).unfold(2, size, 1)  # [n, rows, columns, size, size]
-    ink = windows.sum(dim=(3, 4))
+    windows = frames.unfold(1, size, 1).unfold(2, size, 1)  # [n, rows, columns, size, size]
+    ink = (windows + 1).sum(dim=(3, 4))
     near = (ink >= 0.99 * ink.amax(dim=(1, 2), keepdim=True)).float()
     middles = []
     for dim in (1, 2):
         places = torch.arange(ink.shape[dim]).float()
         weights = near.amax(dim=3 - dim)
         middles.append(((weights * places).sum(dim=1) / weights.sum(dim=1)).round().long())
-    return windows[torch.arange(len(frames)), middles[0], middles[1]] - 1
+    return windows[torch.arange(len(frames)), middles[0], middles[1]]

@@ -113,8 +113,10 @@ def _through_autocast(rank: int, world: int, problems: list[Problem]) -> None:
         assert torch.equal(actual.lse, expected.lse), problem
         for name, grad in expected.grads.items():
             mine = actual.grads[name]
-            assert mine is not None and mine.dtype == dtype, (problem, name)
-            assert grad is not None and torch.equal(mine, grad.to(dtype)), (problem, name)
+            assert mine is not None, (problem, name)
+            assert grad is not None, (problem, name)
+            assert mine.dtype == dtype, (problem, name)
+            assert torch.equal(mine, grad.to(dtype)), (problem, name)
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), MODES)

@@ -1,0 +1,131 @@
+"""CUDA kernels against plain softmax attention in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp.errors import KernelError
+from lightning_cp.kernels import PartGrad, attend, attend_backward, choose_kernel
+from lightning_cp.kernels.choice import KERNELS
+from lightning_cp.kernels.protocol import Kernel
+from tests.reference import softmax_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+CUDA_KERNELS = [kernel for kernel in KERNELS if kernel.device_type in ("cuda", "any")]
+# Root mean square error, relative to the largest value: a few roundings of each dtype.
+LIMITS = {torch.float64: 1e-12, torch.float32: 2e-3, torch.bfloat16: 1e-2, torch.float16: 2e-3}  # float32: TF32 allowed
+SHAPES = [  # b, sq, sk, hq, hk, d
+    (2, 64, 64, 4, 4, 64),
+    (1, 100, 37, 6, 2, 64),  # lengths that no tile divides, grouped heads
+    (2, 33, 70, 4, 1, 40),
+    (1, 128, 128, 2, 2, 128),  # cuDNN's largest head size
+    (1, 17, 130, 3, 3, 5),  # an odd head size
+    (1, 40, 40, 2, 2, 256),
+]
+MASKS = ("none", "keys", "rows", "added", "no key")
+
+
+def _mask(kind: str, b: int, h: int, sq: int, sk: int) -> Tensor | None:
+    chance = torch.rand(b, 1, sq, sk, device="cuda") > 0.4
+    if kind == "none":
+        return None
+    if kind == "keys":
+        return chance[:, :, :1]
+    if kind == "added":
+        return torch.randn(1, h, sq, sk, device="cuda").masked_fill(~chance[:1], -torch.inf)
+    if kind == "no key":
+        chance[:, :, ::3] = False
+    return chance
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """Root mean square error over the largest value; infinite where the infinities differ or NaN appears."""
+    actual, expected = actual.double().cpu(), expected.double().cpu()
+    if not torch.equal(actual.isinf(), expected.isinf()) or actual.isnan().any():
+        return float("inf")
+    finite = expected.isfinite()
+    if not finite.any():
+        return 0.0
+    error = (actual - expected)[finite].square().mean().sqrt()
+    return (error / expected[finite].abs().max().clamp(min=1e-6)).item()
+
+
+def _check(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, mask_kind: str, causal: bool, lse: bool) -> None:
+    b, sq, sk, hq, hk, d = shape
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(b, s, h, d, device="cuda").to(dtype) for s, h in ((sq, hq), (sk, hk), (sk, hk)))
+    mask, scale = _mask(mask_kind, b, hq, sq, sk), d**-0.5
+    part = attend(kernel, q, k, v, mask=mask, causal=causal, scale=scale)
+    assert part.out.shape == q.shape
+    assert part.lse.shape == q.shape[:3]
+    grad = PartGrad(torch.randn_like(part.out), torch.randn_like(part.lse) if lse else None)
+    grads = attend_backward(kernel, grad, q, k, v, part, mask=mask, causal=causal, scale=scale)
+    inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
+    out, expected_lse = softmax_attention(*inputs, None if mask is None else mask.cpu(), causal=causal, scale=scale)
+    loss = (out * grad.out.double().cpu()).sum()
+    if grad.lse is not None:
+        loss = loss + (torch.where(expected_lse.isinf(), 0, expected_lse) * grad.lse.double().cpu()).sum()
+    loss.backward()
+    found = {"out": _relative(part.out, out), "lse": _relative(part.lse, expected_lse)}
+    for name, mine, x in zip(("dq", "dk", "dv"), grads, inputs, strict=True):
+        assert x.grad is not None
+        found[name] = _relative(mine, x.grad)
+    assert max(found.values()) < LIMITS[dtype], f"{kernel.name} {shape} {dtype} {mask_kind} {causal=} {lse=}: {found}"
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_forward_and_backward_are_right(kernel: Kernel, dtype: torch.dtype) -> None:
+    """Every shape and mask that the kernel accepts; skipped where it accepts none."""
+    tried = 0
+    for shape, mask_kind, lse in product(SHAPES, MASKS, (False, True)):
+        b, sq, sk, hq, _, d = shape
+        query = torch.empty(b, sq, hq, d, device="cuda", dtype=dtype)
+        if kernel.refusal(query, _mask(mask_kind, b, hq, sq, sk)) is None:
+            _check(kernel, shape, dtype, mask_kind, False, lse)
+            tried += 1
+    if not tried:
+        pytest.skip(f"{kernel.name}: {kernel.refusal(torch.empty(1, 8, 2, 64, device='cuda', dtype=dtype), None)}")
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=lambda kernel: kernel.name)
+def test_causal_is_right(kernel: Kernel) -> None:
+    for shape, lse in product([(2, 64, 64, 4, 2, 64), (1, 77, 77, 2, 2, 40)], (False, True)):
+        b, sq, _, hq, _, d = shape
+        reason = kernel.refusal(torch.empty(b, sq, hq, d, device="cuda", dtype=torch.float16), None)
+        if reason is not None:
+            pytest.skip(f"{kernel.name}: {reason}")
+        _check(kernel, shape, torch.float16, "none", True, lse)
+
+
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_auto_finds_a_kernel_for_everything(dtype: torch.dtype, mask_kind: str) -> None:
+    for shape in SHAPES:
+        b, sq, sk, hq, _, d = shape
+        query = torch.empty(b, sq, hq, d, device="cuda", dtype=dtype)
+        _check(choose_kernel("auto", query, _mask(mask_kind, b, hq, sq, sk)), shape, dtype, mask_kind, False, True)
+
+
+def test_strides_and_empty_inputs_do_not_matter() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        q = torch.randn(2, 4, 16, 64, device="cuda", dtype=dtype).transpose(1, 2)
+        kernel = choose_kernel("auto", q, None)
+        part = attend(kernel, q, q, q, mask=None, causal=False, scale=0.1)
+        other = attend(kernel, q.contiguous(), q.contiguous(), q.contiguous(), mask=None, causal=False, scale=0.1)
+        assert _relative(part.out, other.out) < 1e-3
+        nothing = attend(kernel, q, q[:, :0], q[:, :0], mask=None, causal=False, scale=0.1)
+        assert not nothing.out.any()
+        assert bool((nothing.lse == -torch.inf).all())
+
+
+def test_a_kernel_for_the_cpu_is_refused() -> None:
+    with pytest.raises(KernelError, match="cannot be used here"):
+        choose_kernel("flash", torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.float64), None)

@@ -1,0 +1,34 @@
+"""How heads are shared out over a Ulysses group."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_cp.attention.ulysses import share_heads
+
+
+@pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 7])
+@pytest.mark.parametrize(("hq", "hk"), [(8, 8), (8, 2), (8, 1), (7, 7), (9, 3), (12, 4), (24, 8), (15, 5), (10, 2)])
+def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, degree: int) -> None:
+    if degree > hq:
+        pytest.skip("fewer heads than ranks are refused before")
+    shares = share_heads(hq, hk, degree)
+    assert [head for share in shares for head in range(share.q_start, share.q_stop)] == list(range(hq))
+    sizes = [share.q_stop - share.q_start for share in shares]
+    assert max(sizes) - min(sizes) <= 1
+    for share in shares:
+        local = list(range(share.q_start, share.q_stop))
+        keys = list(range(share.k_start, share.k_stop))
+        used = [head // (hq // hk) for head in local]
+        assert sorted(set(used)) == keys  # all that is needed, and no more
+        if share.ragged is None:
+            assert len(local) % len(keys) == 0
+            assert used == [keys[i // (len(local) // len(keys))] for i in range(len(local))]
+        else:
+            assert used == [keys[i] for i in share.ragged]
+
+
+def test_heads_that_do_not_group_evenly_are_ragged() -> None:
+    assert [share.ragged for share in share_heads(9, 3, 2)] == [[0, 0, 0, 1, 1], None]
+    assert [share.ragged for share in share_heads(8, 2, 3)] == [None, [0, 1, 1], None]
+    assert [share.ragged for share in share_heads(8, 8, 3)] == [None, None, None]

@@ -1,0 +1,65 @@
+"""Imports only go down the layers of the package."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import lightning_cp
+
+PACKAGE = Path(lightning_cp.__file__).parent
+LAYERS = (
+    {"errors", "config", "mesh"},
+    {"comm", "kernels"},
+    {"attention", "plans"},
+    {"engine"},
+    {"data", "training", "checkpoint", "sampling", "planning", "launch"},
+    {"strategy", "fabric", "pytorch", "_register"},
+    {"__init__"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+
+def _imports() -> dict[tuple[str, str], str]:
+    """(importing, imported) folder or file of the package -> where."""
+    edges = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        path = file.relative_to(PACKAGE)
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert not node.level, f"{path}:{node.lineno}: relative imports hide the layer"
+                nested = node.module == "lightning_cp"
+                modules = [f"{node.module}.{alias.name}" if nested else node.module or "" for alias in node.names]
+            else:
+                continue
+            for module in modules:
+                parts = module.split(".")
+                if parts[0] == "lightning_cp":
+                    target = parts[1] if len(parts) > 1 else "__init__"
+                    edges[path.parts[0].removesuffix(".py"), target] = f"{path}:{node.lineno}"
+    return edges
+
+
+def test_every_folder_has_a_layer() -> None:
+    there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there <= LEVEL.keys(), f"without a layer: {there - LEVEL.keys()}"
+
+
+def test_imports_only_go_down() -> None:
+    upward = [
+        f"{where}: {source} imports {target}"
+        for (source, target), where in _imports().items()
+        if LEVEL[target] > LEVEL[source]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_imports_within_a_layer_have_no_cycle() -> None:
+    edges = {(source, target) for source, target in _imports() if source != target}
+    rest = {source for source, _ in edges}
+    while rest:
+        free = {name for name in rest if not any(source == name and target in rest for source, target in edges)}
+        assert free, f"these import each other: {sorted(rest)}"
+        rest -= free

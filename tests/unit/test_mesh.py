@@ -1,0 +1,143 @@
+"""Groups and ranks derived from meshes, in worlds that are only pretended (torch's fake process group)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.mesh import ALONE, Groups, check_world, groups_by_name, groups_for
+
+
+@contextmanager
+def pretended_world(rank: int, size: int) -> Iterator[None]:
+    """A process group that moves nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _members(group: dist.ProcessGroup | None) -> list[int] | None:
+    return None if group is None else dist.get_process_group_ranks(group)
+
+
+def _of_every_rank(size: int, config: Callable[[], ContextParallelConfig]) -> list[Groups]:
+    """What each rank's groups say (members of the groups are checked here, while the world exists)."""
+    everyone = []
+    for rank in range(size):
+        with pretended_world(rank, size):
+            settings = config()
+            groups = groups_for(settings)
+            ring, ulysses = groups.context_shape
+            for group, degree in ((groups.ring, ring), (groups.ulysses, ulysses), (groups.context, ring * ulysses)):
+                members = _members(group)
+                assert (members is None) == (degree == 1)
+                if members is not None:
+                    assert len(members) == degree
+                    assert members[dist.get_rank(group)] == rank
+            assert groups_by_name(groups.name) is groups
+            everyone.append(groups)
+    return everyone
+
+
+@pytest.mark.parametrize(
+    ("shape", "names", "contexts"),
+    [
+        ((2, 1, 4), ("ring", "ulysses", "fsdp"), [[0, 4], [1, 5], [2, 6], [3, 7]]),
+        ((2, 2, 2), ("dp", "ring", "ulysses"), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ((2, 2, 2), ("ring", "dp", "ulysses"), [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        ((2, 2, 2), ("ring", "ulysses", "dp"), [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        ((8, 1), ("ring", "ulysses"), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((1, 8), ("ring", "ulysses"), [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        ((2, 2, 2, 2), ("pp", "ring", "dp", "ulysses"), [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]),
+        ((4, 2, 2), ("dp", "ring", "ulysses"), [[4 * i + j for j in range(4)] for i in range(4)]),
+        ((8, 1, 1), ("dp", "ring", "ulysses"), [[i] for i in range(8)]),
+    ],
+)
+def test_context_groups_of_a_mesh_are_ring_major(
+    shape: tuple[int, ...], names: tuple[str, ...], contexts: list[list[int]]
+) -> None:
+    size = torch.Size(shape).numel()
+    everyone = _of_every_rank(
+        size, lambda: ContextParallelConfig(mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    )
+    for rank, groups in enumerate(everyone):
+        assert contexts[groups.data_rank][groups.context_rank] == rank
+        assert groups.data_size == len(contexts)
+        assert groups.context_size == len(contexts[0])
+        assert groups.context_rank == groups.ring_rank * groups.context_shape[1] + groups.ulysses_rank
+
+
+@pytest.mark.parametrize(
+    ("size", "ring", "ulysses"), [(8, 2, 2), (8, 8, 1), (8, 1, 4), (8, 1, 1), (16, 2, 4), (16, 3 + 1, 4), (6, 3, 2)]
+)
+def test_without_a_mesh_ulysses_is_innermost_and_data_outermost(size: int, ring: int, ulysses: int) -> None:
+    for rank, groups in enumerate(_of_every_rank(size, lambda: ContextParallelConfig(ring, ulysses))):
+        assert (groups.data_rank, groups.context_rank) == divmod(rank, ring * ulysses)
+        assert (groups.ring_rank, groups.ulysses_rank) == divmod(groups.context_rank, ulysses)
+        assert groups.data_size == size // (ring * ulysses)
+
+
+def test_a_mesh_is_built_once_for_each_process_group() -> None:
+    with pretended_world(1, 8):
+        first = groups_for(ContextParallelConfig(2, 2))
+        assert groups_for(ContextParallelConfig(2, 2, rotate_method="alltoall")) is first
+        assert groups_for(ContextParallelConfig(4, 1)) is not first
+        assert groups_for(ContextParallelConfig(2, 2)) is first
+    with pretended_world(3, 16):
+        second = groups_for(ContextParallelConfig(2, 2))
+        assert second is not first
+        assert (second.data_size, second.context_rank) == (4, 3)
+
+
+def test_two_meshes_of_one_shape_have_groups_of_their_own() -> None:
+    with pretended_world(5, 8):
+        names = (("dp", "ring", "ulysses"), ("ring", "ulysses", "dp"))
+        meshes = [init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=name) for name in names]
+        groups = [groups_for(ContextParallelConfig(mesh=mesh)) for mesh in meshes]
+        assert [(g.data_rank, g.context_rank) for g in groups] == [(1, 1), (1, 2)]
+
+
+def test_degree_one_needs_no_process_group() -> None:
+    assert groups_for(ContextParallelConfig()) is ALONE
+    assert groups_by_name(ALONE.name) is ALONE
+    assert (ALONE.context_size, ALONE.context_rank, ALONE.data_rank, ALONE.data_size) == (1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 3)])
+def test_higher_degrees_need_one(ring: int, ulysses: int) -> None:
+    with pytest.raises(ValueError, match=f"ring={ring} x ulysses={ulysses} needs a process group"):
+        groups_for(ContextParallelConfig(ring, ulysses))
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "text"),
+    [
+        (9, 1, "ring=9 x ulysses=1 needs 9 ranks, but the world has 8"),
+        (2, 8, "needs 16 ranks"),
+        (3, 1, "= 3 does not divide the world of 8 ranks"),
+        (1, 5, "does not divide"),
+    ],
+)
+def test_degrees_that_do_not_fit_the_world_are_refused(ring: int, ulysses: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        check_world(ring, ulysses, 8)
+    with pretended_world(0, 8), pytest.raises(ValueError, match=text):
+        groups_for(ContextParallelConfig(ring, ulysses))
+
+
+def test_a_mesh_without_this_rank_is_refused() -> None:
+    with pretended_world(7, 8):
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("ring", "ulysses"))
+        with pytest.raises(ValueError, match="does not hold rank 7"):
+            groups_for(ContextParallelConfig(mesh=mesh))
