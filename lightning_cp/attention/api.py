@@ -75,7 +75,7 @@ def context_parallel_attention(
         attn_mask: bool (True = attend) or additive, where values <= finfo(dtype).min / 2 mean never.
             [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: of the local keys, travels with them.
             [batch or 1, heads or 1, seq_local or 1, keys of all ranks]: rows of the local queries.
-            Presence, dtype and kind are the same on all ranks. It cannot require grad.
+            Presence, dtype, kind, and which dims are 1, are the same on all ranks. It cannot require grad.
         dropout_p: must be 0: dropout of attention weights is not computed.
         is_causal: a query sees keys up to its own global position; with a mask both hold.
         scale: of the scores; None: head_dim ** -0.5.
@@ -94,9 +94,13 @@ def context_parallel_attention(
         kv heads, d head size, e bytes an element, even lengths, no mask:
         ring of n, forward: (n - 1) packets, (n - 1) 2 b s g d e bytes; backward: 2 (n - 1) packets, as many bytes for
         K and V again, and (n - 1) 2 b s g d w for their gradients, w = 4 with convert_to_fp32 (8 for float64), else e.
-        Ulysses of n: 2 collectives forward, b s (2 h + 2 g) d e (n - 1) / n bytes, 2 backward, the same; with lse
-        4 or 8 bytes more for each token and query head, where it is used.
+        Ulysses of n: 2 collectives forward, b s (2 h + 2 g) d e (n - 1) / n bytes to others, 2 backward, the same; lse
+        (with return_lse, and in backward where it was used) adds b s h max(e, 4) (n - 1) / n. A kv head that m ranks
+        use counts m times.
         unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
+        A mask of keys travels in the same packets, by its own bytes: with K and V around the ring, forward and
+        backward, and once through Ulysses; one of rows stays, but for Ulysses. Every tensor in a packet is rounded up
+        to 16 bytes. Without lengths one exchange of 14 ints comes first, in forward only.
     Gradient: exact for query, key and value, through both results.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
         arXiv:2405.07719 (unified).

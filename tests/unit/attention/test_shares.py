@@ -29,6 +29,6 @@ def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, d
 
 
 def test_heads_that_do_not_group_evenly_are_ragged() -> None:
-    assert [share.ragged for share in share_heads(9, 3, 2)] == [[0, 0, 0, 1, 1], None]
+    assert [share.ragged for share in share_heads(9, 3, 2)] == [[0, 0, 0, 1, 1], [0, 1, 1, 1]]
     assert [share.ragged for share in share_heads(8, 2, 3)] == [None, [0, 1, 1], None]
     assert [share.ragged for share in share_heads(8, 8, 3)] == [None, None, None]
