@@ -188,6 +188,8 @@ class ModelHook(_Shared):
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         session = self.session
+        if not self.saved:
+            return  # its arguments were refused, so no call had begun
         for inner, original in self.saved.pop():
             inner._gradient_checkpointing_func = original
         call, session.call = session.call, None
