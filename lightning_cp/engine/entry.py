@@ -45,7 +45,8 @@ class Entry:
         parallel_config: object = None,
     ) -> Tensor:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
-        if self.streams is None and parallel_config is None:  # the processor says that its keys are whole here
+        # The processor says that its keys are whole here, or they are as many as in an argument that is left whole.
+        if self.streams is None and (parallel_config is None or is_whole(self.session.current(), key.shape[1])):
             self._touch()
             assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
             local: Tensor = self.original(
@@ -119,7 +120,7 @@ class Entry:
                 )
             pair = (lengths, lengths)
         else:
-            pair = (infer_sizes(call, query.shape[1]), infer_sizes(call, key.shape[1]))
+            pair = (_held(call, query.shape[1]), infer_sizes(call, key.shape[1]))
             if not (pair[0] and pair[1]):
                 pair = ([], [])
         out = attend_across(
@@ -165,6 +166,16 @@ def candidates(call: Call) -> list[list[int]]:
     """What each rank may hold of the split tensors: each alone, and two joined."""
     found = [call.sizes(streams) for n in (1, 2) for streams in combinations_with_replacement(call.lengths, n)]
     return [vector for i, vector in enumerate(found) if vector not in found[:i]]
+
+
+def is_whole(call: Call, tokens: int) -> bool:
+    """Whether a tensor of so many tokens was never split, and no rank could take it for its share of one that was."""
+    return tokens in call.whole and not any(tokens in vector for vector in candidates(call))
+
+
+def _held(call: Call, tokens: int) -> list[int]:
+    """Every rank's queries; whole ones are on every rank, and each computes all of them."""
+    return [tokens] * call.groups.context_size if is_whole(call, tokens) else infer_sizes(call, tokens)
 
 
 def infer_sizes(call: Call, own: int) -> list[int]:

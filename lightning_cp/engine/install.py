@@ -170,13 +170,15 @@ class ModelHook(_Shared):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
+        given = self._given(args, kwargs)
         if not torch.compiler.is_compiling():
             self.follow()
-            self._check(args, kwargs)
+            self._check(given)
         session.call = Call(session.groups)
         session.forwards += 1
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.ndim == 3:
+        split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
+        for name, value in given.items():
+            if name not in split and isinstance(value, Tensor) and value.ndim == 3:
                 session.call.whole.add(value.shape[1])
         checkpoints = []
         for inner in self.checkpointing:
@@ -210,15 +212,18 @@ class ModelHook(_Shared):
 
         return checkpoint
 
-    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        session = self.session
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name; none where they do not fit the forward, which will say so itself."""
         try:
             given = self.signature.bind_partial(None, *args, **kwargs).arguments
         except TypeError:
-            return  # the forward itself will say what is wrong with its arguments
-        given = {name: x for name, x in given.items() if name != next(iter(self.signature.parameters))}
+            return {}
+        return {name: x for name, x in given.items() if name != next(iter(self.signature.parameters))}
+
+    def _check(self, given: dict[str, Any]) -> None:
+        session = self.session
         for name, reason in self.rules.required.items():
-            if given.get(name) is None:
+            if given and given.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
         for name, reason in self.rules.refused.items():
             if given.get(name) is not None:

@@ -22,7 +22,7 @@ class Call:
 
     Attributes:
         lengths: global tokens of each stream met so far.
-        whole: lengths of tensor arguments that were left whole (for plans that do not say what attends to what).
+        whole: tokens of tensor arguments that are left whole (for plans that do not say what attends to what).
         intercepted: whether attention passed through the engine since this was last cleared.
     """
 

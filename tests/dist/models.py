@@ -301,3 +301,114 @@ TINY: dict[str, Tiny] = {
         },
     ),
 }
+
+_HELIOS_HISTORY = {"short": 1, "mid": 1, "long": 4}
+
+
+def _helios(g: torch.Generator) -> dict[str, Any]:
+    inputs = {
+        "hidden_states": _randn(g, 2, 4, 2, 6, 10),
+        "encoder_hidden_states": _randn(g, 2, 7, 16),
+        "timestep": _STEPS,
+        "indices_hidden_states": torch.ones(2, 2),
+    }
+    for name, frames in _HELIOS_HISTORY.items():
+        inputs[f"indices_latents_history_{name}"] = torch.ones(2, frames)
+        inputs[f"latents_history_{name}"] = _randn(g, 2, 4, frames, 8, 8)
+    return inputs
+
+
+def _minimax_h3(g: torch.Generator) -> dict[str, Any]:
+    text, audio, video = torch.arange(4), torch.arange(4, 10), torch.arange(10, 19)
+    place = torch.cat([torch.zeros(10, 2), torch.tensor([[i // 3, i % 3] for i in range(9)])])
+    return {
+        "hidden_states": _randn(g, 2, 9, 16),
+        "audio_hidden_states": _randn(g, 2, 6, 6),
+        "encoder_hidden_states": _randn(g, 2, 4, 8),
+        "timestep": torch.tensor([0.7, 0.3], dtype=torch.float64),
+        "timestep_indices": torch.tensor([0] * 4 + [1] * 6 + [0] * 9),
+        "token_tags": torch.tensor([1] * 4 + [2] * 6 + [0] * 9),
+        "position_ids": torch.cat([torch.arange(19)[:, None], place], 1).double(),
+        "video_indices": video,
+        "audio_indices": audio,
+        "text_indices": text,
+    }
+
+
+THEIR_PLANS: dict[str, Tiny] = {
+    **{name: TINY[name] for name in ("flux", "flux2", "qwen_image", "wan", "wan_per_token_timestep", "ltx")},
+    "wan_image_to_video": TINY["wan_image_to_video"],
+    "chronoedit": Tiny(
+        "ChronoEditTransformer3DModel",
+        {**_WAN, "rope_temporal_skip_len": 8},
+        lambda g: {**wan().inputs(g), "hidden_states": _randn(g, 2, 4, 2, 6, 10)},
+    ),
+    "helios": Tiny(
+        "HeliosTransformer3DModel",
+        {
+            **{name: value for name, value in _WAN.items() if name != "rope_max_seq_len"},
+            "num_layers": 40,  # the plan names this many
+            "rope_dim": (4, 4, 4),
+            "has_multi_term_memory_patch": True,
+            "guidance_cross_attn": True,
+            "zero_history_timestep": True,
+            "is_amplify_history": False,
+        },
+        _helios,
+    ),
+    "ltx2": Tiny(
+        "LTX2VideoTransformer3DModel",
+        {
+            "in_channels": 4,
+            "out_channels": 4,
+            "patch_size": 1,
+            "patch_size_t": 1,
+            "num_attention_heads": 4,
+            "attention_head_dim": 8,
+            "cross_attention_dim": 32,
+            "audio_in_channels": 4,
+            "audio_out_channels": 4,
+            "audio_num_attention_heads": 4,
+            "audio_attention_head_dim": 4,
+            "audio_cross_attention_dim": 16,
+            "num_layers": 2,
+            "qk_norm": "rms_norm_across_heads",
+            "caption_channels": 16,
+            "rope_double_precision": False,
+        },
+        lambda g: {
+            "hidden_states": _randn(g, 2, 30, 4),
+            "audio_hidden_states": _randn(g, 2, 9, 4),
+            "encoder_hidden_states": _randn(g, 2, 7, 16),
+            "audio_encoder_hidden_states": _randn(g, 2, 7, 16),
+            "timestep": _STEPS,
+            "encoder_attention_mask": _mask(4).bool(),
+            "num_frames": 2,
+            "height": 3,
+            "width": 5,
+            "audio_num_frames": 9,
+            "fps": 25.0,
+            "isolate_modalities": True,  # their plan leaves cross_attn_rope whole, which only this does not use
+        },
+    ),
+    "minimax_h3": Tiny(
+        "MiniMaxH3Transformer3DModel",
+        {
+            "num_attention_heads": 4,
+            "attention_head_dim": 16,
+            "hidden_size": 24,
+            "num_layers": 2,
+            "num_refiner_layers": 2,
+            "ffn_dim": 32,
+            "in_channels": 4,
+            "audio_in_channels": 6,
+            "patch_size": (1, 2, 2),
+            "text_dim": 8,
+            "freq_dim": 8,
+            "time_embed_hidden_dim": 24,
+            "time_embed_dim": 16,
+            "rope_freq_dim": 2,
+        },
+        _minimax_h3,
+    ),
+}
