@@ -110,9 +110,9 @@ class ScopeHook(_Shared):
     """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
 
     session: Session
+    model: nn.Module
     outermost: bool
     checked: bool
-    path: str
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
@@ -133,12 +133,16 @@ class ScopeHook(_Shared):
         session = self.session
         if self.checked and output is not None and session.call is not None and not session.call.intercepted:
             raise InterceptionError(
-                f"{self.path} ran on a shard, but none of its attention passed through lightning_cp, so its result "
+                f"{self._path(module)} ran on a shard, but none of its attention passed through lightning_cp, so its result "
                 "would be wrong. Were attention processors replaced (set_attn_processor, fuse_qkv_projections) after "
                 "apply_context_parallel? Replace them before, or remove_context_parallel and apply again"
             )
         if self.outermost and not session.forwards:
             session.call = None  # the end of a replay
+
+    def _path(self, module: nn.Module) -> str:
+        paths = (path for path, inner in self.model.named_modules() if inner is module)
+        return next(paths, type(module).__name__)
 
 
 @dataclass(eq=False)
@@ -305,7 +309,8 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.
     for path in rules.attention:
         atoms = path.split(".")
         paths |= {".".join(atoms[: i + 1]) for i in range(len(atoms))}
-    hooks = {key: ScopeHook(session, *key) for key in ((a, b, "a block") for a in (True, False) for b in (True, False))}
+    # Few hooks for many blocks, so that compiled blocks can share their code.
+    hooks = {(a, b): ScopeHook(session, module, a, b) for a in (True, False) for b in (True, False)}
     scopes = []
     for path in sorted(paths - {""}):
         scope = unwrapped(submodule(module, path))
@@ -313,7 +318,7 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.
             continue
         parents = {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
         has_scope_above = any(not isinstance(submodule(module, p), nn.ModuleList) for p in parents)
-        scopes.append((scope, hooks[not has_scope_above, path in blocks, "a block"]))
+        scopes.append((scope, hooks[not has_scope_above, path in blocks]))
     return scopes
 
 

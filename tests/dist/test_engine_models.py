@@ -23,56 +23,13 @@ from lightning_cp import (
     remove_context_parallel,
 )
 from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
+from tests.dist.compare import averaged, outcome, worst
 from tests.dist.models import THEIR_PLANS, TINY, flux, wan
+from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 
 _DEGREES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)]}
 _TOLERANCE = 1e-9
-
-
-@contextmanager
-def _nothing_narrowed() -> Iterator[None]:
-    """Within this, models that cast parts to float32 whatever their dtype cast them to float64."""
-    to = Tensor.to
-
-    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return to(x, *args, **kwargs)
-
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
-        yield
-
-
-def _outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """All outputs, flat, and each parameter's gradient of a weighted sum of them."""
-    model.zero_grad(set_to_none=True)
-    with _nothing_narrowed():
-        outputs = model(**arguments, return_dict=False)
-        out = torch.cat([x.flatten() for x in outputs if isinstance(x, Tensor)])
-        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-        (out * weights).sum().backward()
-    return out.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
-
-
-def _averaged(gradients: dict[str, Tensor | None], world: int) -> dict[str, Tensor | None]:
-    for gradient in gradients.values():
-        if gradient is not None:
-            dist.all_reduce(gradient)
-            gradient /= world
-    return gradients
-
-
-def _worst(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
-    assert found.keys() == expected.keys()
-    worst = 0.0
-    for name, reference in expected.items():
-        gradient = found[name]
-        assert (gradient is None) == (reference is None), name
-        if gradient is not None and reference is not None:
-            scale = max(float(reference.abs().max()), 1e-3)
-            worst = max(worst, float((gradient - reference).abs().max()) / scale)
-    return worst
 
 
 def _configs(world: int) -> list[ContextParallelConfig]:
@@ -86,14 +43,14 @@ def _configs(world: int) -> list[ContextParallelConfig]:
 def _compare(rank: int, world: int, name: str, theirs: bool) -> list[tuple[str, float, float]]:
     tiny = (THEIR_PLANS if theirs else TINY)[name]
     model, arguments = tiny.build(), tiny.arguments()
-    expected, gradients = _outcome(model, arguments)
+    expected, gradients = outcome(model, arguments)
     attributes, state = set(model.__dict__), list(model.state_dict())
     plan = type(model)._cp_plan if theirs else None
     results = []
     for config in _configs(world):
         apply_context_parallel(model, config, plan)
-        out, found = _outcome(model, arguments)
-        error = _worst(_averaged(found, world), gradients)
+        out, found = outcome(model, arguments)
+        error = worst(averaged(found, world), gradients)
         results.append((str(config), float((out - expected).abs().max()), error))
         remove_context_parallel(model)
         assert set(model.__dict__) == attributes
@@ -136,12 +93,12 @@ def _audio_and_video(rank: int, world: int) -> list[tuple[str, float, float]]:
     tiny = THEIR_PLANS["ltx2"]
     model, arguments = tiny.build(), {**tiny.arguments(), "isolate_modalities": False}
     plan = {**type(model)._cp_plan, "cross_attn_rope": type(model)._cp_plan["rope"]}
-    expected, gradients = _outcome(model, arguments)
+    expected, gradients = outcome(model, arguments)
     results = []
     for config in _configs(world):
         apply_context_parallel(model, config, plan)
-        out, found = _outcome(model, arguments)
-        results.append((str(config), float((out - expected).abs().max()), _worst(_averaged(found, world), gradients)))
+        out, found = outcome(model, arguments)
+        results.append((str(config), float((out - expected).abs().max()), worst(averaged(found, world), gradients)))
         remove_context_parallel(model)
     return results
 
@@ -166,56 +123,26 @@ def _two_lengths(rank: int, world: int) -> float:
     expected = gradients()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     model.enable_gradient_checkpointing()
-    return _worst(_averaged(gradients(), world), expected)
+    return worst(averaged(gradients(), world), expected)
 
 
 def test_two_checkpointed_forwards_of_different_lengths_replay_each_its_own(run_ranks: RankPool) -> None:
     assert max(run_ranks(3, _two_lengths)) < 1e-5  # with the model's float32 casts
 
 
-class _Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (y.unflatten(-1, (4, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class _Plain(nn.Module):
-    """A user's own model, which knows nothing of us."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Block(16) for _ in range(2)])
-        self.proj_out = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-        for block in self.blocks:
-            x = block(x)
-        return (self.proj_out(x),)
-
-
-_PLAIN_PLAN = {
-    "blocks.0": {"x": ContextParallelInput(split_dim=1, expected_dims=3)},
-    "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
-}
-
-
 def _plain(rank: int, world: int) -> tuple[float, float, str]:
     torch.manual_seed(0)
-    model, x = _Plain().double(), {"x": torch.randn(2, 11, 16, dtype=torch.float64)}
-    expected, gradients = _outcome(model, x)
+    model, x = Plain().double(), {"x": torch.randn(2, 11, 16, dtype=torch.float64)}
+    expected, gradients = outcome(model, x)
     bystander = copy.deepcopy(model)
-    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), _PLAIN_PLAN)
-    out, found = _outcome(model, x)
-    undisturbed, _ = _outcome(bystander, x)
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), PLAIN_PLAN)
+    out, found = outcome(model, x)
+    undisturbed, _ = outcome(bystander, x)
     assert torch.equal(undisturbed, expected)
     try:
-        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), _PLAIN_PLAN)
+        apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world), PLAIN_PLAN)
     except PlanError as error:
-        return float((out - expected).abs().max()), _worst(_averaged(found, world), gradients), str(error)
+        return float((out - expected).abs().max()), worst(averaged(found, world), gradients), str(error)
     return 1.0, 1.0, ""
 
 
@@ -266,14 +193,14 @@ def test_plans_and_inputs_that_do_not_fit_are_refused_on_every_rank(run_ranks: R
 def _compiled(rank: int, world: int, backend: str) -> tuple[float, float]:
     tiny = wan()
     model, arguments = tiny.build(), tiny.arguments()
-    expected, gradients = _outcome(model, arguments)
+    expected, gradients = outcome(model, arguments)
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     for block in model.blocks:
         block.compile(fullgraph=True, backend=backend)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # asked by the compiler
-        out, found = _outcome(model, arguments)
-    return float((out - expected).abs().max()), _worst(_averaged(found, world), gradients)
+        out, found = outcome(model, arguments)
+    return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])

@@ -1,0 +1,57 @@
+"""A model's outputs and gradients, and how far two sets of them are apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+@contextmanager
+def nothing_narrowed() -> Iterator[None]:
+    """Within this, models that cast parts to float32 whatever their dtype cast them to float64."""
+    to = Tensor.to
+
+    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return to(x, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
+        yield
+
+
+def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """All outputs, flat, and each parameter's gradient of a weighted sum of them."""
+    model.zero_grad(set_to_none=True)
+    with nothing_narrowed():
+        outputs = model(**arguments, return_dict=False)
+        out = torch.cat([x.flatten() for x in outputs if isinstance(x, Tensor)])
+        weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+        (out * weights).sum().backward()
+    return out.detach(), {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def averaged(gradients: dict[str, Tensor | None], world: int) -> dict[str, Tensor | None]:
+    for gradient in gradients.values():
+        if gradient is not None:
+            dist.all_reduce(gradient)
+            gradient /= world
+    return gradients
+
+
+def worst(found: dict[str, Tensor | None], expected: dict[str, Tensor | None]) -> float:
+    assert found.keys() == expected.keys()
+    largest = 0.0
+    for name, reference in expected.items():
+        gradient = found[name]
+        assert (gradient is None) == (reference is None), name
+        if gradient is not None and reference is not None:
+            scale = max(float(reference.abs().max()), 1e-3)
+            largest = max(largest, float((gradient - reference).abs().max()) / scale)
+    return largest

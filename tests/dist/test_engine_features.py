@@ -1,0 +1,326 @@
+"""What people do with a context-parallel model beside plain training: LoRA, autocast, inference, kernels, copies."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.attention import call, ring
+from lightning_cp.comm import messages, rotation
+from lightning_cp.errors import InterceptionError, KernelError, PlanError
+from tests.dist.compare import averaged, outcome, worst
+from tests.dist.models import TINY, flux, wan
+from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.harness import RankPool
+
+_EXACT = 1e-9
+
+
+def _with_lora(model: nn.Module) -> None:
+    from peft import LoraConfig
+
+    targets = ["to_q", "to_k", "to_v", "to_out.0", "proj_out"]
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=targets))
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+def _lora(rank: int, world: int, name: str, before: bool) -> tuple[float, float]:
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    single = copy.deepcopy(model)
+    _with_lora(single)
+    expected, gradients = outcome(single, arguments)
+    if before:
+        _with_lora(model)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    if not before:
+        outcome(model, arguments)
+        _with_lora(model)
+    out, found = outcome(model, arguments)
+    result = float((out - expected).abs().max()), worst(averaged(found, world), gradients)
+    assert any(gradient is not None for gradient in gradients.values())
+    remove_context_parallel(model)
+    alone, _ = outcome(model, arguments)
+    assert torch.equal(alone, expected)
+    return result
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_a_lora_is_exact_before_and_after(run_ranks: RankPool, name: str, before: bool) -> None:
+    for output, gradient in run_ranks(3, _lora, name, before):
+        assert output < _EXACT
+        assert gradient < _EXACT
+
+
+def _inference(rank: int, world: int, name: str) -> float:
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    expected = model(**arguments, return_dict=False)[0].detach()
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world))
+    errors = []
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            out = model(**arguments).sample
+            assert not out.requires_grad
+            errors.append(float((out - expected).abs().max()))
+    first, *rest = arguments.values()
+    named = dict(zip(list(arguments)[1:], rest, strict=True))
+    errors.append(float((model(first, **named).sample.detach() - expected).abs().max()))  # by position
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video"])
+def test_inference_mode_and_positional_arguments_work(run_ranks: RankPool, name: str) -> None:
+    assert max(run_ranks(3, _inference, name)) < 1e-5  # with the model's float32 casts
+
+
+def _under_autocast(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)  # of rms_norm
+        out = model(**arguments, return_dict=False)[0]
+    out.float().square().sum().backward()
+    return [out.detach().float(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def _distance(some: list[Tensor], others: list[Tensor]) -> Tensor:
+    pairs = list(zip(some, others, strict=True))
+    return torch.stack([(a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-6) for a, b in pairs])
+
+
+def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
+    tiny = TINY[name]
+    model = tiny.build().float()
+    arguments = {k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in tiny.arguments().items()}
+    with mock.patch.object(torch, "autocast", mock.MagicMock()):
+        exact = _under_autocast(model, arguments)
+    single = _under_autocast(model, arguments)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    out, *gradients = _under_autocast(model, arguments)
+    named = averaged({str(i): g for i, g in enumerate(gradients)}, world)
+    ours = [out, *(g for g in named.values() if g is not None)]
+    return float(_distance(ours, exact).square().mean().sqrt()), float(_distance(single, exact).square().mean().sqrt())
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, name: str) -> None:
+    for ours, single in run_ranks(3, _autocast, name):
+        assert 1e-4 < single < 0.1
+        assert ours <= 1.5 * single
+
+
+def _replayed(rank: int, world: int, reentrant: bool) -> float:
+    torch.manual_seed(0)
+    model = Plain().double()
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(2, tokens, 16, generator=generator, dtype=torch.float64) for tokens in (11, 7)]
+
+    def gradients() -> dict[str, Tensor | None]:
+        model.zero_grad(set_to_none=True)
+        outputs = [model(x.clone().requires_grad_())[0] for x in inputs]
+        torch.stack([x.square().sum() for x in outputs]).sum().backward()
+        return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = gradients()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
+    model.around = lambda block, x: checkpoint(block, x, use_reentrant=reentrant)
+    return worst(averaged(gradients(), world), expected)
+
+
+def test_torch_checkpoints_of_two_lengths_replay_each_its_own(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _replayed, False)) < _EXACT
+
+
+def kernels_used(action: Callable[[], object]) -> set[str]:
+    """Names of the kernels that attention asked for."""
+    asked: set[str] = set()
+    original = ring.choose_kernel
+
+    def choose(name: str, *args: Any) -> Any:
+        asked.add(name)
+        return original(name, *args)
+
+    with mock.patch.object(ring, "choose_kernel", choose):
+        action()
+    return asked
+
+
+def _backends(rank: int, world: int) -> list[str]:
+    from diffusers.models.attention_dispatch import _AttentionBackendRegistry as Registry
+
+    with mock.patch.object(Registry, "_active_backend", Registry._active_backend):  # set_attention_backend changes it
+        return _every_backend(world)
+
+
+def _every_backend(world: int) -> list[str]:
+    from diffusers.models.attention_dispatch import attention_backend
+
+    config, arguments = ContextParallelConfig(ring_degree=world), flux().arguments()
+
+    def kernels(model: nn.Module) -> set[str]:
+        with torch.no_grad():
+            return kernels_used(lambda: model(**arguments))
+
+    model = flux().build()
+    model.set_attention_backend("_native_math")
+    apply_context_parallel(model, config)
+    assert kernels(model) == {"math"}
+    model.set_attention_backend("_native_flash")
+    assert kernels(model) == {"flash"}
+    model.reset_attention_backend()
+    assert kernels(model) == {"flash"}  # diffusers leaves the last one set active for all models
+    for name, kernel in (("_native_math", "math"), ("native", "auto")):
+        with attention_backend(name):
+            assert kernels(model) == {kernel}
+
+    messages = []
+    with attention_backend("flex"), pytest.raises(KernelError) as caught:
+        model(**arguments)
+    messages.append(str(caught.value))
+    remove_context_parallel(model)
+    model.transformer_blocks[0].attn.processor._attention_backend = "flex"
+    with pytest.raises(KernelError) as caught:
+        apply_context_parallel(model, config)
+    messages.append(str(caught.value))
+    assert not model._forward_pre_hooks
+    return messages
+
+
+def test_backends_set_before_and_after_select_our_kernel_or_raise(run_ranks: RankPool) -> None:
+    for messages in run_ranks(2, _backends):
+        assert "'flex'" in messages[0]
+        assert "'flex'" in messages[1]
+        assert all("_native_flash" in message for message in messages)
+
+
+_ENVIRONMENT = """
+import torch
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from tests.dist.models import wan
+from tests.dist.test_engine_features import kernels_used
+model = wan().build()
+try:
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=1))
+    print(kernels_used(lambda: model(**wan().arguments())))
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(("backend", "said"), [("_native_math", "{'math'}"), ("flex", "one of native, _native_flash")])
+def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: str) -> None:
+    environment = {**os.environ, "DIFFUSERS_ATTN_BACKEND": backend}
+    ran = subprocess.run([sys.executable, "-c", _ENVIRONMENT], env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert said in ran.stdout
+
+
+def _neighbours(rank: int, world: int) -> None:
+    """Of three models of one class, one is parallel; a deep copy of it is, too."""
+    parallel, single, arguments = wan().build(), wan().build(), wan().arguments()
+    expected, gradients = outcome(single, arguments)
+    apply_context_parallel(parallel, ContextParallelConfig(ring_degree=world))
+    average = copy.deepcopy(parallel)
+    for model, share in ((parallel, world), (single, 1), (average, world), (parallel, world)):
+        out, found = outcome(model, arguments)
+        assert (out - expected).abs().max() < _EXACT
+        assert worst(averaged(found, world), gradients) < _EXACT, share
+    with torch.no_grad():
+        for parameter in average.parameters():
+            parameter.mul_(0.5)
+    out, _ = outcome(parallel, arguments)
+    assert (out - expected).abs().max() < _EXACT
+    with pytest.raises(ValueError, match="deep copy"):
+        remove_context_parallel(average)
+
+
+def test_models_beside_a_parallel_one_are_undisturbed_and_copies_are_parallel(run_ranks: RankPool) -> None:
+    run_ranks(3, _neighbours)
+
+
+def _theirs(rank: int, world: int) -> list[str]:
+    import diffusers
+
+    model = flux().build()
+    attributes = set(model.__dict__)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    messages = []
+    with pytest.raises(RuntimeError) as already:
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ring_degree=world))
+    messages.append(str(already.value))
+    remove_context_parallel(model)
+    assert set(model.__dict__) == attributes
+    with mock.patch.object(torch.accelerator, "device_count", lambda: world):  # theirs divides by it, on CPU too
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=world))
+    with pytest.raises(PlanError) as refused:
+        apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    messages.append(str(refused.value))
+    with pytest.raises(ValueError, match="query heads"):
+        single_head = Plain(heads=1).double()
+        apply_context_parallel(single_head, ContextParallelConfig(ulysses_degree=world), PLAIN_PLAN)
+        single_head(torch.randn(2, 11, 16, dtype=torch.float64))
+    return messages
+
+
+def test_their_parallelism_and_ours_refuse_each_other(run_ranks: RankPool) -> None:
+    for messages in run_ranks(2, _theirs):
+        assert "parallel" in messages[0].lower()
+        assert "diffusers' own parallelism" in messages[1]
+
+
+def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tuple[int, int, int]:
+    """How many size exchanges, ring packets and Ulysses collectives a forward makes inside the model."""
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses))
+    model(**arguments)
+    with (
+        torch.no_grad(),
+        mock.patch.object(call, "all_gather_ints", wraps=call.all_gather_ints) as sizes,
+        mock.patch.object(rotation, "exchange", wraps=rotation.exchange) as packets,
+        mock.patch.object(messages, "all_to_all", wraps=messages.all_to_all) as collectives,
+    ):
+        model(**arguments)
+    return sizes.call_count, packets.call_count, collectives.call_count
+
+
+@pytest.mark.parametrize("name", list(TINY))
+def test_no_layer_exchanges_sizes(run_ranks: RankPool, name: str) -> None:
+    for sizes, packets, _ in run_ranks(3, _exchanges, name, 3, 1):
+        assert sizes == 0
+        assert packets > 0
+
+
+def test_cross_attention_on_replicated_keys_sends_nothing(run_ranks: RankPool) -> None:
+    layers = 2
+    for sizes, packets, collectives in run_ranks(2, _exchanges, "wan", 1, 2):
+        assert (sizes, packets) == (0, 0)
+        assert collectives == 2 * layers  # q, k, v in one and the output in another, of self-attention alone
+
+
+def _replaced(rank: int, world: int) -> None:
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    model.blocks[1].attn1.set_processor(WanAttnProcessor())
+    model.blocks[1].attn2.set_processor(WanAttnProcessor())
+    with pytest.raises(InterceptionError, match="blocks.1"):
+        model(**arguments)
+
+
+def test_a_block_whose_attention_slips_by_is_named(run_ranks: RankPool) -> None:
+    run_ranks(2, _replaced)
