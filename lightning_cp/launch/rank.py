@@ -48,13 +48,14 @@ def failure_of(error: BaseException, rank: int) -> Failure:
 
 
 def was_raised_for_the_user(error: BaseException) -> bool:
-    """Whether the message says all: errors of ours, and ValueError and TypeError raised by our own code."""
+    """Whether the message says all: errors of ours, and ValueErrors and the like that a line of ours raises."""
     kind = type(error)
     if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
         return True
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
-    return ours and kind in (ValueError, TypeError, FileNotFoundError)
+    meant = ours and (frames[-1].line or "raise").startswith("raise")  # not a mistake in that line
+    return meant and kind in (ValueError, TypeError, FileNotFoundError)
 
 
 def main(spec_path: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
@@ -56,7 +57,7 @@ def build_run(config: DictConfig) -> Run:
     average = WeightAverage(module, config.ema_decay)
     state = TrainState(model, module, optimizer, average, sampler, config.seed)
     if config.resume is not None:
-        state.load(config.resume)
+        state.load(Path(config.resume))
     return Run(fabric, folder, state, loader, dataset.sample_shape)
 
 

@@ -1,0 +1,73 @@
+"""Runs recipes/train.py as a user does, in a folder of its own, and reads what it left."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lightning_cp.training import StepReport
+from lightning_cp.training.records import read_metrics
+
+ROOT = Path(__file__).parents[2]
+RECIPE = ROOT / "recipes" / "train.py"
+SMALL = ("batch_size=12", "model.transformer.num_layers=2", "sampling.count=10", "sampling.num_steps=2")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+    folder: Path
+
+    @property
+    def rows(self) -> list[StepReport]:
+        return read_metrics(self.folder / "metrics.csv")
+
+    @property
+    def losses(self) -> list[float]:
+        return [row.loss for row in self.rows]
+
+
+@contextmanager
+def started(*overrides: str, folder: Path, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+    """The recipe's process; whatever of it is left at the end of the context is killed."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen(
+        [sys.executable, *launcher, str(RECIPE), f"hydra.run.dir={folder}", *overrides],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder.parent,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []:
+            child.kill()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def run(*overrides: str, folder: Path, launcher: tuple[str, ...] = (), timeout_s: float = 150) -> Finished:
+    """Runs the recipe to its end."""
+    with started(*overrides, folder=folder, launcher=launcher) as process:
+        stdout, stderr = process.communicate(timeout=timeout_s)
+        return Finished(process.returncode, stdout, stderr, folder)
+
+
+def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The ranks that the recipe's process started, in the order of their start."""
+    children = psutil.Process(process.pid).children()
+    return sorted(children, key=lambda child: (child.create_time(), child.pid))

@@ -1,0 +1,89 @@
+"""What a user sees when settings are bad or a rank fails, and that nothing is left running."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_cp.checkpoint import latest_checkpoint, read_manifest
+from tests.e2e.recipe import SMALL, ranks_of, run, started
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_every=2")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("strategy=cp ring=0", "ring=0"),
+        ("ring=2", "strategy=single"),
+        ("model=nothing", "wan_tiny"),
+        ("rign=2", "rign"),
+        ("resume=nowhere", "resume=nowhere"),
+        ("max_steps=", "max_steps="),
+    ],
+)
+def test_bad_settings_are_refused_at_once(given: str, said: str, tmp_path: Path) -> None:
+    started_at = time.monotonic()
+    finished = run(*given.split(), folder=tmp_path / "run", timeout_s=30)
+    assert time.monotonic() - started_at < 10
+    assert finished.exit_code != 0
+    assert said in finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert finished.stdout == ""
+
+
+def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while latest_checkpoint(folder) is None:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("victim", ["rank 0", "rank 1", "recipe"])
+def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(*ENDLESS, folder=folder) as process:
+        wait_for_checkpoint(folder, process)
+        ranks = ranks_of(process)
+        assert len(ranks) == 2
+        os.kill(process.pid if victim == "recipe" else ranks[int(victim[-1])].pid, signal.SIGKILL)
+        _, stderr = process.communicate(timeout=15)
+        if victim != "recipe":
+            assert process.returncode == 128 + signal.SIGKILL
+            assert f"error: {victim} was ended by signal 9" in stderr
+            assert "Traceback" not in stderr
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        assert alive == []
+    newest = latest_checkpoint(folder)
+    assert newest is not None
+    assert read_manifest(newest).step >= 2
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tmp_path: Path) -> None:
+    settings = ("model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
+    started_at = time.monotonic()
+    finished = run(*ENDLESS, *settings, folder=tmp_path / "run", timeout_s=60)
+    assert time.monotonic() - started_at < 40  # the start-up included
+    assert finished.exit_code == 1
+    assert finished.stderr.count("error:") == 1
+    first = next(line for line in finished.stderr.splitlines() if "error:" in line)
+    assert first == f"error: ZeroDivisionError: the third forward fails (rank {rank})"
+    assert "failing.py" in finished.stderr
+    assert 1 <= len(finished.rows) <= 2
+
+
+def test_torchrun_starts_the_ranks_just_as_well(tmp_path: Path) -> None:
+    finished = run(*SMALL, "strategy=cp", "ring=2", "max_steps=2", folder=tmp_path / "run", launcher=TORCHRUN)
+    assert finished.exit_code == 0, finished.stderr
+    assert len(finished.rows) == 2
+    assert finished.stdout.count("recognises") == 1
+    refused = run("strategy=cp", "ring=3", folder=tmp_path / "refused", launcher=TORCHRUN)
+    assert refused.exit_code != 0
+    assert refused.stderr.count("ring=3 × ulysses=1 = 3 must divide the 2 ranks that torchrun started") == 1

@@ -1,0 +1,116 @@
+"""The main job, small: what it leaves, that degrees do not change it, that it can be resumed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint.store import load_checkpoint
+from tests.e2e.recipe import SMALL, Finished, run
+
+STEPS = 8
+HERE = (*SMALL, f"max_steps={STEPS}", "checkpoint_every=4")
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    finished = run(*HERE, folder=tmp_path_factory.mktemp("single") / "run")
+    assert finished.exit_code == 0, finished.stderr
+    return finished
+
+
+def weights(finished: Finished) -> torch.Tensor:
+    folder = latest_checkpoint(finished.folder)
+    assert folder is not None
+    return torch.cat([x.flatten() for x in load_checkpoint(folder).states["model"].values()])
+
+
+def assert_same_training(finished: Finished, reference: Finished) -> None:
+    assert finished.exit_code == 0, finished.stderr
+    assert [row.step for row in finished.rows] == [row.step for row in reference.rows]
+    assert finished.losses == pytest.approx(reference.losses, rel=1e-4)
+    ours, theirs = weights(finished), weights(reference)
+    assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
+    assert (ours - theirs).abs().max() <= 1e-3
+
+
+def test_a_run_leaves_what_it_says(one_process: Finished) -> None:
+    folder = one_process.folder
+    for picture in ("samples/final.png", "loss.png"):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+        assert picture in one_process.stdout
+    assert (folder / "metrics.csv").read_text().startswith("step,loss,")
+    assert [row.step for row in one_process.rows] == list(range(1, STEPS + 1))
+    assert (folder / ".hydra" / "config.yaml").is_file()
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step_00000004", "step_00000008"]
+    assert str(folder) in one_process.stdout
+    assert "recognises" in one_process.stdout
+    assert "Traceback" not in one_process.stderr
+    assert "Warning" not in one_process.stderr
+
+
+@pytest.mark.parametrize("degrees", ["ring=3 rotate_method=alltoall", "ring=2 data_parallel=2"])
+def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished, tmp_path: Path) -> None:
+    finished = run("strategy=cp", *degrees.split(), *HERE, folder=tmp_path / "run")
+    assert_same_training(finished, one_process)
+    assert "rank 1" not in finished.stdout + finished.stderr
+    said = [line for line in finished.stdout.splitlines() if "recognises" in line]
+    assert said == [line for line in one_process.stdout.splitlines() if "recognises" in line]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", ["wan_tiny", "flux_tiny"])
+def test_thirty_steps_are_the_same_at_every_degree(model: str, tmp_path: Path) -> None:
+    settings = ("max_steps=30", f"model={model}", "sampling.count=10", "sampling.num_steps=2")
+    reference = run(*settings, folder=tmp_path / "single")
+    for degrees in (
+        "ring=2",
+        "ring=3",
+        "ring=3 rotate_method=alltoall",
+        "ulysses=2",
+        "ring=2 ulysses=2",
+        "data_parallel=2",
+    ):
+        folder = tmp_path / degrees.replace(" ", "_")
+        assert_same_training(run("strategy=cp", *degrees.split(), *settings, folder=folder), reference)
+
+
+def test_a_resumed_run_goes_on_exactly(one_process: Finished, tmp_path: Path) -> None:
+    half = one_process.folder / "checkpoints" / "step_00000004"
+    resumed = run(*HERE, f"resume={half}", folder=tmp_path / "run")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert resumed.losses == one_process.losses[4:]
+    assert torch.equal(weights(resumed), weights(one_process))
+
+
+def test_last_resumes_at_another_degree(one_process: Finished) -> None:
+    settings = (*SMALL, f"max_steps={STEPS + 2}", "strategy=cp", "ulysses=2", "resume=last")
+    resumed = run(*settings, folder=one_process.folder.parent / "longer")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert [row.step for row in resumed.rows] == [STEPS + 1, STEPS + 2]
+    assert all(0 < loss < one_process.losses[0] for loss in resumed.losses)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "data=moving_digits data.frames=3 data.height=12 ring=2 batch_size=4",
+        "model=flux_tiny ulysses=2 sampling.every=1",
+    ],
+)
+def test_other_data_and_models_train(settings: str, tmp_path: Path) -> None:
+    finished = run(*SMALL, "strategy=cp", "max_steps=2", *settings.split(), folder=tmp_path / "run")
+    assert finished.exit_code == 0, finished.stderr
+    assert len(finished.rows) == 2
+    assert (finished.folder / "samples" / "final.png").is_file()
+    assert (finished.folder / "samples" / "step_00000001.png").is_file() == ("sampling.every=1" in settings)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", [(), ("strategy=cp", "ring=2")])
+def test_nine_of_ten_samples_are_recognised(strategy: tuple[str, ...], tmp_path: Path) -> None:
+    finished = run(*strategy, folder=tmp_path / "run", timeout_s=900)
+    assert finished.exit_code == 0, finished.stderr
+    said = next(line for line in finished.stdout.splitlines() if "recognises" in line)
+    assert float(said.split("%")[0].split()[-1]) >= 90, said
