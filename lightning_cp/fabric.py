@@ -7,6 +7,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_info
@@ -143,6 +144,10 @@ class ContextParallelStrategy(DDPStrategy):
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of a sharded tensor, on every rank; see `ContextParallel.gather`."""
         return self.context.gather(x, dim)
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """Random numbers that context peers draw alike; see `ContextParallel.generator`."""
+        return self.context.generator(seed, device)
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -184,6 +185,15 @@ class ContextParallel:
         sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
         whole: Tensor = gather(x, dim, sizes, groups.name)
         return whole
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """A generator for what context peers must draw alike: noise, timesteps, condition drop-out.
+
+        Its numbers are the same on all ranks of a context group, and others for each group. Draw whole samples from
+        it, before they are split. Raises: RuntimeError: the ranks are not up yet.
+        """
+        mixed = hashlib.blake2b(f"{seed}/{self.up().data_rank}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """The mean of a loss over this rank's tokens, weighted so that averaged gradients are those of the global mean.

@@ -133,9 +133,9 @@ class ScopeHook(_Shared):
         session = self.session
         if self.checked and output is not None and session.call is not None and not session.call.intercepted:
             raise InterceptionError(
-                f"{self._path(module)} ran on a shard, but none of its attention passed through lightning_cp, so its result "
-                "would be wrong. Were attention processors replaced (set_attn_processor, fuse_qkv_projections) after "
-                "apply_context_parallel? Replace them before, or remove_context_parallel and apply again"
+                f"{self._path(module)} ran on a shard, but none of its attention passed through lightning_cp, so its "
+                "result would be wrong. Were attention processors replaced (set_attn_processor, fuse_qkv_projections) "
+                "after apply_context_parallel? Replace them before, or remove_context_parallel and apply again"
             )
         if self.outermost and not session.forwards:
             session.call = None  # the end of a replay

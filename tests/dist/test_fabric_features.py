@@ -1,0 +1,215 @@
+"""What a Fabric script does beside plain steps: names, meshes, precision, accumulation, loaders, random numbers."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric, seed_everything
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_cp.errors import PeerMismatchError
+from lightning_cp.fabric import ContextParallelStrategy
+from tests.dist.models import TINY, wan
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def fabric_of(rank: int, world: int, strategy: Any, **settings: Any) -> Fabric:
+    """Fabric on the ranks of the pool, as a launcher's environment would present them."""
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **settings)
+    fabric.launch()
+    return fabric
+
+
+def _single(arguments: dict[str, Any], *, precision: str = "32-true") -> tuple[nn.Module, Tensor]:
+    """A Wan in float32 and its gradients."""
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight", UserWarning)  # of rms_norm
+    model = wan().build().float()
+    reference = copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        out = reference(**arguments, return_dict=False)[0]
+    out.float().square().mean().backward()
+    return model, _gradients(reference)
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def _arguments() -> dict[str, Any]:
+    return {name: x.float() if x.is_floating_point() else x for name, x in wan().arguments().items()}
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+def _by_name(rank: int, world: int, name: str) -> tuple[int, int, int, float]:
+    model, expected = _single(_arguments())
+    fabric = fabric_of(rank, world, name)
+    strategy = fabric.strategy
+    assert isinstance(strategy, ContextParallelStrategy)
+    wrapped = fabric.setup(model)
+    fabric.backward(wrapped(**_arguments(), return_dict=False)[0].square().mean())
+    ring, ulysses = strategy.context.ring, strategy.context.ulysses
+    return ring, ulysses, strategy.data_size, _distance(_gradients(model), expected)
+
+
+@pytest.mark.parametrize(("name", "degrees"), [("cp", (1, 1, 2)), ("cp_ring", (2, 1, 1)), ("cp_ulysses", (1, 2, 1))])
+def test_a_name_makes_the_whole_world_the_context(
+    run_ranks: RankPool, name: str, degrees: tuple[int, int, int]
+) -> None:
+    for *found, error in run_ranks(2, _by_name, name, init=False):
+        assert tuple(found) == degrees
+        assert error < 1e-5
+
+
+def _on_a_mesh(rank: int, world: int) -> tuple[int, int, int, int]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ring", "ulysses", "fsdp"))
+    fabric = fabric_of(rank, world, ContextParallelStrategy(mesh=mesh))
+    strategy = fabric.strategy
+    assert isinstance(strategy, ContextParallelStrategy)
+    return strategy.context_rank, strategy.context_size, strategy.data_rank, strategy.data_size
+
+
+def test_places_come_from_the_coordinates_of_a_given_mesh(run_ranks: RankPool) -> None:
+    assert run_ranks(4, _on_a_mesh) == [(0, 2, 0, 2), (0, 2, 1, 2), (1, 2, 0, 2), (1, 2, 1, 2)]
+
+
+def _mixed(rank: int, world: int) -> tuple[float, float]:
+    model, exact = _single(_arguments())
+    _, single = _single(_arguments(), precision="bf16-mixed")
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world), precision="bf16-mixed")
+    wrapped = fabric.setup(model)
+    fabric.backward(wrapped(**_arguments(), return_dict=False)[0].float().square().mean())
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    return _distance(_gradients(model), exact), _distance(single, exact)
+
+
+def test_bf16_mixed_is_as_exact_as_in_one_process(run_ranks: RankPool) -> None:
+    for ours, single in run_ranks(3, _mixed, init=False):
+        assert 1e-4 < single < 0.1
+        assert ours < 1.5 * single
+
+
+def _accumulated(rank: int, world: int) -> tuple[Tensor, Tensor, Tensor]:
+    model, expected = _single(_arguments())
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world))
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with fabric.no_backward_sync(wrapped):
+        fabric.backward(wrapped(**_arguments(), return_dict=False)[0].square().mean() / 2)
+    first = _gradients(model).clone()
+    fabric.backward(wrapped(**_arguments(), return_dict=False)[0].square().mean() / 2)
+    whole = _gradients(model).clone()
+    fabric.clip_gradients(wrapped, optimizer, clip_val=1e-3)
+    assert float(_gradients(model).abs().max()) <= 1.001e-3
+    reduced = fabric.all_reduce(torch.tensor(float(rank)), reduce_op="sum")
+    assert float(reduced) == sum(range(world))
+    fabric.barrier()
+    return first, whole, expected
+
+
+def test_accumulation_averages_only_in_its_last_step(run_ranks: RankPool) -> None:
+    results = run_ranks(3, _accumulated, init=False)
+    assert _distance(results[0][0], results[1][0]) > 1e-2  # each rank's own part: nothing was sent
+    for _, whole, expected in results:
+        assert _distance(whole, expected) < 1e-5
+
+
+def _unused(rank: int, world: int) -> tuple[float, bool]:
+    tiny = TINY["qwen_image"]
+    model = tiny.build()
+    reference, arguments = copy.deepcopy(model), tiny.arguments()
+    reference(**arguments, return_dict=False)[0].square().mean().backward()
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ulysses=world), precision="64-true")
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):  # plain DDP fails in the second step
+        optimizer.zero_grad()
+        fabric.backward(wrapped(**arguments, return_dict=False)[0].square().mean())
+        optimizer.step()
+    unused = any(p.grad is None for p in reference.parameters())
+    pairs = [(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters(), strict=True)]
+    found, expected = zip(*[(a.flatten(), b.flatten()) for a, b in pairs if a is not None and b is not None], strict=True)
+    return _distance(torch.cat(found), torch.cat(expected)), unused
+
+
+def test_parameters_without_gradient_are_no_obstacle(run_ranks: RankPool) -> None:
+    for error, unused in run_ranks(2, _unused, init=False):
+        assert unused
+        assert error < 1e-5
+
+
+class _Augmented(Dataset[Tensor]):
+    """Items with a random part, drawn in the worker."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.cat([torch.tensor([float(index)]), torch.rand(1)])
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(4))
+
+
+def _loaded(rank: int, world: int) -> tuple[list[list[float]], float, str]:
+    seed_everything(3, workers=True, verbose=False)
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=2))
+    strategy = fabric.strategy
+    assert isinstance(strategy, ContextParallelStrategy)
+    loader = fabric.setup_dataloaders(DataLoader(_Augmented(), batch_size=2, shuffle=True, num_workers=1))
+    rows = [row.tolist() for batch in loader for row in batch]
+    noise = torch.rand(1, generator=strategy.generator(7))
+    with pytest.raises(ValueError, match="sharded_by_data_rank") as caught:
+        fabric.setup_dataloaders(DataLoader(_Stream()))
+    return rows, float(noise), str(caught.value)
+
+
+def test_context_peers_see_the_same_data_and_data_groups_their_own(run_ranks: RankPool) -> None:
+    (first, noise, message), (peer, same_noise, _), (other, other_noise, _), (other_peer, _, _) = run_ranks(
+        4, _loaded, init=False, timeout_s=120
+    )
+    assert first == peer
+    assert other == other_peer
+    assert {row[0] for row in first}.isdisjoint(row[0] for row in other)
+    assert len({row[1] for row in (*first, *other)}) == 12
+    assert noise == same_noise != other_noise
+    assert "_Stream" in message
+
+
+def _peers(rank: int, world: int, check_peers: str) -> list[int]:
+    """The forwards, of four, in which differing peers were refused."""
+    model = wan().build().float()
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world, check_peers=check_peers))
+    wrapped = fabric.setup(model)
+    refused = []
+    for forward in range(4):
+        arguments = _arguments()
+        if forward in (1, 3):
+            arguments["encoder_hidden_states"] = arguments["encoder_hidden_states"] * (rank + 1)
+        try:
+            with torch.no_grad():
+                wrapped(**arguments)
+        except PeerMismatchError as error:
+            assert "encoder_hidden_states" in str(error)
+            refused.append(forward)
+    return refused
+
+
+@pytest.mark.parametrize(("check_peers", "refused"), [("first", [1]), ("always", [1, 3]), ("off", [])])
+def test_differing_peers_are_refused_as_often_as_asked(
+    run_ranks: RankPool, check_peers: str, refused: list[int]
+) -> None:
+    assert run_ranks(2, _peers, check_peers, init=False) == [refused] * 2
