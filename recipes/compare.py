@@ -1,0 +1,201 @@
+"""Measures the exactness of diffusers' own context parallelism and of ours, side by side, on 3 CPU ranks in float64.
+
+    python recipes/compare.py
+
+Prints the table that README shows. diffusers has no CPU kernel for its ring, so it is given ours; everything else of
+it runs as shipped. An entry is the largest error relative to one process's largest value, or the error it raises.
+"""
+
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.launch import Job, LocalLauncher
+
+RANKS = 3
+HEADS, HEAD_DIM = 6, 8
+
+
+def measure(config: DictConfig) -> None:
+    """What every rank does; the first one prints."""
+    import warnings
+
+    import diffusers
+    import torch.distributed as dist
+
+    from lightning_cp.plans import REGISTERED
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
+    diffusers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    even, uneven = [16] * RANKS, [17, 16, 14]
+    loose = {"ulysses": RANKS, "anything": "ulysses_anything"}
+    rows = [
+        ("ring, gradients", {"lengths": even, "ring": RANKS}),
+        ("ring with padded keys, output", {"lengths": even, "ring": RANKS, "masked": True, "gradients": False}),
+        ("ring, uneven lengths, gradients", {"lengths": uneven, "ring": RANKS, "anything": "ring_anything"}),
+        ("Ulysses, gradients", {"lengths": even, "ulysses": RANKS}),
+        ("Ulysses with padded keys, gradients", {"lengths": even, "ulysses": RANKS, "masked": True}),
+        ("Ulysses, uneven lengths, gradients", {"lengths": uneven, **loose}),
+        (
+            "Ulysses, 5 heads, gradients",
+            {"lengths": even, "heads": 5, **loose},
+        ),
+        ("ring, causal, gradients", {"lengths": even, "ring": RANKS, "causal": True}),
+        ("ring, 2 key heads for 6, gradients", {"lengths": even, "ring": RANKS, "kv_heads": 2}),
+    ]
+    table = [(name, _told(_theirs, case), _told(_ours, case)) for name, case in rows]
+    table.append(("a model on CPU", _told(_model_on_cpu, {}), "works"))
+    plans = [getattr(getattr(diffusers, name), "_cp_plan", None) for name in dir(diffusers) if "Transformer" in name]
+    table.append(("model classes with a plan", str(sum(plan is not None for plan in plans)), str(len(REGISTERED))))
+    if dist.get_rank() == 0:
+        print(f"| {RANKS} ranks, float64 | diffusers {diffusers.__version__} | lightning_cp |\n|---|---|---|")
+        for row in table:
+            print(f"| {' | '.join(row)} |")
+
+
+def _told(measured: Callable[..., float], case: dict[str, Any]) -> str:
+    """An error as a number, or the exception that came instead, the same on all ranks."""
+    import torch.distributed as dist
+
+    try:
+        told: Any = measured(**case)
+    except Exception as error:
+        told = type(error).__name__
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, told)
+    raised = [x for x in everyone if isinstance(x, str)]
+    return f"{raised[0]}" if raised else f"{max(everyone):.0e}"
+
+
+def _compare(attend: Callable[..., Any], lengths: list[int], **case: Any) -> float:
+    """Largest relative error of `attend` on this rank's tokens against plain attention on all of them."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional as F
+
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads = case.get("heads", HEADS), case.get("kv_heads", case.get("heads", HEADS))
+    whole = [
+        torch.randn(2, sum(lengths), h, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    grad_out = torch.randn(2, sum(lengths), heads, HEAD_DIM, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, sum(lengths), dtype=torch.bool)
+    if case.get("masked"):
+        mask[1, sum(lengths) // 2 :] = False
+    q, k, v = (x.transpose(1, 2) for x in whole)
+    settings = {"is_causal": case.get("causal", False), "enable_gqa": heads != kv_heads}
+    out = F.scaled_dot_product_attention(q, k, v, mask[:, None, None] if case.get("masked") else None, **settings)
+    expected = [out.transpose(1, 2), *torch.autograd.grad(out, whole, grad_out.transpose(1, 2), retain_graph=True)]
+    mine = slice(sum(lengths[: dist.get_rank()]), sum(lengths[: dist.get_rank() + 1]))
+    local = [x.detach()[:, mine].clone().requires_grad_() for x in whole]
+    found = attend(*local, mask[:, None, None, mine] if case.get("masked") else None, **settings)
+    results = [found]
+    if case.get("gradients", True):
+        results += torch.autograd.grad(found, local, grad_out[:, mine])
+    pairs = list(zip(results, expected))[case.get("gradients", True) :]
+    return max(float((a - b[:, mine]).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+def _ours(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
+    from lightning_cp import ContextParallelConfig, context_parallel_attention
+
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, **settings: Any) -> Any:
+        return context_parallel_attention(q, k, v, mask, parallel_config=config, **settings)
+
+    return _compare(attend, lengths, **case)
+
+
+def _theirs(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
+    import torch
+    import torch.distributed as dist
+    from diffusers import ContextParallelConfig
+    from diffusers.models import attention_dispatch
+    from diffusers.models._modeling_parallel import ParallelConfig
+    from torch.distributed.device_mesh import init_device_mesh
+
+    flags = {anything: True} if anything else {}
+    context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, convert_to_fp32=False, **flags)
+    config = ParallelConfig(context_parallel_config=context)
+    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    config.setup(dist.get_rank(), RANKS, torch.device("cpu"), mesh=mesh)
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, enable_gqa: bool) -> Any:
+        return attention_dispatch._templated_context_parallel_attention(
+            *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
+            forward_op=_cpu_forward,
+            backward_op=_cpu_backward,
+            _parallel_config=config,
+        )
+
+    return _compare(attend, lengths, **case)
+
+
+def _cpu_forward(
+    ctx: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    dropout: float,
+    causal: bool,
+    scale: Any,
+    gqa: bool,
+    lse: bool,
+    **more: Any,
+) -> Any:
+    """A kernel for diffusers' templates: out [b, s, h, d] and, if asked, lse [b, s, h]."""
+    import torch
+
+    bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=bias
+    )
+    out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
+    if more["_save_ctx"]:
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.bias = bias
+    return (out, log_sum) if lse else out
+
+
+def _cpu_backward(ctx: Any, grad_out: Any, *_: Any, **other: Any) -> Any:
+    import torch
+
+    names = ("query", "key", "value", "out", "lse")
+    q, k, v, out, lse = (other.get(name, saved) for name, saved in zip(names, ctx.saved_tensors, strict=True))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2).contiguous() for x in (grad_out, q, k, v, out, lse)), 0.0, False, attn_mask=ctx.bias
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _model_on_cpu() -> float:
+    import diffusers
+
+    model = diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=12, num_layers=1, ffn_dim=8)
+    model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=RANKS))
+    return 0.0
+
+
+def main() -> int:
+    """Starts the ranks."""
+    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
+        settings = Path(folder) / "settings.yaml"
+        settings.write_text("{}")
+        target = f"{os.path.abspath(__file__)}:measure"
+        result = LocalLauncher().launch(Job(target, settings, RANKS, Path(folder) / "logs", threads=1))
+    if result.failure is not None:
+        print(f"error: {result.failure.describe()}", file=sys.stderr)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,98 @@
+"""README's snippets run as they stand there, each between lines that a reader's script would have."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.e2e.recipe import ROOT
+
+README = (ROOT / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+
+MODEL = """
+import torch
+from tests.dist.models import wan
+
+transformer, arguments = wan().build(), wan().arguments()
+transformer(**arguments, return_dict=False)[0].square().mean().backward()
+expected = [p.grad.clone() for p in transformer.parameters()]
+transformer.zero_grad()
+"""
+CHECK = """
+for parameter, gradient in zip(transformer.parameters(), expected, strict=True):
+    assert (parameter.grad - gradient).abs().max() <= 1e-4 * gradient.abs().max() + 1e-7, parameter.shape
+"""
+FABRIC = f"""{MODEL}
+optimizer = torch.optim.SGD(transformer.parameters(), lr=0.1)
+{{snippet}}
+fabric.backward(model(**arguments, return_dict=False)[0].square().mean())
+{CHECK}
+fabric.print("exact")
+"""
+DIFFUSERS = f"""{MODEL}
+import types
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+pipe = types.SimpleNamespace(transformer=transformer)
+{{snippet}}
+pipe.transformer(**arguments, return_dict=False)[0].square().mean().backward()
+for parameter in transformer.parameters():
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= 2
+{CHECK}
+if dist.get_rank() == 0:
+    print("exact")
+dist.destroy_process_group()
+"""
+
+
+def ran(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.py"
+    path.write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, str(path)], env=environment, capture_output=True, text=True, timeout=120
+    )
+
+
+def code_of(snippet: str) -> list[str]:
+    return [line for line in snippet.splitlines() if line.strip()]
+
+
+def test_snippets_are_short() -> None:
+    assert len(SNIPPETS) == 2
+    assert all(len(code_of(snippet)) <= 5 for snippet in SNIPPETS)
+
+
+def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
+    snippet = next(text for text in SNIPPETS if "Fabric(" in text)
+    result = ran(FABRIC.format(snippet=snippet), tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("exact") == 1
+
+
+def test_the_diffusers_snippet_runs_under_torchrun(tmp_path: Path) -> None:
+    snippet = next(text for text in SNIPPETS if "apply_context_parallel(" in text)
+    result = ran(DIFFUSERS.format(snippet=snippet), tmp_path, *TORCHRUN)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("exact") == 1
+
+
+def test_the_table_is_what_its_command_prints() -> None:
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "recipes" / "compare.py")], capture_output=True, text=True, timeout=240
+    )
+    assert result.returncode == 0, result.stderr
+    printed = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
+    shown = {line.split(" | ")[0]: line.split(" | ") for line in README.splitlines() if line.startswith("| ")}
+    assert len(printed) > 10
+    for name, theirs, ours in printed:
+        assert name in shown
+        assert shown[name][1] == theirs or max(float(theirs), float(shown[name][1])) < 1e-9
+        assert shown[name][2] == ours or max(float(ours.rstrip(" |")), float(shown[name][2].rstrip(" |"))) < 1e-12
