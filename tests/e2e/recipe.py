@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,15 +38,17 @@ class Finished:
 
 
 @contextmanager
-def started(*overrides: str, folder: Path, launcher: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
+def started(
+    *overrides: str, folder: Path, launcher: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
     """The recipe's process; whatever of it is left at the end of the context is killed."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, *launcher, str(RECIPE), f"hydra.run.dir={folder}", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
         cwd=folder.parent,
         start_new_session=True,
     )

@@ -4,12 +4,14 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
+from lightning_cp.training.records import read_metrics
 from tests.e2e.recipe import SMALL, ranks_of, run, started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
@@ -87,3 +89,27 @@ def test_torchrun_starts_the_ranks_just_as_well(tmp_path: Path) -> None:
     refused = run("strategy=cp", "ring=3", folder=tmp_path / "refused", launcher=TORCHRUN)
     assert refused.exit_code != 0
     assert refused.stderr.count("ring=3 × ulysses=1 = 3 must divide the 2 ranks that torchrun started") == 1
+
+
+def test_ranks_that_slurm_started_join_each_other(tmp_path: Path) -> None:
+    """As srun presents them: one process a task, places in SLURM's variables, one node."""
+    folder = tmp_path / "run"
+    slurm = {
+        "SLURM_JOB_ID": str(10_000 + os.getpid() % 10_000),
+        "SLURM_JOB_NAME": "train",
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NODELIST": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
+    places = [{**slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
+    settings = (*SMALL, "strategy=cp", "ulysses=2", "max_steps=2")
+    with ExitStack() as stack:
+        tasks = [stack.enter_context(started(*settings, folder=folder, environment=place)) for place in places]
+        ended = [task.communicate(timeout=120) for task in tasks]
+        assert [task.returncode for task in tasks] == [0, 0], ended
+    assert "recognises" in ended[0][0]
+    assert "recognises" not in ended[1][0]
+    assert len(read_metrics(folder / "metrics.csv")) == 2
