@@ -1,0 +1,233 @@
+"""What runs around a parallel model's forward, its blocks and its split and gathered places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm.shards import gather
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.entry import infer_sizes
+from lightning_cp.engine.peers import compare_peers
+from lightning_cp.engine.rules import Arguments, Outputs, Rules
+from lightning_cp.engine.session import Call, Session, cut, cut_always, join
+from lightning_cp.errors import InterceptionError, ShapeError
+from lightning_cp.plans import Spec, Split
+
+_MARK = "_lightning_cp_call"  # on a block's first tensor argument: which forward it belongs to, for replays
+
+
+class Shared:
+    """Hook objects are shared by deep copies of a model, as their session is."""
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+
+@dataclass(eq=False)
+class ArgumentHook(Shared):
+    """Splits arguments before a module's forward."""
+
+    session: Session
+    rule: Arguments
+    refused: Mapping[str, str]
+    name: str
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positional, named = list(args), dict(kwargs)
+        for name, reason in self.refused.items():
+            if named.get(name) is not None:
+                raise ShapeError(f"{name}=... cannot be used context-parallel ({reason}): leave it out")
+        for name, spec in self.rule.specs.items():
+            position = self.rule.positions[name]
+            if name in named:
+                named[name] = self._cut(named[name], spec, name)
+            elif 0 <= position < len(positional):
+                positional[position] = self._cut(positional[position], spec, name)
+        return tuple(positional), named
+
+    def _cut(self, value: Any, spec: Spec, name: str) -> Any:
+        where = f"{self.name}({name})"
+        if self.rule.always:
+            return cut_always(value, spec, name=where, session=self.session)
+        return cut(value, spec, name=where, session=self.session, strict=self.rule.is_block)
+
+
+@dataclass(eq=False)
+class OutputHook(Shared):
+    """Splits or gathers outputs after a module's forward."""
+
+    session: Session
+    rule: Outputs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        rule, session = self.rule, self.session
+        if not rule.always:
+            return join(output, rule.spec, name=rule.path, session=session)
+        assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
+        values = [output] if isinstance(output, Tensor) else list(output)
+        if rule.gathers and len(values) != len(rule.spec):
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan gathers {len(rule.spec)}")
+        if len(values) < len(rule.spec):
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan splits number {len(rule.spec) - 1}")
+        for i, spec in enumerate(rule.spec):
+            if spec is None:
+                continue
+            if rule.gathers:
+                values[i] = self._gather(values[i], spec)
+            else:
+                values[i] = cut_always(values[i], spec, name=f"{rule.path}[{i}]", session=session)
+        return values[0] if isinstance(output, Tensor) else type(output)(values)
+
+    def _gather(self, x: Tensor, spec: Spec) -> Tensor:
+        assert isinstance(spec, Split), "rules hold one split for each gathered output"
+        if spec.ndim is not None and x.ndim != spec.ndim:
+            return x
+        call, own = self.session.current(), x.shape[spec.dim]
+        sizes = infer_sizes(call, own)
+        if not sizes:
+            assert call.groups.context is not None, "one rank's sizes are always known"
+            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
+        if sum(sizes) < len(sizes):
+            raise ShapeError(
+                f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
+                "context group: use lower degrees or a longer sequence"
+            )
+        whole: Tensor = gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+        return whole
+
+
+@dataclass(eq=False)
+class ScopeHook(Shared):
+    """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
+
+    session: Session
+    model: nn.Module
+    outermost: bool
+    checked: bool
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        session = self.session
+        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        if session.forwards:
+            if first is not None:
+                setattr(first, _MARK, session.call)
+        elif first is not None and hasattr(first, _MARK):
+            session.call = getattr(first, _MARK)
+        if self.checked and session.call is not None:
+            session.call.intercepted = False
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        session = self.session
+        if self.checked and output is not None and session.call is not None and not session.call.intercepted:
+            raise InterceptionError(
+                f"{self._path(module)} ran on a shard, but none of its attention passed through lightning_cp, so its "
+                "result would be wrong. Were attention processors replaced (set_attn_processor, fuse_qkv_projections) "
+                "after apply_context_parallel? Replace them before, or remove_context_parallel and apply again"
+            )
+        if self.outermost and not session.forwards:
+            session.call = None  # the end of a replay
+
+    def _path(self, module: nn.Module) -> str:
+        paths = (path for path, inner in self.model.named_modules() if inner is module)
+        return next(paths, type(module).__name__)
+
+
+@dataclass(eq=False)
+class _Replay(Shared):
+    """A block as a checkpoint function calls it, now and again in backward: with the call it belongs to."""
+
+    session: Session
+    call: Call | None
+    block: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        before, self.session.call = self.session.call, self.call
+        try:
+            return self.block(*args, **kwargs)
+        finally:
+            self.session.call = before
+
+
+@dataclass(eq=False)
+class ModelHook(Shared):
+    """Around the whole model: begins and ends a call."""
+
+    session: Session
+    signature: Any  # of the model's forward
+    rules: Rules
+    checkpointing: list[nn.Module]
+    follow: Callable[[], None]  # moves hooks to modules that were exchanged (a LoRA put around a layer)
+    saved: list[list[tuple[nn.Module, Any]]] = field(default_factory=list)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        session = self.session
+        given = self._given(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.follow()
+            self._check(given)
+        session.call = Call(session.groups)
+        session.forwards += 1
+        split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
+        for name, value in given.items():
+            if name not in split and isinstance(value, Tensor) and value.ndim == 3:
+                session.call.whole.add(value.shape[1])
+        checkpoints = []
+        for inner in self.checkpointing:
+            if getattr(inner, "gradient_checkpointing", False):
+                original: Any = inner._gradient_checkpointing_func
+                checkpoints.append((inner, original))
+                inner._gradient_checkpointing_func = self._checkpoint(original)  # type: ignore[assignment]
+        self.saved.append(checkpoints)
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        session = self.session
+        if not self.saved:
+            return  # its arguments were refused, so no call had begun
+        for inner, original in self.saved.pop():
+            inner._gradient_checkpointing_func = original
+        call, session.call = session.call, None
+        session.forwards -= 1
+        if output is None or torch.compiler.is_compiling() or call is None:
+            return
+        if not self.rules.main and not call.intercepted and call.lengths:
+            raise InterceptionError(
+                f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
+                "result would be wrong: it must go through dispatch_attention_fn or F.scaled_dot_product_attention"
+            )
+
+    def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        session = self.session
+
+        def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            return original(_Replay(session, session.call, block), *args, **kwargs)
+
+        return checkpoint
+
+    def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Arguments by name; none where they do not fit the forward, which will say so itself."""
+        try:
+            given = self.signature.bind_partial(None, *args, **kwargs).arguments
+        except TypeError:
+            return {}
+        return {name: x for name, x in given.items() if name != next(iter(self.signature.parameters))}
+
+    def _check(self, given: dict[str, Any]) -> None:
+        session = self.session
+        for name, reason in self.rules.required.items():
+            if given and given.get(name) is None:
+                raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
+        for name, reason in self.rules.refused.items():
+            if given.get(name) is not None:
+                raise ShapeError(f"{name}={given[name]!r} cannot be used context-parallel ({reason}): leave it out")
+        if session.check_peers:
+            compare_peers(given, groups=session.groups)
+            session.check_peers -= session.check_peers > 0
