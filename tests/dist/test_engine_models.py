@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import (
     ContextParallelConfig,
@@ -107,7 +109,7 @@ def test_streams_that_stay_whole_attend_to_ones_that_are_split(run_ranks: RankPo
     _check(run_ranks(3, _audio_and_video))
 
 
-def _two_lengths(rank: int, world: int) -> float:
+def _two_lengths(rank: int, world: int, reentrant: bool) -> float:
     model = wan().build()
     first, second = wan(3).arguments(), wan(2).arguments()
 
@@ -122,12 +124,15 @@ def _two_lengths(rank: int, world: int) -> float:
 
     expected = gradients()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
-    model.enable_gradient_checkpointing()
+    model.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=reentrant) if reentrant else None)
     return worst(averaged(gradients(), world), expected)
 
 
-def test_two_checkpointed_forwards_of_different_lengths_replay_each_its_own(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _two_lengths)) < 1e-5  # with the model's float32 casts
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_checkpointed_forwards_of_different_lengths_replay_each_its_own(
+    run_ranks: RankPool, reentrant: bool
+) -> None:
+    assert max(run_ranks(3, _two_lengths, reentrant)) < 1e-5  # with the model's float32 casts
 
 
 def _plain(rank: int, world: int) -> tuple[float, float, str]:
