@@ -116,7 +116,9 @@ class ContextParallelStrategy(DDPStrategy):
         """Make the module's transformers context-parallel, and average its gradients over all ranks."""
         if self.context.unused_parameters(module):
             self._ddp_kwargs.setdefault("find_unused_parameters", True)
-        line = self.context.describe(self.context.wrap(module))
+        installed = self.context.wrap(module)
+        with self.precision.forward_context():
+            line = self.context.describe(installed)
         if line is not None:
             rank_zero_info(line)
         return super().setup_module(module)

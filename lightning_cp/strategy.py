@@ -16,7 +16,7 @@ from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degre
 from lightning_cp.engine.apply import Installed, parallelize
 from lightning_cp.engine.peers import forwards_to_check
 from lightning_cp.errors import PlanError
-from lightning_cp.kernels import check_kernel
+from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import Groups, groups_for
 from lightning_cp.plans import Plan, registered_plan
 
@@ -133,17 +133,27 @@ class ContextParallel:
         return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
 
     def describe(self, installed: Sequence[Installed]) -> str | None:
-        """One line for the log; None if it was said before."""
+        """One line for the log, to be asked for under the precision of the forward; None if it was said before."""
         groups = self.up()
         world = groups.data_size * groups.context_size
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
         for one in installed:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
-            line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self.kernel}"
+            line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
         if line in self.described:
             return None
         self.described.add(line)
         return line
+
+    def _kernel_of(self, module: nn.Module) -> str:
+        """The kernel that would be chosen here and now, without a mask."""
+        if self.kernel != "auto":
+            return self.kernel
+        parameter = next(module.parameters())
+        device, dtype = parameter.device, parameter.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
 
     def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
         """This rank's shard of the named tensors of a (nested) batch; the others stay whole.

@@ -91,6 +91,9 @@ def _mixed(rank: int, world: int) -> tuple[float, float]:
     _, single = _single(_arguments(), precision="bf16-mixed")
     fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world), precision="bf16-mixed")
     wrapped = fabric.setup(model)
+    assert fabric.strategy.context.described == {  # type: ignore[attr-defined]
+        f"{world} ranks = data 1 × ring {world} × ulysses 1; WanTransformer3DModel: 2 blocks, kernel flash"
+    }
     fabric.backward(wrapped(**_arguments(), return_dict=False)[0].float().square().mean())
     assert all(p.dtype == torch.float32 for p in model.parameters())
     return _distance(_gradients(model), exact), _distance(single, exact)
