@@ -52,11 +52,9 @@ def summarise(config: DictConfig, folder: Path, *, recognised: float, seconds: f
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="train")
-def main(config: DictConfig) -> None:
-    """Checks the settings and starts the ranks."""
-    exit_code = run_recipe(config, target=f"{os.path.abspath(__file__)}:train")
-    if exit_code:
-        sys.exit(exit_code)
+def main(config: DictConfig) -> float | None:
+    """Checks the settings and starts the ranks. Returns, in a sweep, the objective: the mean of the last losses."""
+    return run_recipe(config, target=f"{os.path.abspath(__file__)}:train")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job."""
+    """What came of a job; `began`: whether ranks were started."""
 
     failure: Failure | None = None
+    began: bool = True
 
     @property
     def exit_code(self) -> int:

@@ -1,8 +1,10 @@
 """From a composed configuration to a finished job: what every recipe's `main` does."""
 
+import math
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -12,14 +14,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, read_manifest
+from lightning_cp.launch import sweep
 from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place
-from lightning_cp.launch.job import FailureKind, Job, Launcher, Result
+from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.settings import SettingsError, check_batch, check_model, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
 
-_RESOLVED = "resolved.yaml"
 _REFUSED_EXIT_CODE = 2
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -59,32 +61,53 @@ def check_config(config: DictConfig, machine: Machine, place: RankPlace | None) 
     return CheckedRun(_resolve(settled), world)
 
 
-def run_recipe(config: DictConfig, *, target: str) -> int:
-    """Checks the configuration, runs the target on all ranks, and says what went wrong, if anything.
+def run_recipe(config: DictConfig, *, target: str) -> float | None:
+    """What a recipe's `main` does: checks the configuration, runs the target on all ranks, says what went wrong.
+
+    In a multirun it records the job and returns the objective, NaN for a job that failed or was skipped.
 
     Args:
         config: as Hydra composed it.
         target: the function every rank calls with the resolved configuration; see `Job`.
-    Returns: the exit code for this process.
+    Raises: SystemExit: a single run failed, or a sweep was interrupted.
     """
     place = external_place(os.environ)
+    if not sweep.in_sweep():
+        exit_code = report(attempt(config, place, target=target), Path(config.run_dir))
+        if exit_code:
+            sys.exit(exit_code)
+        return None
+    folder, started = sweep.this_sweep(), time.monotonic()
+    is_first = place is None or place.rank == 0
+    if read(config, "sweep.on_error") == "stop" and sweep.is_stopped(folder):
+        return sweep.record(config, None, started).loss if is_first else math.nan
+    result = attempt(config, place, target=target)
+    report(result, Path(config.run_dir))
+    outcome = sweep.record(config, result, started) if is_first else None
+    if sweep.stopped_by_user(result) or (place is not None and result.failure is not None and result.began):
+        if is_first:
+            sweep.summarise(folder)  # Hydra is not asked again: under a launcher, peers may wait for ever
+        sys.exit(result.exit_code)
+    return math.nan if outcome is None else outcome.loss
+
+
+def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Result:
+    """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
     try:
         run = check_config(config, Machine.this(), place)
     except (SettingsError, CheckpointError) as error:
-        if place is None or place.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return _REFUSED_EXIT_CODE
+        return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
     run_dir = Path(run.config.run_dir)
     with ExitStack() as stack:
         hidden = run_dir / ".hydra"
         if place is not None and place.rank > 0:  # the first rank's folder is the run's
             hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
         hidden.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(run.config, hidden / _RESOLVED)
+        OmegaConf.save(run.config, hidden / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
-        job = Job(target, hidden / _RESOLVED, run.world.size, run_dir / "logs", threads=threads)
+        job = Job(target, hidden / sweep.RESOLVED, run.world.size, run_dir / "logs", threads=threads)
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
-        return report(launcher.launch(job), run_dir)
+        return launcher.launch(job)
 
 
 def threads_per_rank(world: World, machine: Machine) -> int:
@@ -97,6 +120,9 @@ def report(result: Result, run_dir: Path) -> int:
     failure = result.failure
     if failure is None:
         return 0
+    place = external_place(os.environ)
+    if not result.began and place is not None and place.rank > 0:
+        return failure.exit_code  # all ranks refuse alike, and the first one says so
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it
     sys.stdout.flush()

@@ -58,6 +58,7 @@ SETTINGS = (
     Setting("log_every", Whole(1)),
     Setting("checkpoint_every", Whole(1)),
     Setting("keep_checkpoints", Whole(1)),
+    Setting("sweep.on_error", OneOf(("continue", "stop"))),
     Setting("optim.lr", Number(above=0)),
     Setting("optim.eps", Number(above=0)),
     Setting("optim.weight_decay", Number(least=0)),

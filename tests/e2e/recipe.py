@@ -39,12 +39,16 @@ class Finished:
 
 @contextmanager
 def started(
-    *overrides: str, folder: Path, launcher: tuple[str, ...] = (), environment: Mapping[str, str] | None = None
+    *overrides: str,
+    folder: Path,
+    launcher: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    script: Path = RECIPE,
 ) -> Iterator[subprocess.Popen[str]]:
     """The recipe's process; whatever of it is left at the end of the context is killed."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, *launcher, str(RECIPE), f"hydra.run.dir={folder}", *overrides],
+        [sys.executable, *launcher, str(script), f"hydra.run.dir={folder}", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,248 @@
+"""Hydra's multirun: each job recorded beside what it left, and a table, a CSV file and plots of all at the end.
+
+A job is as good as a fresh start, because its ranks are processes of its own; all that is kept between two jobs is an
+`outcome.json` in the folder of each. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from enum import StrEnum, unique
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_cp.launch.job import FailureKind, Result
+
+RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
+_OUTCOME = "outcome.json"
+_LAST_ROWS = 25  # of metrics.csv, whose mean loss is the objective
+
+
+@unique
+class Status(StrEnum):
+    """How a job of a sweep ended."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    SKIPPED = "skipped"  # after a failure, with sweep.on_error=stop
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One job of a sweep; losses and times are NaN where there are none.
+
+    Attributes:
+        job: its number. overrides: what sets it apart. degrees: data_parallel, ring, ulysses.
+        message: why it failed. loss: mean of the last rows, the objective. step_time_s, tokens_per_s: medians.
+        seconds: of the whole job. folder: of its run.
+    """
+
+    job: int
+    overrides: list[str]
+    degrees: dict[str, Any]
+    status: Status
+    message: str
+    exit_code: int
+    steps: int
+    loss: float
+    step_time_s: float
+    tokens_per_s: float
+    seconds: float
+    folder: str
+
+    def write(self) -> None:
+        """Leaves it in the job's folder; whole or not at all."""
+        path = Path(self.folder) / _OUTCOME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(".partial")
+        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        scratch.replace(path)
+
+
+def in_sweep() -> bool:
+    """Whether this job is one of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def this_sweep() -> Path:
+    """The folder of the multirun that this job belongs to."""
+    return Path(HydraConfig.get().sweep.dir).absolute()
+
+
+def read_outcomes(sweep: Path) -> list[Outcome]:
+    """What the jobs of a sweep left, in their order."""
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in sweep.rglob(_OUTCOME))
+    outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in found]
+    return sorted(outcomes, key=lambda outcome: outcome.job)
+
+
+def differing(outcomes: list[Outcome]) -> list[str]:
+    """For each job, the settings that it does not share with all others; of a single job, all."""
+    given = [set(outcome.overrides) for outcome in outcomes]
+    shared = set.intersection(*given) if len(given) > 1 else set()
+    return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
+
+
+def is_stopped(sweep: Path) -> bool:
+    """Whether a job before this one failed."""
+    return any(outcome.status is Status.FAILED for outcome in read_outcomes(sweep))
+
+
+def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
+    """Writes down what came of a job; `result` None: it was skipped. started: `time.monotonic()` before it."""
+    hydra, run = HydraConfig.get(), Path(config.run_dir)
+    rows = list(read_rows(run))
+    resolved = run / ".hydra" / RESOLVED
+    settled = OmegaConf.load(resolved) if resolved.is_file() else config
+    failure = None if result is None else result.failure
+    status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
+    outcome = Outcome(
+        job=int(hydra.job.num),
+        overrides=list(hydra.overrides.task),
+        degrees={key: OmegaConf.select(settled, key) for key in ("data_parallel", "ring", "ulysses")},
+        status=status,
+        message="" if failure is None else " ".join(failure.message.split()),
+        exit_code=0 if result is None else result.exit_code,
+        steps=int(rows[-1]["step"]) if rows else 0,
+        loss=_mean([row["loss"] for row in rows[-_LAST_ROWS:]]) if status is Status.FINISHED else math.nan,
+        step_time_s=_median([row["step_time_s"] for row in rows]),
+        tokens_per_s=_median([row["tokens_per_s"] for row in rows]),
+        seconds=time.monotonic() - started,
+        folder=str(run.absolute()),
+    )
+    outcome.write()
+    return outcome
+
+
+def read_rows(run: Path) -> Iterator[dict[str, float]]:
+    """The rows of a run's metrics; none where it did not come so far."""
+    path = run / "metrics.csv"
+    if path.is_file():
+        with path.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                yield {name: float(value) for name, value in row.items()}
+
+
+def summarise(sweep: Path) -> int:
+    """Writes `sweep.csv` and `sweep.png`, and prints a table. Returns: the exit code, 1 where a job failed."""
+    outcomes = read_outcomes(sweep)
+    if not outcomes:
+        return 0
+    with (sweep / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(asdict(outcomes[0]))
+        for outcome in outcomes:
+            cells = asdict(outcome) | {"overrides": " ".join(outcome.overrides), "degrees": _spread(outcome)}
+            writer.writerow(cells.values())
+    if any(outcome.steps for outcome in outcomes):
+        draw_sweep(outcomes, sweep / "sweep.png")
+    Console(width=None if Console().is_terminal else 160).print(_table(outcomes))
+    failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
+    for outcome in failed:
+        print(f"job {outcome.job} failed: {outcome.message}")
+    print(f"{sweep}\n  sweep.csv  sweep.png", flush=True)
+    return 1 if failed else 0
+
+
+class SweepSummary(Callback):
+    """Hydra's callback: forgets an earlier sweep in the same folder, and sums up this one."""
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        for path in Path(config.hydra.sweep.dir).rglob(_OUTCOME):
+            path.unlink()
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+        if exit_code:
+            raise SystemExit(exit_code)
+
+
+def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
+    """Draws the loss curves of all jobs, and step time and tokens/s by degree, as one PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot: no state, no display
+
+    trained = [outcome for outcome in outcomes if outcome.steps]
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for outcome, settings in zip(trained, differing(trained), strict=True):
+        rows = list(read_rows(Path(outcome.folder)))
+        style = "-" if outcome.status is Status.FINISHED else ":"
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        curves.plot(steps, losses, style, lw=1.2, label=f"{outcome.job}: {settings or 'the same settings'}")
+    curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    curves.legend(frameon=False, fontsize=8)
+    places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]
+    for axes, values, name in (
+        (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
+        (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
+    ):
+        axes.barh(places, values, color="tab:blue")
+        axes.set(xlabel=name, yticks=places, yticklabels=labels)
+        axes.invert_yaxis()
+    for axes in (curves, times, speeds):
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.savefig(picture, dpi=110)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table(title="sweep", title_justify="left")
+    for name in ("job", "settings", "degrees", "status"):
+        table.add_column(name)
+    for name in ("steps", "loss", "ms/step", "tokens/s", "seconds"):
+        table.add_column(name, justify="right")
+    colours = {Status.FINISHED: "green", Status.FAILED: "red", Status.SKIPPED: "yellow"}
+    for outcome, settings in zip(outcomes, differing(outcomes), strict=True):
+        table.add_row(
+            str(outcome.job),
+            settings,
+            _spread(outcome),
+            f"[{colours[outcome.status]}]{outcome.status}",
+            str(outcome.steps),
+            _shown(outcome.loss, ".4f"),
+            _shown(outcome.step_time_s * 1000, ".0f"),
+            _shown(outcome.tokens_per_s, ",.0f"),
+            f"{outcome.seconds:.0f}",
+        )
+    return table
+
+
+def _spread(outcome: Outcome) -> str:
+    return (
+        " × ".join(f"{key} {value}" for key, value in outcome.degrees.items() if value not in (1, "auto")) or "one rank"
+    )
+
+
+def _shown(value: float, spec: str) -> str:
+    return "–" if math.isnan(value) else format(value, spec)
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan
+
+
+def stopped_by_user(result: Result) -> bool:
+    """Whether the user, or a signal, ended the job: then the sweep ends too."""
+    return result.failure is not None and result.failure.kind is FailureKind.STOPPED

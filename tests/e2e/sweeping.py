@@ -1,0 +1,50 @@
+"""A recipe whose ranks train nothing: they check their surroundings, write metrics, and fail as they are told to.
+
+python tests/e2e/sweeping.py -m strategy=cp ring=1,2 +fault=none,raise_0
+"""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.launch import quiet_overrides, run_recipe
+
+CONF = str(Path(__file__).parents[2] / "conf")
+
+
+def train(config: Any) -> None:
+    """What every rank does."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    assert world == config.ring * config.ulysses * config.data_parallel
+    assert "LEFT_BEHIND" not in os.environ
+    os.environ["LEFT_BEHIND"] = "by a job"
+    run = Path(config.run_dir)
+    if rank == 0:
+        assert not (run / "metrics.csv").exists()
+        with (run / "metrics.csv").open("w") as file:
+            file.write("step,loss,lr,grad_norm,step_time_s,tokens_per_s\n")
+            for step in range(1, 4):
+                file.write(f"{step},{config.optim.lr + 1 / step},0.1,1.0,0.1,{100 * world}\n")
+    fault = OmegaConf.select(config, "fault", default="none")
+    if fault == f"raise_{rank}":
+        raise ZeroDivisionError(f"rank {rank} fails")
+    if fault == f"kill_{rank}":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "hang" or (fault != "none" and not fault.endswith(str(rank))):
+        time.sleep(60)
+
+
+@hydra.main(version_base="1.3", config_path=CONF, config_name="train")
+def main(config: DictConfig) -> float | None:
+    return run_recipe(config, target=f"{os.path.abspath(__file__)}:train")
+
+
+if __name__ == "__main__":
+    sys.argv += quiet_overrides(os.environ)
+    main()

@@ -1,0 +1,115 @@
+"""Multiruns: every job on ranks of its own, failures that stay alone, and what is left at the end."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightning_cp.launch.sweep import Outcome, Status, read_outcomes
+from tests.e2e.recipe import ROOT, SMALL, started
+
+SWEEPING = Path(__file__).with_name("sweeping.py")
+
+
+def sweep(
+    *overrides: str, folder: Path, script: Path = SWEEPING, launcher: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *launcher, str(script), "-m", f"hydra.sweep.dir={folder}", *overrides]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=200)
+
+
+def statuses(outcomes: list[Outcome]) -> list[Status]:
+    return [outcome.status for outcome in outcomes]
+
+
+def test_jobs_of_changing_worlds_are_each_a_fresh_start(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    ran = sweep("strategy=cp", "ring=1,2,3,2,1", folder=folder)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    outcomes = read_outcomes(folder)
+    assert statuses(outcomes) == [Status.FINISHED] * 5
+    assert [outcome.tokens_per_s for outcome in outcomes] == [100, 200, 300, 200, 100]
+    assert [Path(outcome.folder) for outcome in outcomes] == [folder / str(job) for job in range(5)]
+    with (folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["overrides"] for row in rows] == [f"strategy=cp ring={ring}" for ring in (1, 2, 3, 2, 1)]
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert "sweep.csv" in ran.stdout
+    assert all(f"ring={ring}" in ran.stdout for ring in (1, 2, 3))
+
+
+def test_a_job_that_fails_fails_alone_and_is_told_at_the_end(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    faults = "raise_0,raise_1,kill_1,none"
+    ran = sweep("strategy=cp", "ring=2", f"+fault={faults}", "ulysses=1,7", folder=folder)
+    assert ran.returncode == 1
+    outcomes = read_outcomes(folder)
+    assert statuses(outcomes) == [Status.FAILED] * 6 + [Status.FINISHED, Status.FAILED]
+    told = [outcome.message for outcome in outcomes]
+    assert told[0] == "ZeroDivisionError: rank 0 fails"
+    assert told[2] == "ZeroDivisionError: rank 1 fails"
+    assert told[4] == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert all("ulysses=7" in message for message in told[1::2])
+    assert all(message in ran.stdout for message in told if message)
+    assert max(outcome.seconds for outcome in outcomes) < 15
+    assert math.isnan(outcomes[0].loss)
+
+
+def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    ran = sweep("strategy=cp", "sweep.on_error=stop", "+fault=none,raise_0,kill_0", folder=folder)
+    assert ran.returncode == 1
+    assert statuses(read_outcomes(folder)) == [Status.FINISHED, Status.FAILED, Status.SKIPPED]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    overrides = ("-m", f"hydra.sweep.dir={folder}", "strategy=cp", "ring=2", "+fault=none,hang,none")
+    with started(*overrides, folder=tmp_path / "run", script=SWEEPING) as process:
+        deadline = time.monotonic() + 60
+        while not (folder / "1" / "metrics.csv").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        ranks = psutil.Process(process.pid).children()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=15)
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []
+    assert process.returncode == 128 + number, stderr
+    assert statuses(read_outcomes(folder)) == [Status.FINISHED, Status.FAILED]
+    assert "sweep.csv" in stdout
+
+
+def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    ran = sweep(
+        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.max_failure_rate=1.0"),
+        *("strategy=cp", "ring=choice(1,2)", "optim.lr=interval(0.1,0.9)"),
+        folder=folder,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    outcomes = read_outcomes(folder)
+    assert len(outcomes) == 4
+    best = (folder / "optimization_results.yaml").read_text()
+    assert f"{min(outcome.loss for outcome in outcomes):.6f}" in best
+
+
+def test_the_recipe_itself_trains_in_a_sweep(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    recipe = ROOT / "recipes" / "train.py"
+    ran = sweep(*SMALL, "strategy=cp", "max_steps=2", "ring=1,2", folder=folder, script=recipe)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    first, second = read_outcomes(folder)
+    assert first.loss == pytest.approx(second.loss, rel=1e-4)
+    assert (folder / "1" / "samples" / "final.png").is_file()
