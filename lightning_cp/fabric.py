@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -54,6 +56,7 @@ class ContextParallelStrategy(DDPStrategy):
         whole_world: str | None = None,
         **kwargs: Any,
     ) -> None:
+        _check_known(kwargs)
         super().__init__(timeout=timeout, **kwargs)
         if whole_world not in (None, "ring", "ulysses"):
             raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
@@ -154,3 +157,14 @@ class ContextParallelStrategy(DDPStrategy):
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""
         return self.context.local_mean(loss, tokens)
+
+
+def _check_known(settings: Mapping[str, Any]) -> None:
+    """Raises: TypeError: a setting that neither we, nor Lightning's DDPStrategy, nor PyTorch's DDP knows."""
+    kinds = (ContextParallelStrategy, DDPStrategy, DistributedDataParallel)
+    known = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"ContextParallelStrategy has no setting {name!r}{hint}")

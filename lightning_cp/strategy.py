@@ -40,12 +40,17 @@ class ContextParallel:
     check_peers: str
     groups: Groups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
+    found: set[Any] = field(default_factory=set, init=False)  # keys of plans and modules
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)
         check_degree("ulysses", self.ulysses, default=1)
         if self.data_parallel != "auto":
             check_degree("data_parallel", self.data_parallel, default=1)
+        if self.plans is not None and not isinstance(self.plans, Mapping):
+            raise TypeError(f"plans must map model classes or names to plans, not be a {type(self.plans).__name__}")
+        if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
+            raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
         check_kernel(self.kernel)
         forwards_to_check(self.check_peers)
         self.config = self._config()
@@ -102,31 +107,30 @@ class ContextParallel:
         ]
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
-        found: list[tuple[nn.Module, object]] = []
-        for name, inner in module.named_modules():
+        inside = list(module.named_modules())
+        for setting, keys in (("plans", self.plans or {}), ("modules", self.modules or ())):
+            self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
+            absent = [key for key in keys if key not in self.found]  # neither here nor in a module before it
+            if absent:
+                transformers = sorted({type(x).__name__ for _, x in inside if registered_plan(type(x)) is not None})
+                raise PlanError(
+                    f"{setting}: there is no {absent[0]!r} in {type(module).__name__}; a key is a class, its name, or "
+                    f"the path of a module (transformers with a plan in there: {transformers or 'none'})"
+                )
+        found = []
+        for name, inner in inside:
+            if self.modules is not None and not any(_names(key, name, inner) for key in self.modules):
+                continue
             plan = self._plan(name, inner)
-            named = self.modules is None or any(
-                isinstance(inner, key) if isinstance(key, type) else key == name for key in self.modules
-            )
-            if named and plan is None and self.modules is not None:
-                raise PlanError(f"modules={self.modules!r} names {name!r} ({type(inner).__name__}), which has no plan")
-            if named and plan is not None:
+            if plan is not None:
                 found.append((inner, plan))
-        missing = [key for key in self.modules or () if not any(_is(key, module, x) for x, _ in found)]
-        if missing:
-            raise PlanError(f"modules={self.modules!r}: there is no {missing[0]!r} in {type(module).__name__}")
+            elif self.modules is not None:
+                raise PlanError(f"modules={self.modules!r} names {name!r} ({type(inner).__name__}), which has no plan")
         return found
 
     def _plan(self, name: str, module: nn.Module) -> object:
-        for key, plan in (self.plans or {}).items():
-            dotted = f"{type(module).__module__}.{type(module).__qualname__}"
-            if (isinstance(key, type) and isinstance(module, key)) or key in (
-                name or None,
-                dotted,
-                type(module).__name__,
-            ):
-                return plan
-        return registered_plan(type(module))
+        given = [plan for key, plan in (self.plans or {}).items() if _names(key, name, module)]
+        return given[0] if given else registered_plan(type(module))
 
     def unused_parameters(self, module: nn.Module) -> bool:
         """Whether a selected transformer has parameters that never get a gradient."""
@@ -224,7 +228,9 @@ class ContextParallel:
         return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
 
 
-def _is(key: Any, root: nn.Module, module: nn.Module) -> bool:
+def _names(key: Any, path: str, module: nn.Module) -> bool:
+    """Whether a key of `plans` or `modules` (a class, its name with or without module, a path) means this module."""
     if isinstance(key, type):
         return isinstance(module, key)
-    return any(inner is module for name, inner in root.named_modules() if name == key)
+    kind = type(module)
+    return key in (path or None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.call import tell_of_refusal
 from lightning_cp.attention.operator import attention
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.mesh import ALONE, groups_for
@@ -100,16 +102,21 @@ def context_parallel_attention(
         unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
         A mask of keys travels in the same packets, by its own bytes: with K and V around the ring, forward and
         backward, and once through Ulysses; one of rows stays, but for Ulysses. Every tensor in a packet is rounded up
-        to 16 bytes. Without lengths one exchange of 14 ints comes first, in forward only.
+        to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
     Gradient: exact for query, key and value, through both results.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
         arXiv:2405.07719 (unified).
     """
     config = context_config(parallel_config)
-    if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
     groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
-    sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+    try:
+        _check_kinds(query=query, key=key, value=value, attn_mask=attn_mask)
+        _check_settings(dropout_p, is_causal, scale, enable_gqa)
+        sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+    except (TypeError, ValueError):
+        if q_lengths is None or kv_lengths is None:
+            tell_of_refusal(groups)
+        raise
     return attend_across(
         *(query, key, value, attn_mask),
         causal=is_causal,
@@ -149,16 +156,36 @@ def attend_across(
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     out, lse, *_ = attention(
-        *(query, key, value, mask, causal, query.shape[-1] ** -0.5 if scale is None else float(scale), grouped),
+        *(query, key, value, mask, causal, scale, grouped),
         *(*lengths, groups, config.rotate_method, config.convert_to_fp32, kernel, return_lse),
     )
     return (out, lse) if return_lse else out
 
 
+def _check_kinds(**tensors: object) -> None:
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor) and not (name == "attn_mask" and x is None):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+
+
+def _check_settings(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
+    if dropout_p:
+        raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
+    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}={value!r} must be True or False")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+        raise TypeError(f"scale={scale!r} must be a number, or None for head_dim ** -0.5")
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"scale={scale!r} must be finite")
+
+
 def _lengths(name: str, lengths: Sequence[int] | None) -> list[int]:
     if lengths is None:
         return []
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
-        raise TypeError(f"{name}={lengths!r} must hold one int for each rank of the context group")
-    return list(lengths)
+    numbers = list(lengths) if isinstance(lengths, (list, tuple, torch.Size)) else [None]
+    if any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
+        raise TypeError(f"{name}={lengths!r} must be a list with one int for each rank of the context group")
+    return [int(x) for x in numbers if x is not None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -61,6 +62,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, group
         raise ShapeError(f"{shapes}: {hq} query heads but {hk} key heads: pass enable_gqa=True to group them")
     if hk == 0 or hq % hk:
         raise ShapeError(f"{shapes}: {hq} query heads cannot share {hk} key heads evenly")
+    if not q.shape[3]:
+        raise ShapeError(f"{shapes}: head_dim must be at least 1")
     if hq < ulysses:
         raise ShapeError(
             f"ulysses_degree={ulysses} needs at least as many query heads, but there are {hq}: "
@@ -80,6 +83,15 @@ _MASKS = (
     "a mask is [batch, keys_local], or [batch or 1, heads or 1, 1, keys_local] (travels with its keys), or "
     "[batch or 1, heads or 1, queries_local or 1, keys_of_all_ranks] (rows of the local queries)"
 )
+
+
+_SIGNATURE = 15  # ints by which a rank tells of its call; all zero: it refused its arguments
+
+
+def tell_of_refusal(groups: Groups) -> None:
+    """Take part in the exchange of sizes that peers wait in, so that they raise too. Ranks: as `agree`'s exchange."""
+    if groups.context is not None:
+        all_gather_ints([0] * _SIGNATURE, group=groups.context)
 
 
 def agree(
@@ -165,11 +177,12 @@ def _exchange(
     refused: ValueError | None = None
     try:
         check()
-        shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal)]
+        scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
+        shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
     except ValueError as error:
-        refused, signature = error, [0] * 14
+        refused, signature = error, [0] * _SIGNATURE
     assert groups.context is not None, "a context group of one knows its lengths"
     everyone = all_gather_ints(signature, group=groups.context)
     if refused is not None:
@@ -181,7 +194,7 @@ def _exchange(
         listing = "; ".join(f"rank {rank}: {theirs[5:]}" for rank, theirs in enumerate(everyone))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            f"heads, head size, key heads, dtype, causal): {listing}"
+            f"heads, head size, key heads, dtype, causal, bits of scale): {listing}"
         )
     lengths = Lengths(tuple(theirs[1] for theirs in everyone), tuple(theirs[2] for theirs in everyone))
     if mask is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -12,10 +11,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
+from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.kernels import kernel_of_backend
 from lightning_cp.plans import Streams
+
+Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
 
 
 @dataclass(eq=False)
@@ -45,22 +47,29 @@ class Entry:
         parallel_config: object = None,
     ) -> Tensor:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
-        # The processor says that its keys are whole here, or they are as many as in an argument that is left whole.
-        if self.streams is None and (parallel_config is None or is_whole(self.session.current(), key.shape[1])):
-            self._touch()
-            assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
-            local: Tensor = self.original(
-                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
-                backend=backend,
-            )
-            return local
+        sizes: Sizes | None = None
+        if self.streams is None:
+            # The processor itself says so where its keys are whole.
+            sizes = None if parallel_config is None else find_sizes(self.session, query.shape[1], key.shape[1])
+            if sizes is None:
+                self._touch()
+                assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
+                local: Tensor = self.original(
+                    *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
+                    backend=backend,
+                )
+                return local
         if attention_kwargs:
             raise InterceptionError(
                 f"attention_kwargs {sorted(attention_kwargs)} are meant for one backend and would be lost in "
                 "context-parallel attention: leave them out"
             )
         return self._attend(
-            query, key, value, attn_mask, dropout_p=dropout_p, causal=is_causal, scale=scale, backend=backend
+            *(query, key, value, attn_mask, sizes),
+            dropout_p=dropout_p,
+            causal=is_causal,
+            scale=scale,
+            backend=backend,
         )
 
     def sdpa(
@@ -75,18 +84,21 @@ class Entry:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Stands for `F.scaled_dot_product_attention`: [b, h, s, d]."""
-        if self.streams is None and self._keys_are_whole(key.shape[-2]):
-            self._touch()
-            return F.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
+        sizes: Sizes | None = None
+        if self.streams is None:
+            sizes = find_sizes(self.session, query.shape[-2], key.shape[-2])
+            if sizes is None:
+                self._touch()
+                return F.scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+                )
         if query.ndim != 4:
             raise InterceptionError(
                 f"scaled_dot_product_attention was called with a {query.ndim}-D query; context-parallel attention "
                 "needs [batch, heads, tokens, head_dim]"
             )
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        out = self._attend(q, k, v, attn_mask, dropout_p=dropout_p, causal=is_causal, scale=scale, backend=None)
+        out = self._attend(q, k, v, attn_mask, sizes, dropout_p=dropout_p, causal=is_causal, scale=scale, backend=None)
         return out.transpose(1, 2)
 
     def _attend(
@@ -95,6 +107,7 @@ class Entry:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
+        sizes: Sizes | None,
         *,
         dropout_p: float,
         causal: bool,
@@ -118,17 +131,14 @@ class Entry:
                     f"attention over {' + '.join(self.streams)} got {query.shape[1]} queries and {key.shape[1]} keys, "
                     f"but this rank holds {own} of these tokens: the plan does not fit this model"
                 )
-            pair = (lengths, lengths)
-        else:
-            pair = (_held(call, query.shape[1]), infer_sizes(call, key.shape[1]))
-            if not (pair[0] and pair[1]):
-                pair = ([], [])
+            sizes = (lengths, lengths)
+        assert sizes is not None, "without streams, sizes were found out"
         out = attend_across(
             *(query, key, value, mask),
             causal=causal,
             scale=scale,
             grouped=True,
-            lengths=pair,
+            lengths=sizes,
             groups=session.groups.name,
             config=session.config,
             kernel=kernel_for(session, backend),
@@ -137,20 +147,7 @@ class Entry:
         return out
 
     def _touch(self) -> None:
-        if not torch.compiler.is_compiling():
-            self.session.current().intercepted = True
-
-    def _keys_are_whole(self, tokens: int) -> bool:
-        """Whether keys of this length are a tensor that was never split. Raises: PlanError where none can tell."""
-        call = self.session.current()
-        local = {n for vector in candidates(call) for n in vector}
-        if call.whole & local:
-            raise PlanError(
-                f"a replicated argument has {sorted(call.whole & local)} tokens, as many as a rank's shard, so this "
-                "plan leaves open which attention is over shards: give a lightning_cp.plans.Plan that names it "
-                '(attention={"cross_attn": LOCAL})'
-            )
-        return tokens in call.whole
+        self.session.current().intercepted = True
 
 
 def kernel_for(session: Session, backend: Any) -> str:
@@ -162,35 +159,42 @@ def kernel_for(session: Session, backend: Any) -> str:
     return "auto" if backend is None else kernel_of_backend(getattr(backend, "value", backend))
 
 
+def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
+    """Every rank's queries and keys, from this rank's, for plans that do not say; None where keys are whole everywhere.
+
+    In the first forward of some lengths ranks tell each other, so that all see the same whatever they hold; later ones
+    know it from the lengths, unless those left a choice. A pair of empty lists: attention shall ask itself.
+    """
+    call = session.current()
+    size, rank = call.groups.context_size, call.groups.context_rank
+    shares, key = candidates(call), call.key()
+    options = shares + [[n] * size for n in sorted(call.whole) if [n] * size not in shares]
+    if torch.compiler.is_compiling() or call.groups.context is None or session.settled.get(key):
+        sizes = (_only(options, rank, queries), _only(options, rank, keys))
+    else:
+        everyone = all_gather_ints([queries, keys], group=call.groups.context)
+        sizes = ([q for q, _ in everyone], [k for _, k in everyone])
+        if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(everyone) for i in range(2)):
+            call.met.append(key)
+        else:
+            session.settled[key] = False
+    if sizes[1] and sizes[1] not in shares and sizes[1] in options:
+        return None
+    return sizes if sizes[0] and sizes[1] else ([], [])
+
+
 def candidates(call: Call) -> list[list[int]]:
     """What each rank may hold of the split tensors: each alone, and two joined."""
-    found = [call.sizes(streams) for n in (1, 2) for streams in combinations_with_replacement(call.lengths, n)]
-    return [vector for i, vector in enumerate(found) if vector not in found[:i]]
+    streams, found = list(call.lengths), []
+    for i, first in enumerate(streams):
+        for chosen in [(first,), *((first, second) for second in streams[i:])]:
+            vector = call.sizes(chosen)
+            if vector not in found:
+                found.append(vector)
+    return found
 
 
-def is_whole(call: Call, tokens: int) -> bool:
-    """Whether a tensor of so many tokens was never split, and no rank could take it for its share of one that was."""
-    return tokens in call.whole and not any(tokens in vector for vector in candidates(call))
-
-
-def _held(call: Call, tokens: int) -> list[int]:
-    """Every rank's queries; whole ones are on every rank, and each computes all of them."""
-    return [tokens] * call.groups.context_size if is_whole(call, tokens) else infer_sizes(call, tokens)
-
-
-def infer_sizes(call: Call, own: int) -> list[int]:
-    """Every rank's tokens, from this rank's; empty where that leaves a choice on any rank (so on all alike).
-
-    Raises: PlanError: `own` fits nothing that was split.
-    """
-    vectors, rank = candidates(call), call.groups.context_rank
-    columns = list(zip(*vectors, strict=True))
-    if any(len(set(column)) < len(column) for column in columns):
-        return []
-    for vector in vectors:
-        if vector[rank] == own:
-            return vector
-    raise PlanError(
-        f"{own} tokens on rank {rank} are the share of none of the split tensors {sorted(set(call.lengths.values()))}, "
-        "nor of two of them joined: give a lightning_cp.plans.Plan"
-    )
+def _only(options: list[list[int]], rank: int, own: int) -> list[int]:
+    """The one option in which `rank` holds `own` tokens; empty where there is none, or several."""
+    fitting = [option for option in options if option[rank] == own]
+    return fitting[0] if len(fitting) == 1 else []

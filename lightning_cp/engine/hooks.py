@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.entry import infer_sizes
+from lightning_cp.engine.entry import candidates, find_sizes
 from lightning_cp.engine.peers import compare_peers
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
-from lightning_cp.engine.session import Call, Session, cut, cut_always, join
+from lightning_cp.engine.session import Call, Session, check_dim, cut, cut_always, join
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import Spec, Split
 
@@ -87,10 +87,18 @@ class OutputHook(Shared):
         assert isinstance(spec, Split), "rules hold one split for each gathered output"
         if spec.ndim is not None and x.ndim != spec.ndim:
             return x
+        check_dim(x, spec, self.rule.path)
         call, own = self.session.current(), x.shape[spec.dim]
-        sizes = infer_sizes(call, own)
-        if not sizes:
-            assert call.groups.context is not None, "one rank's sizes are always known"
+        found = find_sizes(self.session, own, own)
+        if found is None:
+            raise ShapeError(
+                f"the output of {self.rule.path} has {own} tokens on every rank, so it was never split: the plan "
+                "gathers at the wrong place"
+            )
+        sizes = found[0]
+        if call.groups.context is None:
+            sizes = [own]
+        elif not sizes:
             sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
         if sum(sizes) < len(sizes):
             raise ShapeError(
@@ -129,16 +137,36 @@ class ScopeHook(Shared):
         session = self.session
         if self.checked and output is not None and session.call is not None and not session.call.intercepted:
             raise InterceptionError(
-                f"{self._path(module)} ran on a shard, but none of its attention passed through lightning_cp, so its "
-                "result would be wrong. Were attention processors replaced (set_attn_processor, fuse_qkv_projections) "
-                "after apply_context_parallel? Replace them before, or remove_context_parallel and apply again"
+                f"{path_of(module, self.model)} ran on a shard, but none of its attention passed through lightning_cp, "
+                "so its result would be wrong. Were attention processors replaced (set_attn_processor, "
+                "fuse_qkv_projections) after apply_context_parallel? Replace them before, or remove and apply again"
             )
         if self.outermost and not session.forwards:
             session.call = None  # the end of a replay
 
-    def _path(self, module: nn.Module) -> str:
-        paths = (path for path, inner in self.model.named_modules() if inner is module)
-        return next(paths, type(module).__name__)
+
+@dataclass(eq=False)
+class BypassHook(Shared):
+    """Before an attention of PyTorch's own that cannot be intercepted: whole tokens may pass, a shard may not."""
+
+    session: Session
+    model: nn.Module
+
+    def before(self, module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call, query = self.session.call, args[0] if args else kwargs.get("query")
+        if call is None or call.groups.context is None or not isinstance(query, Tensor) or query.ndim != 3:
+            return
+        tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
+        if any(shares[rank] == tokens for shares in candidates(call)) and tokens not in call.whole:
+            raise InterceptionError(
+                f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend within this rank's "
+                f"{tokens} tokens only: call F.scaled_dot_product_attention, or gather before it"
+            )
+
+
+def path_of(module: nn.Module, model: nn.Module) -> str:
+    """Where a module is in a model; its class if it is elsewhere."""
+    return next((path for path, inner in model.named_modules() if inner is module), type(module).__name__)
 
 
 @dataclass(eq=False)
@@ -178,8 +206,8 @@ class ModelHook(Shared):
         session.forwards += 1
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
         for name, value in given.items():
-            if name not in split and isinstance(value, Tensor) and value.ndim == 3:
-                session.call.whole.add(value.shape[1])
+            if name not in split:
+                session.call.whole.update(x.shape[1] for x in _tensors(value) if x.ndim == 3)
         checkpoints = []
         for inner in self.checkpointing:
             if getattr(inner, "gradient_checkpointing", False):
@@ -198,6 +226,8 @@ class ModelHook(Shared):
         session.forwards -= 1
         if output is None or torch.compiler.is_compiling() or call is None:
             return
+        for key in call.met:
+            session.settled.setdefault(key, True)
         if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
@@ -231,3 +261,15 @@ class ModelHook(Shared):
         if session.check_peers:
             compare_peers(given, groups=session.groups)
             session.check_peers -= session.check_peers > 0
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors of a nest."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for x in value:
+            yield from _tensors(x)
+    elif isinstance(value, dict):
+        for x in value.values():
+            yield from _tensors(x)

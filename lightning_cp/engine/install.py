@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.engine.entry import Entry
-from lightning_cp.engine.hooks import ArgumentHook, ModelHook, OutputHook, ScopeHook, Shared
+from lightning_cp.engine.hooks import ArgumentHook, BypassHook, ModelHook, OutputHook, ScopeHook, Shared
 from lightning_cp.engine.rules import Rules, submodule, unwrapped
 from lightning_cp.engine.seam import Seam
 from lightning_cp.engine.session import Session
@@ -36,6 +36,10 @@ def install(module: nn.Module, rules: Rules, session: Session, *, signature: Any
         for scope, hook in _scopes(module, rules, session):
             _add(undo, scope.register_forward_pre_hook(hook.before, with_kwargs=True))
             _add(undo, scope.register_forward_hook(hook.after, always_call=True))
+        for inner in module.modules():
+            if isinstance(inner, nn.MultiheadAttention):
+                bypass = BypassHook(session, module)
+                _add(undo, inner.register_forward_pre_hook(bypass.before, with_kwargs=True))
         for rule in rules.arguments:
             cutter = ArgumentHook(session, rule, rules.refused if rule.is_block else {}, rule.paths[0] or "forward")
             for path in rule.paths:

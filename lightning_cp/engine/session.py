@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,12 +24,18 @@ class Call:
         lengths: global tokens of each stream met so far.
         whole: tokens of tensor arguments that are left whole (for plans that do not say what attends to what).
         intercepted: whether attention passed through the engine since this was last cleared.
+        met: keys for which sizes were found out in this forward.
     """
 
     groups: Groups
     lengths: dict[str, int] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     intercepted: bool = False
+    met: list[Hashable] = field(default_factory=list)
+
+    def key(self) -> Hashable:
+        """What is known of lengths so far, the same on all ranks."""
+        return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
 
     def sizes(self, streams: Streams) -> list[int]:
         """Tokens of each rank, over `streams` together."""
@@ -59,6 +65,7 @@ class Session:
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         check_peers: forwards whose arguments are still to be compared between peers (-1: all).
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
+        settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
 
     groups: Groups
@@ -69,6 +76,7 @@ class Session:
     check_peers: int = 0
     forwards: int = 0
     call: Call | None = None
+    settled: dict[Hashable, bool] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # a deep copy of a parallel model (an EMA's, say) belongs to the same session
@@ -118,6 +126,7 @@ def _cut_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
     call = session.current()
     if spec.ndim is not None and x.ndim != spec.ndim:
         return x
+    check_dim(x, spec, name)
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
     if len(spec.streams) == 1 and spec.streams[0] not in call.lengths:
         if n == 1 and not strict:
@@ -136,6 +145,13 @@ def _cut_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
         f"{name} has {n} tokens in dim {spec.dim}, neither all {whole} of {' + '.join(spec.streams)} nor this rank's "
         f"{local}: the plan does not fit this input"
     )
+
+
+def check_dim(x: Tensor, spec: Split, name: str) -> None:
+    if not -x.ndim <= spec.dim < x.ndim:
+        raise PlanError(
+            f"{name} is split in dim {spec.dim}, but has shape {tuple(x.shape)}: give expected_dims, or mend it"
+        )
 
 
 def narrow(x: Tensor, dim: int, segments: list[tuple[int, ...]], rank: int) -> Tensor:
@@ -162,6 +178,7 @@ def join(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
         raise PlanError(f"{name} returns a {type(value).__name__}, which its plan does not describe")
     if spec.ndim is not None and value.ndim != spec.ndim:
         return value
+    check_dim(value, spec, name)
     call = session.current()
     sizes = call.sizes(spec.streams)
     if value.shape[spec.dim] != sizes[call.groups.context_rank]:
@@ -192,6 +209,7 @@ def cut_always(value: Any, spec: Spec | None, *, name: str, session: Session) ->
         raise PlanError(f"{name} is a {type(value).__name__}, which its plan does not describe")
     if spec.ndim is not None and value.ndim != spec.ndim:
         return value
+    check_dim(value, spec, name)
     call, n = session.current(), value.shape[spec.dim]
     call.lengths[str(int(n))] = n
     return narrow(value, spec.dim % value.ndim, [shard_sizes(n, call.groups.context_size)], call.groups.context_rank)

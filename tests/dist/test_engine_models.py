@@ -27,7 +27,7 @@ from lightning_cp import (
 from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.models import THEIR_PLANS, TINY, flux, wan
-from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness import RankPool
 
 _DEGREES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)]}
@@ -151,6 +151,49 @@ def _plain(rank: int, world: int) -> tuple[float, float, str]:
     return 1.0, 1.0, ""
 
 
+class _Mixed(nn.Module):
+    """A module that attends where we see it, and where we do not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.attn = Block(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
+        self.proj_out = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+        x = self.block(x)
+        return (self.proj_out(x + self.attn(x, x, x, need_weights=False)[0]),)
+
+
+def _inferred(rank: int, world: int) -> float:
+    """Lengths that leave it open what was split: found out without a hang, twice."""
+    plan = {"block": {"x": ContextParallelInput(split_dim=1)}, "proj_out": PLAIN_PLAN["proj_out"]}
+    config, generator = ContextParallelConfig(ring_degree=world), torch.Generator().manual_seed(1)
+    largest = 0.0
+    for tokens in (2, 7, 8, 9):
+        if tokens < world:
+            continue
+        model = Plain().double()
+        x = {"x": torch.randn(2, tokens, 16, generator=generator, dtype=torch.float64)}
+        expected, gradients = outcome(model, x)
+        apply_context_parallel(model, config, PLAIN_PLAN)
+        for _ in range(2):
+            out, found = outcome(model, x)
+            largest = max(largest, float((out - expected).abs().max()), worst(averaged(found, world), gradients))
+    mixed = _Mixed().double()
+    apply_context_parallel(mixed, config, plan)
+    if world == 1:
+        mixed(torch.randn(2, 7, 16, dtype=torch.float64))
+        return largest
+    with pytest.raises(InterceptionError, match="attn"):
+        mixed(torch.randn(2, 7, 16, dtype=torch.float64))
+    return largest
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_what_was_split_is_found_out_alike_on_all_ranks(run_ranks: RankPool, world: int) -> None:
+    assert max(run_ranks(world, _inferred)) < _TOLERANCE
+
+
 def test_a_plain_module_with_a_diffusers_plan_is_exact_and_others_are_undisturbed(run_ranks: RankPool) -> None:
     for output, gradient, message in run_ranks(3, _plain):
         assert output < 1e-12
@@ -167,6 +210,10 @@ def _refusals(rank: int, world: int) -> list[str]:
         {"nowhere": ContextParallelOutput(gather_dim=1)},
         {"": {"nothing": ContextParallelInput(split_dim=1)}, "proj_out": ContextParallelOutput(gather_dim=1)},
         {"": {"hidden_states": ContextParallelInput(split_dim=1)}},
+        {"": {"hidden_states": ContextParallelOutput(gather_dim=1)}, "proj_out": ContextParallelOutput(gather_dim=1)},
+        {"": {"hidden_states": ContextParallelInput(split_dim=1)}, "proj_out": ContextParallelInput(split_dim=1)},
+        {"proj_out": []},
+        {3: ContextParallelOutput(gather_dim=1)},
     ):
         with pytest.raises(PlanError) as caught:
             apply_context_parallel(model, config, plan)
@@ -193,13 +240,17 @@ def test_plans_and_inputs_that_do_not_fit_are_refused_on_every_rank(run_ranks: R
         assert "has no module 'nowhere'" in messages[0]
         assert "'nothing'" in messages[1]
         assert "gathers nothing" in messages[2]
+        assert "a ContextParallelOutput where a ContextParallelInput belongs" in messages[3]
+        assert "a ContextParallelInput where a ContextParallelOutput belongs" in messages[4]
+        assert "is empty" in messages[5]
+        assert "the plan names 3" in messages[6]
 
 
-def _compiled(rank: int, world: int, backend: str) -> tuple[float, float]:
+def _compiled(rank: int, world: int, backend: str, theirs: bool) -> tuple[float, float]:
     tiny = wan()
     model, arguments = tiny.build(), tiny.arguments()
     expected, gradients = outcome(model, arguments)
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), type(model)._cp_plan if theirs else None)
     for block in model.blocks:
         block.compile(fullgraph=True, backend=backend)
     with warnings.catch_warnings():
@@ -208,8 +259,9 @@ def _compiled(rank: int, world: int, backend: str) -> tuple[float, float]:
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
+@pytest.mark.parametrize("theirs", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
-def test_blocks_compiled_as_full_graphs_are_exact(run_ranks: RankPool, backend: str) -> None:
-    for output, gradient in run_ranks(3, _compiled, backend, timeout_s=240):
+def test_blocks_compiled_as_full_graphs_are_exact(run_ranks: RankPool, backend: str, theirs: bool) -> None:
+    for output, gradient in run_ranks(3, _compiled, backend, theirs, timeout_s=240):
         assert output < 1e-6  # the compiler may see the lifted casts otherwise
         assert gradient < 1e-5

@@ -13,9 +13,11 @@ from lightning.fabric import Fabric, seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from lightning_cp.errors import PeerMismatchError
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import PeerMismatchError, PlanError
 from lightning_cp.fabric import ContextParallelStrategy
 from tests.dist.models import TINY, wan
+from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -216,3 +218,24 @@ def test_differing_peers_are_refused_as_often_as_asked(
     run_ranks: RankPool, check_peers: str, refused: list[int]
 ) -> None:
     assert run_ranks(2, _peers, check_peers, init=False) == [refused] * 2
+
+
+def _selection(rank: int, world: int) -> list[str]:
+    told = []
+    for settings in ({"plans": {"Plian": PLAIN_PLAN}}, {"modules": ["Plian"]}, {"modules": ["blocks"]}):
+        fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world, **settings))
+        with pytest.raises(PlanError) as caught:
+            fabric.setup(Plain())
+        told.append(str(caught.value))
+    for settings in ({"modules": [Plain]}, {"modules": ["Plain"]}, {"modules": ["0"]}, {}):
+        fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world, plans={"Plain": PLAIN_PLAN}, **settings))
+        holder = nn.Sequential(Plain())
+        fabric.setup(holder)
+        assert installed_on(holder[0]) is not None
+    return told
+
+
+def test_modules_and_plans_are_named_by_class_name_or_path_and_must_be_there(run_ranks: RankPool) -> None:
+    for told in run_ranks(2, _selection, init=False):
+        assert all("'Plian'" in message for message in told[:2])
+        assert "which has no plan" in told[2]

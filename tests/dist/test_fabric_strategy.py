@@ -124,6 +124,9 @@ def test_a_plain_module_on_shards_trains_with_one_process_gradients(run_ranks: R
         ({"kernel": "magic"}, "kernel='magic'"),
         ({"check_peers": "sometimes"}, "check_peers='sometimes'"),
         ({"data_parallel": 0}, "data_parallel=0"),
+        ({"rings": 2}, "no setting 'rings': did you mean 'ring'"),
+        ({"plans": ["Plain"]}, "plans must map"),
+        ({"modules": "transformer"}, "modules='transformer' must be a list"),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings: dict[str, object], names: str) -> None:

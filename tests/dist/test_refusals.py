@@ -83,6 +83,13 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
         ShapeError,
         "requires grad",
     ),
+    "no query": (_set(query=None), TypeError, "query must be a torch.Tensor, not NoneType"),
+    "a list as mask": (_set(attn_mask=[1, 0]), TypeError, "attn_mask must be a torch.Tensor, not list"),
+    "causal as text": (_set(is_causal="no"), TypeError, "is_causal='no'"),
+    "scale as text": (_set(scale="big"), TypeError, "scale='big'"),
+    "infinite scale": (_set(scale=float("inf")), ValueError, "scale=inf"),
+    "no head size": (_both("query", "key", "value", function=lambda x: x[..., :0]), ShapeError, "head_dim"),
+    "one int as lengths": (_set(q_lengths=S), TypeError, "q_lengths=4"),
     "query lengths count": (_set(q_lengths=[S, S], kv_lengths=[S] * 3), ShapeError, r"q_lengths=\[4, 4\]"),
     "key lengths count": (_set(q_lengths=[S] * 3, kv_lengths=[S] * 4), ShapeError, r"kv_lengths=\[4, 4, 4, 4\]"),
     "lengths of others": (_set(q_lengths=[S] * 3, kv_lengths=[S + 1] * 3), ShapeError, "kv_lengths"),
@@ -94,7 +101,7 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "degrees that do not divide it": (_set(parallel_config=ContextParallelConfig(2)), ValueError, "does not divide"),
 }
 # Those that one rank sees in its own tensors, and the others do not.
-OF_ONE_RANK = [name for name in BAD if not any(word in name for word in ("dropout", "config", "degrees", "lengths"))]
+OF_ONE_RANK = [name for name in BAD if not any(word in name for word in ("config", "degrees", "lengths"))]
 
 
 def _refusal(arguments: dict[str, Any]) -> tuple[list[str], str]:
@@ -147,7 +154,8 @@ def test_bad_input_on_one_rank_is_refused_on_every_rank(run_ranks: RankPool, mod
         for name, (kinds, message) in answers.items():
             # What only lengths can tell (a mask's last dim) is found after the exchange, by all.
             late = name in ("mask columns", "mask rows", "mask rows of local keys")
-            expected = "ShapeError" if rank == bad_rank or late else "PeerMismatchError"
+            own = BAD[name][1].__name__ if name in BAD else "ShapeError"
+            expected = "ShapeError" if late else own if rank == bad_rank else "PeerMismatchError"
             assert expected in kinds, f"rank {rank}: {name}: {kinds}: {message}"
 
 
@@ -155,6 +163,7 @@ def _mismatch(rank: int, world: int, mode: str) -> list[str]:
     """Calls that are right on each rank, but not the same."""
     changes: list[Change] = [
         _set(is_causal=True),
+        _set(scale=0.5),
         _set(attn_mask=_mask(2, S)),
         _both("query", "key", "value", function=lambda x: x[:1]),
         _both("query", "key", "value", function=lambda x: x[:, :, :4]),
@@ -181,7 +190,7 @@ def _mismatch(rank: int, world: int, mode: str) -> list[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_calls_that_differ_between_ranks_are_refused_on_every_rank(run_ranks: RankPool, mode: str) -> None:
     answers = run_ranks(3, _mismatch, mode)
-    assert all("rank 2" in message for answer in answers for message in answer[:6])
+    assert all("rank 2" in message for answer in answers for message in answer[:7])
     assert answers[0] == answers[1] == answers[2]
 
 
