@@ -72,6 +72,8 @@ def read_manifest(folder: Path) -> Manifest:
         version = fields.pop("format")
         files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
         manifest = Manifest(files=files, **fields)
+        if not (isinstance(manifest.step, int) and isinstance(manifest.facts, dict)):
+            raise TypeError("facts of another kind")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{folder} is cut short: its {MANIFEST} cannot be read") from error
     if version != FORMAT:

@@ -15,11 +15,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, read_manifest
 from lightning_cp.launch import sweep
+from lightning_cp.launch.combined import check_combined, check_trainer
 from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
-from lightning_cp.launch.settings import SettingsError, check_batch, check_model, check_values, read, show
+from lightning_cp.launch.settings import SettingsError, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
 
 _REFUSED_EXIT_CODE = 2
@@ -51,14 +52,11 @@ def check_config(config: DictConfig, machine: Machine, place: RankPlace | None) 
     """
     check_values(config)
     world = resolve_world(config, machine, place)
-    check_batch(config, world.data_parallel)
-    check_model(config)
-    if world.accelerator == "cpu" and str(read(config, "precision")).startswith("16"):
-        raise SettingsError(
-            f"precision={read(config, 'precision')} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
-        )
+    check_combined(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
     settled = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
-    return CheckedRun(_resolve(settled), world)
+    resolved = _resolve(settled)
+    check_trainer(resolved)
+    return CheckedRun(resolved, world)
 
 
 def run_recipe(config: DictConfig, *, target: str) -> float | None:
@@ -95,9 +93,10 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
     """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
     try:
         run = check_config(config, Machine.this(), place)
+        run_dir = Path(run.config.run_dir)
+        _check_writable(run_dir)
     except (SettingsError, CheckpointError) as error:
         return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
-    run_dir = Path(run.config.run_dir)
     with ExitStack() as stack:
         hidden = run_dir / ".hydra"
         if place is not None and place.rank > 0:  # the first rank's folder is the run's
@@ -108,6 +107,15 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
         job = Job(target, hidden / sweep.RESOLVED, run.world.size, run_dir / "logs", threads=threads)
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
         return launcher.launch(job)
+
+
+def _check_writable(run_dir: Path) -> None:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise SettingsError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
 
 
 def threads_per_rank(world: World, machine: Machine) -> int:
@@ -146,7 +154,14 @@ def _resume(config: DictConfig) -> str | None:
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was given: the runs beside it are its siblings
     folder = find_checkpoint(asked, root)
-    done, wanted = read_manifest(folder).step, read(config, "max_steps")
+    manifest, wanted = read_manifest(folder), read(config, "max_steps")
+    done, sampler = manifest.step, manifest.facts.get("sampler", {})
+    for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
+        if saved is not None and saved != read(config, key):
+            raise SettingsError(
+                f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint that is resumed, {folder}: "
+                "use that, or the order of the data would be another"
+            )
     if done >= wanted:
         raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: must be more to resume={show(asked)}")
     return str(folder.absolute())

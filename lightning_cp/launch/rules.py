@@ -107,3 +107,20 @@ class Either(Rule):
     @override
     def describe(self) -> str:
         return f"{self.first.describe()} or {self.second.describe()}"
+
+
+@dataclass(frozen=True)
+class Each(Rule):
+    """A list of so many values, each of which passes."""
+
+    rule: Rule
+    count: int
+
+    @override
+    def passes(self, value: Any) -> bool:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and len(value) == self.count and all(self.rule.passes(x) for x in value)
+
+    @override
+    def describe(self) -> str:
+        return f"a list of {self.count}, each {self.rule.describe()}"

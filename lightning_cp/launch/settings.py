@@ -1,17 +1,16 @@
-"""The settings of a recipe, checked before anything slow begins: each value by the table, then what they mean together.
+"""The settings of a recipe, each checked by a table before anything slow begins.
 
 Imports neither torch nor diffusers.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.config import ROTATE_METHODS
-from lightning_cp.launch.rules import Either, Number, OneOf, Rule, Text, Whole
+from lightning_cp.launch.rules import Each, Either, Number, OneOf, Rule, Text, Whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "math")
@@ -60,6 +59,7 @@ SETTINGS = (
     Setting("keep_checkpoints", Whole(1)),
     Setting("sweep.on_error", OneOf(("continue", "stop"))),
     Setting("optim.lr", Number(above=0)),
+    Setting("optim.betas", Each(Number(least=0, below=1), 2)),
     Setting("optim.eps", Number(above=0)),
     Setting("optim.weight_decay", Number(least=0)),
     Setting("warmup_steps", Whole(0)),
@@ -71,12 +71,19 @@ SETTINGS = (
     Setting("sampling.guidance", Number(least=0)),
     Setting("sampling.every", Either(OneOf((None,)), Whole(1))),
     Setting("data.num_samples", Whole(1)),
+    Setting("data.num_classes", Whole(1)),
+    Setting("data.channels", Whole(1)),
+    Setting("data.patch_size", Each(Whole(1), 3)),
+    Setting("data.dataset.max_speed", Whole(0)),
     Setting("data.frames", Whole(1)),
     Setting("data.height", Whole(1)),
     Setting("data.width", Whole(1)),
     Setting("model.num_tokens", Whole(2)),
     Setting("model.transformer.num_attention_heads", Whole(1)),
-    Setting("model.transformer.attention_head_dim", Whole(1)),
+    Setting("model.transformer.attention_head_dim", Whole(2)),
+    Setting("model.transformer.in_channels", Whole(1)),
+    Setting("model.transformer.ffn_dim", Whole(1)),
+    Setting("model.transformer.rope_max_seq_len", Whole(1)),
     Setting("model.transformer.num_layers", Whole(0)),
     Setting("strategy.convert_to_fp32", OneOf((True, False))),
     Setting("strategy.check_peers", OneOf(("first", "always", "off"))),
@@ -89,7 +96,8 @@ def read(config: DictConfig, key: str, default: Any = None) -> Any:
     Raises: SettingsError: it refers to a key that does not exist.
     """
     try:
-        return OmegaConf.select(config, key, default=default)
+        value = OmegaConf.select(config, key, default=default)
+        return OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
     except OmegaConfBaseException as error:
         raise SettingsError(f"{key} cannot be read: {' '.join(str(error).split())}") from error
 
@@ -105,58 +113,3 @@ def check_values(config: DictConfig) -> None:
     """Raises: SettingsError: the first setting of the table whose value is not valid."""
     for setting in SETTINGS:
         setting.check(config)
-
-
-def check_batch(config: DictConfig, data_parallel: int) -> None:
-    """Raises: SettingsError: the global batch does not fit the data set or the data ranks."""
-    batch, samples = read(config, "batch_size"), read(config, "data.num_samples")
-    if samples is not None and batch > samples:
-        raise SettingsError(f"batch_size={batch} is more than the data set has: must be at most {samples}")
-    if batch % data_parallel:
-        raise SettingsError(
-            f"batch_size={batch} is the global batch and must be a multiple of data_parallel={data_parallel}: "
-            f"{batch - batch % data_parallel or data_parallel} or {batch + data_parallel - batch % data_parallel}"
-        )
-
-
-def check_model(config: DictConfig) -> None:
-    """Raises: SettingsError: the model cannot be spread over that many ranks, or does not take the data."""
-    ring, ulysses = read(config, "ring"), read(config, "ulysses")
-    heads = read(config, "model.transformer.num_attention_heads")
-    if heads is not None and ulysses > heads:
-        raise SettingsError(
-            f"ulysses={ulysses} needs as many query heads: model.transformer.num_attention_heads={heads}; "
-            f"use ulysses from 1 to {heads}, or ring for the rest"
-        )
-    tokens = sequence_length(config)
-    if tokens is not None and tokens < ring * ulysses:
-        raise SettingsError(
-            f"ring={ring} × ulysses={ulysses} spreads a sequence over {ring * ulysses} ranks, and a sample of this "
-            f"data has {tokens} tokens: the product must be at most {tokens}"
-        )
-
-
-def sequence_length(config: DictConfig) -> int | None:
-    """Tokens of one sample, from the data's size and patch; None where the data does not say.
-
-    Raises: SettingsError: the patch does not divide the size.
-    """
-    size = [read(config, f"data.{name}") for name in ("frames", "height", "width")]
-    patch = read(config, "data.patch_size")
-    if patch is None or None in size:
-        return None
-    if len(patch) != 3 or not all(Whole(1).passes(part) for part in patch):
-        raise SettingsError(f"data.patch_size={patch} is not valid: must be [frames, height, width], whole numbers")
-    if any(length % part for length, part in zip(size, patch, strict=True)):
-        raise SettingsError(
-            f"data.patch_size={list(patch)} must divide data.frames={size[0]}, data.height={size[1]}, "
-            f"data.width={size[2]}"
-        )
-    width = read(config, "data.token_width")
-    if width is not None and width != read(config, "data.channels", 1) * math.prod(patch):
-        raise SettingsError(
-            f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the "
-            f"pixels of data.patch_size={list(patch)}"
-        )
-    frames, rows, columns = (length // part for length, part in zip(size, patch, strict=True))
-    return int(frames * rows * columns)

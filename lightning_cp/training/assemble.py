@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from torch.utils.data import DataLoader
 
 from lightning_cp.data import GlobalBatchSampler, worker_init_fn
-from lightning_cp.launch.settings import sequence_length
+from lightning_cp.launch.combined import sequence_length
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.flow import FlowMatching
 from lightning_cp.training.loop import Batch, LoopSettings, Watcher, fit

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training.ema import WeightAverage
@@ -52,6 +53,10 @@ class TrainState:
         Raises: CheckpointError, ValueError: it is not complete, or belongs to another model, seed or data order.
         """
         saved = load_checkpoint(folder)
+        absent = [name for name in ("seed", "sampler") if name not in saved.facts]
+        absent += [name for name in ("model", "average", "optimizer") if name not in saved.states]
+        if absent:
+            raise CheckpointError(f"{folder} is no checkpoint of a training run: it lacks {', '.join(absent)}")
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
         _check_same_model(self.module, saved.states["model"], folder)

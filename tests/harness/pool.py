@@ -33,7 +33,8 @@ _PRELOADED = (
     "psutil",
 )
 _PRELOADED_IF_USED = ("diffusers", "lightning.fabric", "lightning.pytorch", "peft")  # slow to import
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+_ONE_THREAD = dict.fromkeys(_LIBRARIES, "1")
 
 
 class RankFailure(AssertionError):
