@@ -6,6 +6,7 @@ Process groups are named by string; see `mesh.groups_by_name`.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -82,6 +83,7 @@ def _(
     kernel: str,
     with_lse: bool,
 ) -> _Forward:
+    _keep_order()
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
     check_tensors(query, key, value, mask, groups=group, settings=settings)
     lse_dtype = wide_dtype(query.dtype)
@@ -188,6 +190,14 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
 
 
 attention.register_autograd(_backward, setup_context=_setup)
+
+
+def _keep_order() -> None:
+    """Tell inductor not to sort independent attentions by size: ranks with uneven shards would call them in another
+    order each, and their collectives would not meet. (Registering an ordered effect does not keep it from that.)"""
+    config = sys.modules.get("torch._inductor.config")
+    if config is not None:
+        config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
 
 
 def _encode(lengths: Lengths) -> Tensor:
