@@ -90,6 +90,13 @@ def test_plans_of_diffusers_are_exact_at_three_ranks(run_ranks: RankPool, name: 
     _check(run_ranks(3, _compare, name, True))
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", list(THEIR_PLANS))
+@pytest.mark.parametrize("world", [2, 4])
+def test_plans_of_diffusers_are_exact_at_two_and_four_ranks(run_ranks: RankPool, name: str, world: int) -> None:
+    _check(run_ranks(world, _compare, name, True))
+
+
 def _audio_and_video(rank: int, world: int) -> list[tuple[str, float, float]]:
     """LTX2's streams attend to each other: queries and keys that are whole on all ranks meet ones that are split."""
     tiny = THEIR_PLANS["ltx2"]

@@ -75,7 +75,7 @@ def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    overrides = ("-m", f"hydra.sweep.dir={folder}", "strategy=cp", "ring=2", "+fault=none,hang,none")
+    overrides = (f"hydra.sweep.dir={folder}", "strategy=cp", "ring=2", "+fault=none,hang,none", "-m")
     with started(*overrides, folder=tmp_path / "run", script=SWEEPING) as process:
         deadline = time.monotonic() + 60
         while not (folder / "1" / "metrics.csv").exists():
