@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum, unique
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
@@ -182,11 +183,13 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for outcome, settings in zip(trained, differing(trained), strict=True):
+    for i, (outcome, settings) in enumerate(zip(trained, differing(trained), strict=True)):
         rows = list(read_rows(Path(outcome.folder)))
-        style = "-" if outcome.status is Status.FINISHED else ":"
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        curves.plot(steps, losses, style, lw=1.2, label=f"{outcome.job}: {settings or 'the same settings'}")
+        label = f"{outcome.job}: {shorten(settings, 50, placeholder=' …') or 'the same settings'}"
+        if outcome.status is Status.FAILED:
+            label += " (failed)"
+        curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal runs lie on each other
     curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
     curves.legend(frameon=False, fontsize=8)
     places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]
