@@ -17,6 +17,7 @@ from types import FrameType
 from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
+from lightning_cp.launch.stopping import ASKING
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -43,10 +44,13 @@ class LocalLauncher(Launcher):
         settle_s: after the first failure, how long others may take to end: a rank that dies by a signal may still be
             writing its core file when its peers have already told of the lost connection.
         terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
+        checkpoint_s: how long ranks may take to write a checkpoint when this process is asked to stop (SIGTERM,
+            SIGUSR1); a second signal ends them at once.
     """
 
     settle_s: float = 2.0
     terminate_s: float = 2.0
+    checkpoint_s: float = 60.0
 
     @override
     def launch(self, job: Job) -> Result:
@@ -60,9 +64,13 @@ class LocalLauncher(Launcher):
             stack.callback(self._end_all, ranks)
             try:
                 with _signals_raise():
-                    self._start(job, reports, lifeline, ranks)
-                    return self._watch(ranks, reports)
-            except StoppedBySignal as stop:
+                    try:
+                        self._start(job, reports, lifeline, ranks)
+                        return self._watch(ranks, reports)
+                    except StoppedBySignal as stop:
+                        message = self._ask_to_stop(ranks, reports, stop) if stop.number in ASKING else str(stop)
+                        return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
+            except StoppedBySignal as stop:  # again, while ranks were writing their checkpoint
                 return Result(Failure(-1, FailureKind.STOPPED, str(stop), exit_code=128 + stop.number))
 
     def _start(self, job: Job, reports: Path, lifeline: int, ranks: list[subprocess.Popen[bytes]]) -> None:
@@ -97,6 +105,17 @@ class LocalLauncher(Launcher):
             if all(code == 0 for code in codes):
                 return Result()
             time.sleep(_POLL_S)
+
+    def _ask_to_stop(self, ranks: list[subprocess.Popen[bytes]], reports: Path, stop: StoppedBySignal) -> str:
+        """Pass the signal on, and wait until ranks have written what they have. Returns: what they say."""
+        for process in ranks:
+            if process.poll() is None:
+                process.send_signal(stop.number)
+        deadline = time.monotonic() + self.checkpoint_s
+        while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+            time.sleep(_POLL_S)
+        said = [report.message for report in _reports(reports) if report.kind is FailureKind.STOPPED]
+        return said[0] if said else str(stop)
 
     def _settle(self, ranks: list[subprocess.Popen[bytes]], reports: Path) -> None:
         deadline = time.monotonic() + self.settle_s
@@ -185,7 +204,7 @@ def _signals_raise() -> Iterator[None]:
     def stop(number: int, _frame: FrameType | None) -> None:
         raise StoppedBySignal(number)
 
-    wanted = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     try:
         before = {number: signal.signal(number, stop) for number in wanted}
     except ValueError:  # not the main thread: whoever owns it handles its signals

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
+from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
@@ -41,6 +42,8 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     """What is told about an exception: one line where it was raised to be read, else its traceback too."""
     cause = _root(error)
     text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    if isinstance(cause, Stopped):
+        return Failure(rank, FailureKind.STOPPED, str(cause), text, exit_code=cause.exit_code)
     if was_raised_for_the_user(cause):
         message = " ".join(str(cause).split()) or type(cause).__name__
         return Failure(rank, FailureKind.REFUSED, message, text)
@@ -73,7 +76,7 @@ def main(spec_path: str) -> None:
         (Path(spec["log_dir"]) / f"rank_{rank}.traceback.txt").write_text(failure.traceback, encoding="utf-8")
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # an orderly exit could wait for peers that wait for this rank
+        os._exit(failure.exit_code)  # an orderly exit could wait for peers that wait for this rank
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -1,15 +1,18 @@
 """The training loop, and what it tells those who watch it."""
 
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest, requeue
 from lightning_cp.training.flow import FlowMatching
 from lightning_cp.training.state import TrainState
 
@@ -85,11 +88,28 @@ def fit(
         checkpoints: folder to write to, on the first rank.
         watchers: told of every step, on the first rank.
         after_step: called with the number of steps done, on every rank.
+    Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; the step was finished and a checkpoint written. After
+        SIGUSR1 under SLURM the job is queued again.
     """
+    with StopRequest() as request:
+        _fit(fabric, state, flow, loader, settings, checkpoints, watchers, after_step, request)
+
+
+def _fit(
+    fabric: Fabric,
+    state: TrainState,
+    flow: FlowMatching,
+    loader: DataLoader[Batch],
+    settings: LoopSettings,
+    checkpoints: Path,
+    watchers: Sequence[Watcher],
+    after_step: Callable[[int], None] | None,
+    request: StopRequest,
+) -> None:
     state.model.train()
     started = time.perf_counter()
     for pixels, labels in _batches(loader, state, settings.max_steps):
-        report = _step(fabric, state, flow, (pixels, labels), settings)
+        report, number = _step(fabric, state, flow, (pixels, labels), settings, request)
         now = time.perf_counter()
         report, started = _timed(report, now - started, state.sampler.batch_size * settings.tokens), now
         if fabric.is_global_zero:
@@ -97,13 +117,28 @@ def fit(
                 watcher.watch(report)
         if after_step is not None:
             after_step(state.step)
-        if state.step % settings.checkpoint_every == 0 or state.step == settings.max_steps:
+        if number or state.step % settings.checkpoint_every == 0 or state.step == settings.max_steps:
             if fabric.is_global_zero:
                 state.save(checkpoints, keep=settings.keep_checkpoints)
             fabric.barrier()
+        if number and state.step < settings.max_steps:
+            again = number == signal.SIGUSR1 and fabric.is_global_zero and requeue()
+            raise Stopped(
+                f"stopped by {signal.Signals(number).name} after step {state.step}, with a checkpoint: go on with "
+                f"resume=last{'; SLURM was asked to run the job again' if again else ''}",
+                number,
+            )
 
 
-def _step(fabric: Fabric, state: TrainState, flow: FlowMatching, data: Batch, settings: LoopSettings) -> StepReport:
+def _step(
+    fabric: Fabric,
+    state: TrainState,
+    flow: FlowMatching,
+    data: Batch,
+    settings: LoopSettings,
+    request: StopRequest,
+) -> tuple[StepReport, int]:
+    """One step. Returns: its report, and the signal that asks any rank to stop (0: none)."""
     lr = settings.lr_at(state.step + 1)
     for group in state.optimizer.param_groups:
         group["lr"] = lr
@@ -115,9 +150,15 @@ def _step(fabric: Fabric, state: TrainState, flow: FlowMatching, data: Batch, se
     state.optimizer.zero_grad()
     state.step += 1
     state.average.update(state.module, step=state.step)
-    mean = fabric.all_reduce(loss.detach(), reduce_op="mean")  # context peers hold the same loss: the mean over data
-    assert isinstance(mean, Tensor), "a tensor is reduced to a tensor"
-    return StepReport(state.step, float(mean), lr, float(norm) if norm is not None else float("nan"), 0.0, 0.0)
+    # Context peers hold the same loss: the mean over data. All ranks learn of a request in the same step.
+    asked = [float(request.number == number) for number in ASKING]
+    told = fabric.all_reduce(
+        torch.tensor([float(loss.detach()), *asked], dtype=torch.float64, device=loss.device), reduce_op="mean"
+    )
+    assert isinstance(told, Tensor), "a tensor is reduced to a tensor"
+    mean, *asking = told.tolist()
+    number = next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+    return StepReport(state.step, mean, lr, float(norm) if norm is not None else float("nan"), 0.0, 0.0), number
 
 
 def _timed(report: StepReport, step_time_s: float, tokens: int) -> StepReport:

@@ -67,6 +67,30 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_p
     assert read_manifest(newest).step >= 2
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(number: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with started(*ENDLESS, folder=folder) as process:
+        wait_for_checkpoint(folder, process)
+        ranks = ranks_of(process)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=20)
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []
+    assert process.returncode == 128 + number
+    assert "Traceback" not in stderr
+    newest = latest_checkpoint(folder)
+    assert newest is not None
+    step = read_manifest(newest).step
+    if number != signal.SIGINT:
+        done = [row.step for row in read_metrics(folder / "metrics.csv")]
+        assert step == done[-1]
+        assert f"stopped by {signal.Signals(number).name} after step {step}" in stderr
+        resumed = run(*SMALL, "resume=last", f"max_steps={step + 1}", folder=tmp_path / "resumed")
+        assert resumed.exit_code == 0, resumed.stderr
+        assert [row.step for row in resumed.rows] == [step + 1]
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tmp_path: Path) -> None:
     settings = ("model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
