@@ -166,6 +166,8 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     know it from the lengths, unless those left a choice. A pair of empty lists: attention shall ask itself.
     """
     call = session.current()
+    if not call.lengths:  # nothing was split so far
+        return None
     size, rank = call.groups.context_size, call.groups.context_rank
     shares, key = candidates(call), call.key()
     options = shares + [[n] * size for n in sorted(call.whole) if [n] * size not in shares]

@@ -186,6 +186,11 @@ def _inferred(rank: int, world: int) -> float:
         for _ in range(2):
             out, found = outcome(model, x)
             largest = max(largest, float((out - expected).abs().max()), worst(averaged(found, world), gradients))
+    late = Plain().double()  # its first block attends before anything is split
+    expected, gradients = outcome(late, x)
+    apply_context_parallel(late, config, {"blocks.1": PLAIN_PLAN["blocks.0"], "proj_out": PLAIN_PLAN["proj_out"]})
+    out, found = outcome(late, x)
+    largest = max(largest, float((out - expected).abs().max()), worst(averaged(found, world), gradients))
     mixed = _Mixed().double()
     apply_context_parallel(mixed, config, plan)
     if world == 1:
