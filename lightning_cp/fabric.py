@@ -121,7 +121,7 @@ class ContextParallelStrategy(DDPStrategy):
             self._ddp_kwargs.setdefault("find_unused_parameters", True)
         installed = self.context.wrap(module)
         with self.precision.forward_context():
-            line = self.context.describe(installed)
+            line = self.context.describe(installed, ranks_per_node=self.num_processes)
         if line is not None:
             rank_zero_info(line)
         return super().setup_module(module)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.shards import gather, shard_sizes
@@ -136,7 +137,7 @@ class ContextParallel:
         """Whether a selected transformer has parameters that never get a gradient."""
         return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
 
-    def describe(self, installed: Sequence[Installed]) -> str | None:
+    def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
         """One line for the log, to be asked for under the precision of the forward; None if it was said before."""
         groups = self.up()
         world = groups.data_size * groups.context_size
@@ -144,6 +145,13 @@ class ContextParallel:
         for one in installed:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
             line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
+        if groups.ulysses is not None:
+            nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
+            if len(nodes) > 1:
+                line += (
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: within a node, with "
+                    "ring across nodes, it would be faster"
+                )
         if line in self.described:
             return None
         self.described.add(line)

@@ -108,6 +108,12 @@ def test_other_data_and_models_train(settings: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_eight_ranks_train(one_process: Finished, tmp_path: Path) -> None:
+    degrees = ("ring=2", "ulysses=2", "data_parallel=2")
+    assert_same_training(run("strategy=cp", *degrees, *HERE, folder=tmp_path / "run", timeout_s=400), one_process)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", [(), ("strategy=cp", "ring=2")])
 def test_nine_of_ten_samples_are_recognised(strategy: tuple[str, ...], tmp_path: Path) -> None:
     finished = run(*strategy, folder=tmp_path / "run", timeout_s=900)
