@@ -17,13 +17,14 @@ from types import FrameType
 from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
-from lightning_cp.launch.stopping import ASKING
+from lightning_cp.launch.stopping import ASKING, HEARD
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from lightning_cp.launch.rank import main; main(sys.argv[2])"
 )
 _POLL_S = 0.05
+_HEARD_FILE = "heard"
 # Signals that come from outside, or from lack of memory: what other ranks say after one is its effect.
 _OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS, signal.SIGINT, signal.SIGHUP})
 
@@ -44,12 +45,13 @@ class LocalLauncher(Launcher):
         settle_s: after the first failure, how long others may take to end: a rank that dies by a signal may still be
             writing its core file when its peers have already told of the lost connection.
         terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
-        checkpoint_s: how long ranks may take to write a checkpoint when this process is asked to stop (SIGTERM,
-            SIGUSR1); a second signal ends them at once.
+        hear_s: when this process is asked to stop (SIGTERM, SIGUSR1), how long until a rank must have heard of it.
+        checkpoint_s: how long ranks may then take to write a checkpoint; a second signal ends them at once.
     """
 
     settle_s: float = 2.0
     terminate_s: float = 2.0
+    hear_s: float = 10.0
     checkpoint_s: float = 60.0
 
     @override
@@ -87,7 +89,7 @@ class LocalLauncher(Launcher):
                 ranks.append(
                     subprocess.Popen(
                         command,
-                        env=_environment(job, rank, port, lifeline),
+                        env=_environment(job, rank, port, lifeline) | {HEARD: str(reports / _HEARD_FILE)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -111,8 +113,10 @@ class LocalLauncher(Launcher):
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(stop.number)
-        deadline = time.monotonic() + self.checkpoint_s
-        while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
+        started, heard = time.monotonic(), reports / _HEARD_FILE
+        while any(process.poll() is None for process in ranks):
+            if time.monotonic() - started > (self.checkpoint_s if heard.exists() else self.hear_s):
+                break
             time.sleep(_POLL_S)
         said = [report.message for report in _reports(reports) if report.kind is FailureKind.STOPPED]
         return said[0] if said else str(stop)

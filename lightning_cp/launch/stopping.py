@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 # SIGTERM: from a launcher or a cluster. SIGUSR1: from SLURM, some time before the job's end (sbatch --signal=USR1@60).
 ASKING = (signal.SIGTERM, signal.SIGUSR1)
+HEARD = "LIGHTNING_CP_HEARD"  # variable: a file that a rank makes when it was asked and will write a checkpoint
 
 
 class Stopped(Exception):
@@ -45,6 +47,8 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
+        if HEARD in os.environ:
+            Path(os.environ[HEARD]).touch()
 
 
 def requeue() -> bool:

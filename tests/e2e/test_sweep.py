@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from omegaconf import OmegaConf
 
 from lightning_cp.launch.sweep import Outcome, Status, read_outcomes
 from tests.e2e.recipe import ROOT, SMALL, started
@@ -101,8 +102,8 @@ def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stdout + ran.stderr
     outcomes = read_outcomes(folder)
     assert len(outcomes) == 4
-    best = (folder / "optimization_results.yaml").read_text()
-    assert f"{min(outcome.loss for outcome in outcomes):.6f}" in best
+    best = OmegaConf.load(folder / "optimization_results.yaml").best_value
+    assert best == pytest.approx(min(outcome.loss for outcome in outcomes))
 
 
 def test_the_recipe_itself_trains_in_a_sweep(tmp_path: Path) -> None:
