@@ -1,6 +1,9 @@
 """Ranks that torchrun, SLURM or another launcher has started: this process is one of them."""
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from typing_extensions import override
@@ -41,7 +44,22 @@ class ExternalLauncher(Launcher):
     @override
     def launch(self, job: Job) -> Result:
         try:
-            run_target(job.target, job.config)
+            with _surroundings_kept():
+                run_target(job.target, job.config)
         except Exception as error:
             return Result(failure_of(error, self.place.rank))
         return Result()
+
+
+@contextmanager
+def _surroundings_kept() -> Iterator[None]:
+    """The next job in this process finds the environment and the number of threads as this one did."""
+    environment, torch = dict(os.environ), sys.modules.get("torch")
+    threads = torch.get_num_threads() if torch is not None else None
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        if torch is not None:
+            torch.set_num_threads(threads)

@@ -24,6 +24,7 @@ from lightning_cp.launch.settings import SettingsError, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
 
 _REFUSED_EXIT_CODE = 2
+_failed: set[Path] = set()  # sweeps of which this process has seen a job fail
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -77,10 +78,14 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
         return None
     folder, started = sweep.this_sweep(), time.monotonic()
     is_first = place is None or place.rank == 0
-    if read(config, "sweep.on_error") == "stop" and sweep.is_stopped(folder):
+    # Ranks of a launcher all see their own refusals; the first one's files may not be there yet for the others.
+    failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
+    if read(config, "sweep.on_error") == "stop" and failed_before:
         return sweep.record(config, None, started).loss if is_first else math.nan
     result = attempt(config, place, target=target)
     report(result, Path(config.run_dir))
+    if result.failure is not None:
+        _failed.add(folder)
     outcome = sweep.record(config, result, started) if is_first else None
     if sweep.stopped_by_user(result) or (place is not None and result.failure is not None and result.began):
         if is_first:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_cp.launch.external import external_place
 from lightning_cp.launch.job import FailureKind, Result
 
 RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
@@ -164,14 +166,21 @@ class SweepSummary(Callback):
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if not _is_first():
+            return
         for path in Path(config.hydra.sweep.dir).rglob(_OUTCOME):
             path.unlink()
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+        exit_code = 0 if not _is_first() else summarise(Path(config.hydra.sweep.dir).absolute())
         if exit_code:
             raise SystemExit(exit_code)
+
+
+def _is_first() -> bool:
+    place = external_place(os.environ)
+    return place is None or place.rank == 0
 
 
 def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:

@@ -92,6 +92,19 @@ def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path)
     assert "sweep.csv" in stdout
 
 
+@pytest.mark.parametrize(("on_error", "last"), [("continue", Status.FINISHED), ("stop", Status.SKIPPED)])
+def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: Status, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+    ran = sweep("strategy=cp", "ring=1,2,3,2", f"sweep.on_error={on_error}", folder=folder, launcher=launcher)
+    assert ran.returncode == 1
+    outcomes = read_outcomes(folder)
+    assert statuses(outcomes) == [Status.FINISHED, Status.FINISHED, Status.FAILED, last]
+    assert [outcome.tokens_per_s for outcome in outcomes[:2]] == [200, 200]
+    assert "ring=3 × ulysses=1 = 3 must divide the 2 ranks that torchrun started" in outcomes[2].message
+    assert ran.stdout.count("sweep.csv") == 1
+
+
 def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep(
