@@ -45,10 +45,17 @@ class ExternalLauncher(Launcher):
     def launch(self, job: Job) -> Result:
         try:
             with _surroundings_kept():
-                run_target(job.target, job.config)
+                if _ports:
+                    os.environ.update(MASTER_PORT=str(_ports[-1]), TORCHELASTIC_USE_AGENT_STORE="False")
+                port = run_target(job.target, job.config, more_to_come=True)
+            if port is not None:
+                _ports.append(port)
         except Exception as error:
             return Result(failure_of(error, self.place.rank))
         return Result()
+
+
+_ports: list[int] = []  # on which the next job of this process meets; none yet: where the launcher said
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from types import FrameType
 from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
+from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import ASKING, HEARD
 
 _BOOT = (
@@ -79,7 +79,7 @@ class LocalLauncher(Launcher):
         spec = reports / "job.json"
         fields = {"target": job.target, "config": str(job.config), "reports": str(reports)}
         spec.write_text(json.dumps({**fields, "log_dir": str(job.log_dir)}))
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(spec)]
         for rank in range(job.world_size):
             with ExitStack() as stack:
@@ -192,13 +192,6 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
         return  # the group is empty
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -45,3 +46,11 @@ def count_gpus() -> int:
         check=False,
     )
     return int(answer.stdout) if answer.returncode == 0 else 0
+
+
+def free_port() -> int:
+    """A TCP port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -13,6 +13,7 @@ from typing import Any
 
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
+from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]
@@ -27,15 +28,26 @@ def load_target(target: str) -> Target:
     return function
 
 
-def run_target(target: str, config: Path) -> None:
-    """Calls the target with the configuration, and takes down the process group if it made one."""
+def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int | None:
+    """Calls the target with the configuration, and takes down the process group if it made one.
+
+    After an error peers may never come, so the group is left to the end of the process.
+
+    Args:
+        more_to_come: these processes may run another job.
+    Returns: then, the port at which they shall meet: in the store of this group they would find what it left there.
+    """
     from omegaconf import OmegaConf
 
-    try:
-        load_target(target)(OmegaConf.load(config))
-    finally:
-        if sys.exc_info()[0] is None:  # after an error, peers may never come: leave the group to the end of the process
-            _leave_process_group()
+    load_target(target)(OmegaConf.load(config))
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    agreed = [free_port()]
+    if more_to_come:
+        torch.distributed.broadcast_object_list(agreed, src=0)
+    torch.distributed.destroy_process_group()
+    return agreed[0] if more_to_come else None
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -94,9 +106,3 @@ def _root(error: BaseException) -> BaseException:
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__
     return error
-
-
-def _leave_process_group() -> None:
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from lightning_cp.launch.sweep import Outcome, Status, read_outcomes
 from tests.e2e.recipe import ROOT, SMALL, started
 
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 SWEEPING = Path(__file__).with_name("sweeping.py")
 
 
@@ -95,8 +96,7 @@ def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path)
 @pytest.mark.parametrize(("on_error", "last"), [("continue", Status.FINISHED), ("stop", Status.SKIPPED)])
 def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: Status, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-    ran = sweep("strategy=cp", "ring=1,2,3,2", f"sweep.on_error={on_error}", folder=folder, launcher=launcher)
+    ran = sweep("strategy=cp", "ring=1,2,3,2", f"sweep.on_error={on_error}", folder=folder, launcher=TORCHRUN)
     assert ran.returncode == 1
     outcomes = read_outcomes(folder)
     assert statuses(outcomes) == [Status.FINISHED, Status.FINISHED, Status.FAILED, last]
@@ -119,10 +119,11 @@ def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
     assert best == pytest.approx(min(outcome.loss for outcome in outcomes))
 
 
-def test_the_recipe_itself_trains_in_a_sweep(tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
+def test_the_recipe_itself_trains_in_a_sweep(launcher: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     recipe = ROOT / "recipes" / "train.py"
-    ran = sweep(*SMALL, "strategy=cp", "max_steps=2", "ring=1,2", folder=folder, script=recipe)
+    ran = sweep(*SMALL, "strategy=cp", "max_steps=2", "ring=1,2", folder=folder, script=recipe, launcher=launcher)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     first, second = read_outcomes(folder)
     assert first.loss == pytest.approx(second.loss, rel=1e-4)
