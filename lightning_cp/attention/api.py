@@ -185,7 +185,6 @@ def _check_settings(dropout_p: object, is_causal: object, scale: object, enable_
 def _lengths(name: str, lengths: Sequence[int] | None) -> list[int]:
     if lengths is None:
         return []
-    numbers = list(lengths) if isinstance(lengths, (list, tuple, torch.Size)) else [None]
-    if any(isinstance(x, bool) or not isinstance(x, int) for x in numbers):
+    if not isinstance(lengths, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
         raise TypeError(f"{name}={lengths!r} must be a list with one int for each rank of the context group")
-    return [int(x) for x in numbers if x is not None]
+    return list(lengths)

@@ -47,18 +47,17 @@ class Entry:
         parallel_config: object = None,
     ) -> Tensor:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
-        sizes: Sizes | None = None
-        if self.streams is None:
-            # The processor itself says so where its keys are whole.
-            sizes = None if parallel_config is None else find_sizes(self.session, query.shape[1], key.shape[1])
-            if sizes is None:
-                self._touch()
-                assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
-                local: Tensor = self.original(
-                    *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
-                    backend=backend,
-                )
-                return local
+        # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
+        local = self.streams is None and parallel_config is None
+        sizes = None if local else self._sizes(query.shape[1], key.shape[1])
+        if sizes is None:
+            self._touch()
+            assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
+            out: Tensor = self.original(
+                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
+                backend=backend,
+            )
+            return out
         if attention_kwargs:
             raise InterceptionError(
                 f"attention_kwargs {sorted(attention_kwargs)} are meant for one backend and would be lost in "
@@ -84,14 +83,12 @@ class Entry:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Stands for `F.scaled_dot_product_attention`: [b, h, s, d]."""
-        sizes: Sizes | None = None
-        if self.streams is None:
-            sizes = find_sizes(self.session, query.shape[-2], key.shape[-2])
-            if sizes is None:
-                self._touch()
-                return F.scaled_dot_product_attention(
-                    query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-                )
+        sizes = self._sizes(query.shape[-2], key.shape[-2])
+        if sizes is None:
+            self._touch()
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
         if query.ndim != 4:
             raise InterceptionError(
                 f"scaled_dot_product_attention was called with a {query.ndim}-D query; context-parallel attention "
@@ -107,7 +104,7 @@ class Entry:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        sizes: Sizes | None,
+        sizes: Sizes,
         *,
         dropout_p: float,
         causal: bool,
@@ -115,7 +112,6 @@ class Entry:
         backend: Any,
     ) -> Tensor:
         session = self.session
-        call = session.current()
         self._touch()
         if dropout_p:
             raise InterceptionError(f"dropout_p={dropout_p} in attention is not computed context-parallel: set it to 0")
@@ -123,16 +119,6 @@ class Entry:
             raise InterceptionError(
                 f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
             )
-        if self.streams is not None:
-            lengths = call.sizes(self.streams)
-            own = lengths[call.groups.context_rank]
-            if query.shape[1] != own or key.shape[1] != own:
-                raise PlanError(
-                    f"attention over {' + '.join(self.streams)} got {query.shape[1]} queries and {key.shape[1]} keys, "
-                    f"but this rank holds {own} of these tokens: the plan does not fit this model"
-                )
-            sizes = (lengths, lengths)
-        assert sizes is not None, "without streams, sizes were found out"
         out = attend_across(
             *(query, key, value, mask),
             causal=causal,
@@ -145,6 +131,23 @@ class Entry:
         )
         assert isinstance(out, Tensor), "no lse was asked for"
         return out
+
+    def _sizes(self, queries: int, keys: int) -> Sizes | None:
+        """Every rank's queries and keys, from this rank's; None where attention is over whole keys.
+
+        Raises: PlanError: the plan's streams are not what came.
+        """
+        if self.streams is None:
+            return find_sizes(self.session, queries, keys)
+        call = self.session.current()
+        lengths = call.sizes(self.streams)
+        own = lengths[call.groups.context_rank]
+        if queries != own or keys != own:
+            raise PlanError(
+                f"attention over {' + '.join(self.streams)} got {queries} queries and {keys} keys, but this rank holds "
+                f"{own} of these tokens: the plan does not fit this model"
+            )
+        return lengths, lengths
 
     def _touch(self) -> None:
         self.session.current().intercepted = True

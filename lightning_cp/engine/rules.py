@@ -46,12 +46,13 @@ class Rules:
     """A plan, compiled for one model.
 
     attention: streams by path of each module that attends across ranks (None: to be found out).
+    everywhere: streams of which each rank must hold a token; none where the plan names no streams.
     """
 
     arguments: tuple[Arguments, ...]
     outputs: tuple[Outputs, ...]
     attention: Mapping[str, Streams | None]
-    main: str
+    everywhere: Streams
     required: Mapping[str, str]
     refused: Mapping[str, str]
 
@@ -110,7 +111,8 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     outputs = [Outputs(path, spec, gathers=True) for path, spec in plan.gather.items()]
     for output in outputs:
         submodule(module, output.path)
-    return Rules(tuple(arguments), tuple(outputs), attention, plan.main, plan.required, plan.refused)
+    everywhere = (plan.main, *plan.everywhere)
+    return Rules(tuple(arguments), tuple(outputs), attention, everywhere, plan.required, plan.refused)
 
 
 def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Streams]]:
@@ -166,7 +168,7 @@ def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
             f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {})
+    return Rules(tuple(arguments), tuple(outputs), attention, (), {}, {})
 
 
 def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:

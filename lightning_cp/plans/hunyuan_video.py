@@ -15,6 +15,7 @@ PLANS = {
             "single_transformer_blocks": {**_ARGUMENTS, "image_rotary_emb": split(0, "image")},
         },
         gather={"proj_out": split(1, "image")},
+        everywhere=("text",),
         refused={"token_replace_emb": "token_replace modulates the first frame's tokens by their global index"},
     ),
 }

@@ -15,6 +15,7 @@ PLANS = {
             },
         },
         gather={"proj_out": split(1, "image")},
+        everywhere=("text",),
         unused=("transformer_blocks.-1.*",),
     ),
 }

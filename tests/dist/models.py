@@ -36,6 +36,19 @@ class Tiny:
         return self.inputs(torch.Generator().manual_seed(1))
 
 
+def with_short_text(arguments: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The same inputs with so many tokens of text; the second sample has but one."""
+    short = dict(arguments)
+    for name in ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask"):
+        if name in short:
+            short[name] = short[name][:, :tokens].clone()
+            if "mask" in name:
+                short[name][1, 1:] = 0
+    if "txt_ids" in short:
+        short["txt_ids"] = short["txt_ids"][..., :tokens, :]
+    return short
+
+
 def _randn(g: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=g, dtype=torch.float64)
 

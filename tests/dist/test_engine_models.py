@@ -24,9 +24,9 @@ from lightning_cp import (
     apply_context_parallel,
     remove_context_parallel,
 )
-from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
+from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError, ShapeError
 from tests.dist.compare import averaged, outcome, worst
-from tests.dist.models import THEIR_PLANS, TINY, flux, wan
+from tests.dist.models import THEIR_PLANS, TINY, flux, wan, with_short_text
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness import RankPool
 
@@ -42,9 +42,13 @@ def _configs(world: int) -> list[ContextParallelConfig]:
     ]
 
 
-def _compare(rank: int, world: int, name: str, theirs: bool) -> list[tuple[str, float, float]]:
+def _compare(
+    rank: int, world: int, name: str, theirs: bool, text: int | None = None
+) -> list[tuple[str, float, float]]:
     tiny = (THEIR_PLANS if theirs else TINY)[name]
     model, arguments = tiny.build(), tiny.arguments()
+    if text is not None:
+        arguments = with_short_text(arguments, text)
     expected, gradients = outcome(model, arguments)
     attributes, state = set(model.__dict__), list(model.state_dict())
     plan = type(model)._cp_plan if theirs else None
@@ -70,6 +74,27 @@ def _check(results: list[list[tuple[str, float, float]]]) -> None:
 @pytest.mark.parametrize("name", list(TINY))
 def test_registered_plans_are_exact_at_three_ranks(run_ranks: RankPool, name: str) -> None:
     _check(run_ranks(3, _compare, name, False))
+
+
+@pytest.mark.parametrize("name", ["flux2", "sd3", "wan", "ltx", "cogvideox", "pixart"])
+def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str) -> None:
+    _check(run_ranks(3, _compare, name, False, 2))
+
+
+@pytest.mark.parametrize("name", ["qwen_image", "hunyuan_video"])
+def test_text_that_a_class_cannot_leave_out_on_a_rank_is_refused_on_all(run_ranks: RankPool, name: str) -> None:
+    """Their processors reshape, or slice by, a shard of text: with none of it they fail, on that rank alone."""
+    for message in run_ranks(3, _refused_text, name):
+        assert "holds 2 text tokens, fewer than the 3 ranks" in message
+
+
+def _refused_text(rank: int, world: int, name: str) -> str:
+    tiny = TINY[name]
+    model = tiny.build()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    with pytest.raises(ShapeError) as caught:
+        model(**with_short_text(tiny.arguments(), 2))
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "ltx"])
