@@ -6,7 +6,10 @@ from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.recipe import check_config, conf_dir, quiet_overrides, run_recipe
 from lightning_cp.launch.settings import SettingsError
+from lightning_cp.launch.slurm import register_resolvers
 from lightning_cp.launch.world import World
+
+register_resolvers()
 
 __all__ = [
     "ExternalLauncher",

@@ -110,23 +110,27 @@ def sequence_length(config: DictConfig) -> int | None:
 
     Raises: SettingsError: the patch does not divide the size.
     """
+    grid = _token_grid(config)
+    return None if grid is None else math.prod(grid)
+
+
+def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
+    """Frames, rows and columns of tokens; None and errors as `sequence_length`."""
     size = [read(config, f"data.{name}") for name in ("frames", "height", "width")]
     patch = read(config, "data.patch_size")
     if patch is None or None in size:
         return None
     if any(length % part for length, part in zip(size, patch, strict=True)):
         raise SettingsError(
-            f"data.patch_size={list(patch)} must divide data.frames={size[0]}, data.height={size[1]}, "
-            f"data.width={size[2]}"
+            f"data.patch_size={patch} must divide data.frames={size[0]}, data.height={size[1]}, data.width={size[2]}"
         )
     width = read(config, "data.token_width")
     if width is not None and width != read(config, "data.channels", 1) * math.prod(patch):
         raise SettingsError(
             f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the "
-            f"pixels of data.patch_size={list(patch)}"
+            f"pixels of data.patch_size={patch}"
         )
-    frames, rows, columns = (length // part for length, part in zip(size, patch, strict=True))
-    return int(frames * rows * columns)
+    return tuple(length // part for length, part in zip(size, patch, strict=True))
 
 
 def _check_transformer(config: DictConfig) -> None:
@@ -140,11 +144,7 @@ def _check_transformer(config: DictConfig) -> None:
                 raise SettingsError(f"model.transformer.{key}={channels} is not valid: must be data.channels={width}")
         if head is not None and head % 2:
             raise SettingsError(f"model.transformer.attention_head_dim={head} is not valid: must be even")
-        size, patch = (
-            [read(config, f"data.{x}") for x in ("frames", "height", "width")],
-            read(config, "data.patch_size"),
-        )
-        longest = max((n // part for n, part in zip(size, patch)), default=1) if patch and None not in size else 1
+        longest = max(_token_grid(config) or (1,))
         table = read(config, "model.transformer.rope_max_seq_len", longest)
         if table < longest:
             raise SettingsError(

@@ -78,6 +78,11 @@ class Result:
     began: bool = True
 
     @property
+    def was_stopped(self) -> bool:
+        """Whether the user, or a signal, ended the job."""
+        return self.failure is not None and self.failure.kind is FailureKind.STOPPED
+
+    @property
     def exit_code(self) -> int:
         """For the process that launched it; 0 where all ranks ended well."""
         return 0 if self.failure is None else self.failure.exit_code

@@ -2,19 +2,20 @@
 
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, read_manifest
-from lightning_cp.launch import sweep
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
+from lightning_cp.launch import slurm, sweep
 from lightning_cp.launch.combined import check_combined, check_trainer
 from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
@@ -87,7 +88,7 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     if result.failure is not None:
         _failed.add(folder)
     outcome = sweep.record(config, result, started) if is_first else None
-    if sweep.stopped_by_user(result) or (place is not None and result.failure is not None and result.began):
+    if result.was_stopped or (place is not None and result.failure is not None and result.began):
         if is_first:
             sweep.summarise(folder)  # Hydra is not asked again: under a launcher, peers may wait for ever
         sys.exit(result.exit_code)
@@ -97,6 +98,7 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
 def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Result:
     """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
     try:
+        sweep.check_launcher()
         run = check_config(config, Machine.this(), place)
         run_dir = Path(run.config.run_dir)
         _check_writable(run_dir)
@@ -106,12 +108,26 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
         hidden = run_dir / ".hydra"
         if place is not None and place.rank > 0:  # the first rank's folder is the run's
             hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
+        is_first = place is None or place.rank == 0
+        if is_first:
+            slurm.note_run(os.environ, Path(run.config.output_root), run_dir)
         hidden.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, hidden / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
         job = Job(target, hidden / sweep.RESOLVED, run.world.size, run_dir / "logs", threads=threads)
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
-        return launcher.launch(job)
+        result = launcher.launch(job)
+        return _queued_again(result) if is_first else result
+
+
+def _queued_again(result: Result) -> Result:
+    """Under SLURM, a job that was stopped because its time is up is run again, and goes on where it was."""
+    failure = result.failure
+    if failure is None or not result.was_stopped or failure.exit_code != 128 + signal.SIGUSR1:
+        return result
+    if not slurm.requeue(os.environ):
+        return result
+    return replace(result, failure=replace(failure, message=f"{failure.message}; SLURM will run this job again"))
 
 
 def _check_writable(run_dir: Path) -> None:
@@ -153,9 +169,11 @@ def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
 
 def _resume(config: DictConfig) -> str | None:
     asked = read(config, "resume")
+    run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
+    if earlier := [latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root)]:
+        asked = next((str(folder) for folder in earlier if folder is not None), asked)
     if asked is None:
         return None
-    run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was given: the runs beside it are its siblings
     folder = find_checkpoint(asked, root)

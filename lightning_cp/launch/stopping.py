@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
@@ -49,11 +48,3 @@ class StopRequest:
         self.number = number
         if HEARD in os.environ:
             Path(os.environ[HEARD]).touch()
-
-
-def requeue() -> bool:
-    """Ask SLURM to run this job again, where it runs one. Returns: whether it was asked."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        return False
-    return subprocess.run(["scontrol", "requeue", job], capture_output=True, check=False).returncode == 0

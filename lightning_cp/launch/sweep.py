@@ -7,14 +7,11 @@ A job is as good as a fresh start, because its ranks are processes of its own; a
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from enum import StrEnum, unique
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -28,52 +25,12 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_cp.launch.external import external_place
-from lightning_cp.launch.job import FailureKind, Result
+from lightning_cp.launch.job import Result
+from lightning_cp.launch.outcome import OUTCOME, Outcome, Status, differing, read_outcomes, read_rows
+from lightning_cp.launch.settings import SettingsError
 
 RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
-_OUTCOME = "outcome.json"
 _LAST_ROWS = 25  # of metrics.csv, whose mean loss is the objective
-
-
-@unique
-class Status(StrEnum):
-    """How a job of a sweep ended."""
-
-    FINISHED = "finished"
-    FAILED = "failed"
-    SKIPPED = "skipped"  # after a failure, with sweep.on_error=stop
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """One job of a sweep; losses and times are NaN where there are none.
-
-    Attributes:
-        job: its number. overrides: what sets it apart. degrees: data_parallel, ring, ulysses.
-        message: why it failed. loss: mean of the last rows, the objective. step_time_s, tokens_per_s: medians.
-        seconds: of the whole job. folder: of its run.
-    """
-
-    job: int
-    overrides: list[str]
-    degrees: dict[str, Any]
-    status: Status
-    message: str
-    exit_code: int
-    steps: int
-    loss: float
-    step_time_s: float
-    tokens_per_s: float
-    seconds: float
-    folder: str
-
-    def write(self) -> None:
-        """Leaves it in the job's folder; whole or not at all."""
-        path = Path(self.folder) / _OUTCOME
-        path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = path.with_suffix(".partial")
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(path)
 
 
 def in_sweep() -> bool:
@@ -81,23 +38,16 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def check_launcher() -> None:
+    """Raises: SettingsError: a launcher of sweeps was chosen for a single run, where Hydra would pass over it."""
+    chosen = HydraConfig.get().runtime.choices.get("launcher") if HydraConfig.initialized() else None
+    if chosen is not None and not in_sweep():
+        raise SettingsError(f"launcher={chosen} is for jobs of a sweep: add -m, also for a single job")
+
+
 def this_sweep() -> Path:
     """The folder of the multirun that this job belongs to."""
     return Path(HydraConfig.get().sweep.dir).absolute()
-
-
-def read_outcomes(sweep: Path) -> list[Outcome]:
-    """What the jobs of a sweep left, in their order."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sweep.rglob(_OUTCOME))
-    outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in found]
-    return sorted(outcomes, key=lambda outcome: outcome.job)
-
-
-def differing(outcomes: list[Outcome]) -> list[str]:
-    """For each job, the settings that it does not share with all others; of a single job, all."""
-    given = [set(outcome.overrides) for outcome in outcomes]
-    shared = set.intersection(*given) if len(given) > 1 else set()
-    return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
 
 
 def is_stopped(sweep: Path) -> bool:
@@ -108,7 +58,7 @@ def is_stopped(sweep: Path) -> bool:
 def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
     """Writes down what came of a job; `result` None: it was skipped. started: `time.monotonic()` before it."""
     hydra, run = HydraConfig.get(), Path(config.run_dir)
-    rows = list(read_rows(run))
+    rows = list(read_rows(run / "metrics.csv"))
     resolved = run / ".hydra" / RESOLVED
     settled = OmegaConf.load(resolved) if resolved.is_file() else config
     failure = None if result is None else result.failure
@@ -129,15 +79,6 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
     )
     outcome.write()
     return outcome
-
-
-def read_rows(run: Path) -> Iterator[dict[str, float]]:
-    """The rows of a run's metrics; none where it did not come so far."""
-    path = run / "metrics.csv"
-    if path.is_file():
-        with path.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                yield {name: float(value) for name, value in row.items()}
 
 
 def summarise(sweep: Path) -> int:
@@ -168,7 +109,7 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not _is_first():
             return
-        for path in Path(config.hydra.sweep.dir).rglob(_OUTCOME):
+        for path in Path(config.hydra.sweep.dir).rglob(OUTCOME):
             path.unlink()
 
     @override
@@ -193,7 +134,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     FigureCanvasAgg(figure)
     curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
     for i, (outcome, settings) in enumerate(zip(trained, differing(trained), strict=True)):
-        rows = list(read_rows(Path(outcome.folder)))
+        rows = list(read_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         label = f"{outcome.job}: {shorten(settings, 50, placeholder=' …') or 'the same settings'}"
         if outcome.status is Status.FAILED:
@@ -253,8 +194,3 @@ def _mean(values: list[float]) -> float:
 
 def _median(values: list[float]) -> float:
     return statistics.median(values) if values else math.nan
-
-
-def stopped_by_user(result: Result) -> bool:
-    """Whether the user, or a signal, ended the job: then the sweep ends too."""
-    return result.failure is not None and result.failure.kind is FailureKind.STOPPED

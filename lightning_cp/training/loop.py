@@ -12,7 +12,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest, requeue
+from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
 from lightning_cp.training.flow import FlowMatching
 from lightning_cp.training.state import TrainState
 
@@ -88,46 +88,30 @@ def fit(
         checkpoints: folder to write to, on the first rank.
         watchers: told of every step, on the first rank.
         after_step: called with the number of steps done, on every rank.
-    Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; the step was finished and a checkpoint written. After
-        SIGUSR1 under SLURM the job is queued again.
+    Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; the step was finished and a checkpoint written.
     """
-    with StopRequest() as request:
-        _fit(fabric, state, flow, loader, settings, checkpoints, watchers, after_step, request)
-
-
-def _fit(
-    fabric: Fabric,
-    state: TrainState,
-    flow: FlowMatching,
-    loader: DataLoader[Batch],
-    settings: LoopSettings,
-    checkpoints: Path,
-    watchers: Sequence[Watcher],
-    after_step: Callable[[int], None] | None,
-    request: StopRequest,
-) -> None:
     state.model.train()
     started = time.perf_counter()
-    for pixels, labels in _batches(loader, state, settings.max_steps):
-        report, number = _step(fabric, state, flow, (pixels, labels), settings, request)
-        now = time.perf_counter()
-        report, started = _timed(report, now - started, state.sampler.batch_size * settings.tokens), now
-        if fabric.is_global_zero:
-            for watcher in watchers:
-                watcher.watch(report)
-        if after_step is not None:
-            after_step(state.step)
-        if number or state.step % settings.checkpoint_every == 0 or state.step == settings.max_steps:
+    with StopRequest() as request:
+        for data in _batches(loader, state, settings.max_steps):
+            report, number = _step(fabric, state, flow, data, settings, request)
+            now = time.perf_counter()
+            report, started = _timed(report, now - started, state.sampler.batch_size * settings.tokens), now
             if fabric.is_global_zero:
-                state.save(checkpoints, keep=settings.keep_checkpoints)
-            fabric.barrier()
-        if number and state.step < settings.max_steps:
-            again = number == signal.SIGUSR1 and fabric.is_global_zero and requeue()
-            raise Stopped(
-                f"stopped by {signal.Signals(number).name} after step {state.step}, with a checkpoint: go on with "
-                f"resume=last{'; SLURM was asked to run the job again' if again else ''}",
-                number,
-            )
+                for watcher in watchers:
+                    watcher.watch(report)
+            if after_step is not None:
+                after_step(state.step)
+            is_last = state.step == settings.max_steps
+            if number or is_last or state.step % settings.checkpoint_every == 0:
+                if fabric.is_global_zero:
+                    state.save(checkpoints, keep=settings.keep_checkpoints)
+                fabric.barrier()
+            if number and not is_last:
+                name = signal.Signals(number).name
+                raise Stopped(
+                    f"stopped by {name} after step {state.step}, with a checkpoint: go on with resume=last", number
+                )
 
 
 def _step(
@@ -151,10 +135,8 @@ def _step(
     state.step += 1
     state.average.update(state.module, step=state.step)
     # Context peers hold the same loss: the mean over data. All ranks learn of a request in the same step.
-    asked = [float(request.number == number) for number in ASKING]
-    told = fabric.all_reduce(
-        torch.tensor([float(loss.detach()), *asked], dtype=torch.float64, device=loss.device), reduce_op="mean"
-    )
+    asked = torch.tensor([float(request.number == number) for number in ASKING], dtype=torch.float64)
+    told = fabric.all_reduce(torch.cat([loss.detach().double().view(1), asked.to(loss.device)]), reduce_op="mean")
     assert isinstance(told, Tensor), "a tensor is reduced to a tensor"
     mean, *asking = told.tolist()
     number = next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
@@ -168,7 +150,7 @@ def _timed(report: StepReport, step_time_s: float, tokens: int) -> StepReport:
 def _batches(loader: DataLoader[Batch], state: TrainState, max_steps: int) -> Iterator[Batch]:
     while state.step < max_steps:
         state.sampler.seek(state.step)
-        for pixels, labels in loader:
-            yield pixels, labels
+        for data in loader:
+            yield data
             if state.step >= max_steps:
                 return

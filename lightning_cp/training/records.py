@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
+from lightning_cp.launch.outcome import read_rows
 from lightning_cp.training.loop import StepReport, Watcher
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
@@ -55,11 +56,10 @@ class MetricsFile(Watcher):
 
 
 def read_metrics(path: Path) -> list[StepReport]:
-    """The rows of a `metrics.csv`."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            StepReport(int(row["step"]), *(float(row[name]) for name in COLUMNS[1:])) for row in csv.DictReader(file)
-        ]
+    """The rows of a `metrics.csv`. Raises: FileNotFoundError: there is none."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}")
+    return [StepReport(int(row["step"]), *(row[name] for name in COLUMNS[1:])) for row in read_rows(path)]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:

@@ -66,9 +66,15 @@ def started(
         process.communicate()
 
 
-def run(*overrides: str, folder: Path, launcher: tuple[str, ...] = (), timeout_s: float = 150) -> Finished:
+def run(
+    *overrides: str,
+    folder: Path,
+    launcher: tuple[str, ...] = (),
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = 150,
+) -> Finished:
     """Runs the recipe to its end."""
-    with started(*overrides, folder=folder, launcher=launcher) as process:
+    with started(*overrides, folder=folder, launcher=launcher, environment=environment) as process:
         stdout, stderr = process.communicate(timeout=timeout_s)
         return Finished(process.returncode, stdout, stderr, folder)
 

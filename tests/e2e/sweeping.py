@@ -20,7 +20,9 @@ CONF = str(Path(__file__).parents[2] / "conf")
 
 def train(config: Any) -> None:
     """What every rank does."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    of_slurm = "RANK" not in os.environ
+    rank = int(os.environ["SLURM_PROCID" if of_slurm else "RANK"])
+    world = int(os.environ["SLURM_NTASKS" if of_slurm else "WORLD_SIZE"])
     assert world == config.ring * config.ulysses * config.data_parallel
     assert "LEFT_BEHIND" not in os.environ
     os.environ["LEFT_BEHIND"] = "by a job"

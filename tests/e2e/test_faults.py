@@ -25,6 +25,7 @@ ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_ever
         ("ring=2", "strategy=single"),
         ("model=nothing", "wan_tiny"),
         ("rign=2", "rign"),
+        ("launcher=slurm", "add -m"),
         ("resume=nowhere", "resume=nowhere"),
         ("max_steps=", "max_steps="),
     ],

@@ -160,29 +160,27 @@ def test_another_project_uses_our_strategy(default: str, where: str, foreign_pro
         f"defaults:\n  - {default}\n  - _self_\n"
         "hydra: {searchpath: ['pkg://lightning_cp.conf'], output_subdir: null, run: {dir: .}}\n"
     )
-    run = subprocess.run(
-        [sys.executable, "app.py", f"{where}.ring=3"],
-        cwd=foreign_project,
-        env={"PYTHONPATH": str(foreign_project / "site"), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0, run.stderr
-    strategy = OmegaConf.select(OmegaConf.create(run.stdout), where)
+    printed = run_in(foreign_project, "app.py", f"{where}.ring=3")
+    strategy = OmegaConf.select(OmegaConf.create(printed), where)
     assert strategy._target_ == "lightning_cp.fabric.ContextParallelStrategy"
     assert (strategy.ring, strategy.ulysses, strategy.data_parallel) == (3, 1, "auto")
 
 
 def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -> None:
     recipe = shutil.copy(ROOT / "recipes" / "train.py", foreign_project / "mine.py")
+    printed = run_in(foreign_project, str(recipe), "--cfg", "job", "experiment=unified")
+    assert OmegaConf.create(printed).ulysses == 2
+
+
+def run_in(project: Path, *arguments: str) -> str:
+    """What a script prints in a project that has us installed."""
     run = subprocess.run(
-        [sys.executable, str(recipe), "--cfg", "job", "experiment=unified"],
-        cwd=foreign_project,
-        env={"PYTHONPATH": str(foreign_project / "site"), "PATH": ""},
+        [sys.executable, *arguments],
+        cwd=project,
+        env={"PYTHONPATH": str(project / "site"), "PATH": ""},
         capture_output=True,
         text=True,
         timeout=60,
     )
     assert run.returncode == 0, run.stderr
-    assert OmegaConf.create(run.stdout).ulysses == 2
+    return run.stdout
