@@ -35,6 +35,7 @@ class ContextParallelStrategy(DDPStrategy):
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: compare what context peers are given, in the "first" forwards, "always" or "off".
+        stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
         timeout: of collectives.
         kwargs: what `lightning.fabric.strategies.DDPStrategy` takes.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
@@ -52,6 +53,7 @@ class ContextParallelStrategy(DDPStrategy):
         modules: Sequence[Any] | None = None,
         kernel: str = "auto",
         check_peers: str = "first",
+        stall_s: float | None = 60.0,
         timeout: timedelta = timedelta(minutes=5),
         whole_world: str | None = None,
         **kwargs: Any,
@@ -72,6 +74,7 @@ class ContextParallelStrategy(DDPStrategy):
             "modules": modules,
             "kernel": kernel,
             "check_peers": check_peers,
+            "stall_s": stall_s,
         }
         self.context = ContextParallel(**self._settings)
 
@@ -113,6 +116,8 @@ class ContextParallelStrategy(DDPStrategy):
         super().setup_environment()
         self.context.check_world(self.world_size)
         self.context.set_up()
+        assert self.cluster_environment is not None, "it started the processes"
+        self.context.watch(host=self.cluster_environment.main_address, timeout=self._timeout)
 
     @override
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:

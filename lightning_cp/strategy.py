@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.engine.apply import Installed, parallelize
@@ -39,6 +42,7 @@ class ContextParallel:
     modules: Sequence[Any] | None
     kernel: str
     check_peers: str
+    stall_s: float | None
     groups: Groups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
     found: set[Any] = field(default_factory=set, init=False)  # keys of plans and modules
@@ -54,6 +58,8 @@ class ContextParallel:
             raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
         check_kernel(self.kernel)
         forwards_to_check(self.check_peers)
+        if self.stall_s is not None and (isinstance(self.stall_s, bool) or not self.stall_s > 0):
+            raise ValueError(f"stall_s={self.stall_s!r} must be seconds above 0, or None for no watch")
         self.config = self._config()
         self.ring, self.ulysses = self.config.mesh_shape
 
@@ -91,6 +97,12 @@ class ContextParallel:
         """Build the groups. Ranks: the whole world."""
         self.groups = groups_for(self.config)
         return self.groups
+
+    def watch(self, *, host: str, timeout: timedelta | None) -> None:
+        """Tell of collectives that do not end. Args: as of `watch_stalls`. Ranks: the whole world."""
+        if self.stall_s is not None:
+            timeout_s = math.inf if timeout is None else timeout.total_seconds()
+            watch_stalls(host=host, after_s=min(self.stall_s, timeout_s / 2), timeout_s=timeout_s)
 
     def up(self) -> Groups:
         """The groups. Raises: RuntimeError: the ranks are not up yet."""

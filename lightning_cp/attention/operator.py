@@ -21,6 +21,7 @@ from lightning_cp.attention.ulysses import (
     share_heads,
     tokens_to_heads,
 )
+from lightning_cp.comm.stall import calling_module
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import Part, PartGrad, wide_dtype
 from lightning_cp.mesh import Groups, groups_by_name
@@ -178,6 +179,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Forward) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved, seen, agreed)
     ctx.key_shape, ctx.out_shape = list(key.shape), list(out.shape)
+    ctx.module = calling_module()
     ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
 
 

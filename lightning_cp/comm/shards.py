@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.stall import calling_module
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import groups_by_name
 
@@ -84,7 +85,7 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments = inputs[1:]
+    ctx.arguments, ctx.module = inputs[1:], calling_module()
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

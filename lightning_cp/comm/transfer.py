@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.stall import moves
+
 
 @dataclass
 class Pending:
@@ -37,6 +39,7 @@ def exchange(
 
     Ranks: each peer with the matching calls, in the same order.
     """
+    moves()
     pending = Pending()
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
@@ -61,6 +64,7 @@ def all_to_all(
 
     Ranks: all of `group`.
     """
+    moves()
     incoming = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=outgoing.device)
     landing = _landing(incoming, group)
     dist.all_to_all_single(landing, _host(outgoing, group), receive_bytes, send_bytes, group=group)

@@ -1,5 +1,6 @@
-"""A model that fails on one rank."""
+"""Models that fail, or dawdle, on one rank."""
 
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -19,4 +20,19 @@ class FailingDenoiser(WanDenoiser):
         self.forwards += 1
         if self.forwards == 3 and dist.get_rank() == self.fails_on:
             raise ZeroDivisionError("the third forward fails")
+        return super().forward(*args, **kwargs)
+
+
+class NappingDenoiser(WanDenoiser):
+    """Sleeps in the third forward on rank 1, while its peers wait in attention."""
+
+    def __init__(self, *, nap_s: float, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.nap_s = nap_s
+        self.forwards = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.forwards += 1
+        if self.forwards == 3 and dist.get_rank() == 1:
+            time.sleep(self.nap_s)
         return super().forward(*args, **kwargs)

@@ -1,0 +1,106 @@
+"""A rank that is elsewhere while its peers wait for it: told with rank, module and collective."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.comm.stall import watch_stalls
+from tests.dist.models import TINY
+from tests.harness import RankPool
+
+AFTER_S = 1.0
+NAP_S = 2.5
+
+
+def _told_while(step: Callable[[], object], *, world: int) -> list[str]:
+    """What this rank's watch says during a step."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    messages: list[str] = []
+    watch = watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=60, tell=messages.append)
+    assert (watch is None) == (world == 1)
+    step()
+    dist.barrier()
+    if watch is not None:
+        watch.stop()
+    return messages
+
+
+def _wan(world: int, place: str, sleeps: bool) -> tuple[Any, Callable[[], object]]:
+    tiny = TINY["wan"]
+    model = tiny.build()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    arguments = tiny.arguments()
+
+    def nap(*_: object) -> None:
+        if sleeps:
+            time.sleep(NAP_S)
+
+    def backward_nap(_module: object, _inputs: object, output: Tensor) -> None:
+        output.register_hook(nap)
+
+    attention: Any = model.blocks[1].attn1
+    attention.register_forward_pre_hook(nap) if place == "forward" else attention.register_forward_hook(backward_nap)
+
+    def step() -> None:
+        model(**arguments, return_dict=False)[0].sum().backward()
+
+    return model, step
+
+
+def _stalled(rank: int, world: int, place: str) -> list[str]:
+    _, step = _wan(world, place, sleeps=rank == 1)
+    return _told_while(step, world=world)
+
+
+def test_a_stalled_forward_is_told_by_every_rank_that_waits(run_ranks: RankPool) -> None:
+    first, sleeper, last = run_ranks(3, _stalled, "forward")
+    assert sleeper == []
+    for (told,) in (first, last):
+        assert "has not ended for" in told
+        assert "time-out: 60 s" in told
+        assert "rotate_direct, blocks.1.attn1 of WanTransformer3DModel" in told
+        assert "rank 1 is in no collective, blocks.1 of WanTransformer3DModel (dist/test_stall.py:" in told
+        assert "in nap)" in told
+
+
+def test_a_stalled_backward_is_told_with_the_module_of_its_forward(run_ranks: RankPool) -> None:
+    (told,), _, _ = run_ranks(3, _stalled, "backward")
+    assert "in backward, blocks.1.attn1 of WanTransformer3DModel" in told
+    assert "rank 1 is in no collective" in told
+
+
+def _first_is_elsewhere(rank: int, world: int) -> list[str]:
+    return _told_while(lambda: time.sleep(NAP_S if rank == 0 else 0), world=world)
+
+
+def test_the_first_rank_tells_of_peers_that_wait_for_it(run_ranks: RankPool) -> None:
+    (first,), (other,) = run_ranks(2, _first_is_elsewhere)
+    for told in (first, other):
+        assert "rank 1 wait" in told
+        assert "barrier" in told
+        assert "rank 0 is in no collective (dist/test_stall.py:" in told
+
+
+def _busy(rank: int, world: int) -> list[str]:
+    """Collectives that take all the time, but end: the same lines again and again."""
+
+    def step() -> None:
+        until = time.monotonic() + 2 * AFTER_S
+        x = Tensor([time.monotonic() < until])
+        while x.item():
+            time.sleep(0.05 * rank)
+            x.fill_(time.monotonic() < until)
+            dist.all_reduce(x, op=dist.ReduceOp.MIN)
+
+    return _told_while(step, world=world)
+
+
+def test_collectives_that_end_are_no_stall(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _busy) == [[], []]

@@ -1,0 +1,100 @@
+"""A stalled collective as a user sees it: under our launch, under torchrun, and with a node that is cut off."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.recipe import RECIPE, ROOT, SMALL, started
+
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
+STRATEGY = ("strategy=cp", "ring=2", "strategy.stall_s=1", "progress=false")
+
+
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["ours", "torchrun"])
+def test_a_peer_that_is_alive_but_elsewhere_is_told_of(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    nap = ("model._target_=tests.e2e.failing.NappingDenoiser", "+model.nap_s=4", "max_steps=4")
+    with started(*SMALL, *STRATEGY, *nap, folder=tmp_path / "run", launcher=launcher) as process:
+        _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    told = stderr[stderr.index("warning: a collective has not ended") :]
+    assert re.search(r"rank 0 waits in rotate_direct, transformer\.blocks\.0\.attn1 of NappingDenoiser", told)
+    assert re.search(r"rank 1 is in no collective, NappingDenoiser \(e2e/failing\.py:\d+ in forward\)", told)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, str]]:
+    """Two network namespaces that see each other, 10.77.0.1 and 10.77.0.2; their names are their interfaces' too."""
+    names = tuple(f"lcp{os.getpid() % 10_000}{side}" for side in "ab")
+    with ExitStack() as stack:
+        try:
+            for name in names:
+                _ip("netns", "add", name)
+                stack.callback(_ip, "netns", "del", name)
+            _ip("link", "add", names[0], "netns", names[0], "type", "veth", "peer", "name", names[1], "netns", names[1])
+            for i, name in enumerate(names):
+                _ip("-n", name, "addr", "add", f"10.77.0.{i + 1}/24", "dev", name)
+                for device in ("lo", name):
+                    _ip("-n", name, "link", "set", device, "up")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"network namespaces cannot be made here: {error}")
+        yield names[0], names[1]
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)
+
+
+def test_two_nodes_of_which_one_is_cut_off_both_tell_of_it(nodes: tuple[str, str], tmp_path: Path) -> None:
+    settings = (*SMALL, *STRATEGY, "max_steps=100000", "num_nodes=2", f"hydra.run.dir={tmp_path / 'run'}")
+    with ExitStack() as stack:
+        ranks, said = [], []
+        for rank, node in enumerate(nodes):
+            environment = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29611",
+                "RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "GROUP_RANK": str(rank),
+                "TORCHELASTIC_RUN_ID": "nodes",  # as torchrun sets it
+                "GLOO_SOCKET_IFNAME": node,
+                "OMP_NUM_THREADS": "1",
+            }
+            said.append(tmp_path / f"{node}.log")
+            ranks.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", node, sys.executable, str(RECIPE), *settings],
+                    stdout=stack.enter_context(said[-1].open("w")),
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=tmp_path,
+                )
+            )
+            stack.callback(ranks[-1].wait)
+            stack.callback(ranks[-1].kill)
+        metrics = tmp_path / "run" / "metrics.csv"
+        _wait(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, 90, said)
+        _ip("-n", nodes[1], "link", "set", nodes[1], "down")
+        _wait(lambda: all("has not ended for" in path.read_text() for path in said), 30, said)
+        for rank, path in enumerate(said):
+            assert ranks[rank].poll() is None, "before any time-out"
+            told = path.read_text().partition("warning: a collective")[2]
+            assert re.search(rf"rank {rank} waits in \w+", told), told
+            assert f"rank {1 - rank} cannot be heard" in told, told
+
+
+def _wait(condition: Callable[[], bool], limit_s: float, said: list[Path]) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "\n".join(path.read_text() for path in said)
+        time.sleep(0.1)
