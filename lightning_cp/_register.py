@@ -1,55 +1,64 @@
-"""Puts our strategies into Lightning's registry, without importing it (which takes seconds) early."""
+"""Puts our strategies into Lightning's registries, without importing it (which takes seconds) early."""
 
 from __future__ import annotations
 
 import sys
+from functools import partial
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-_STRATEGIES = "lightning.fabric.strategies"
+# Lightning's module -> its registry's name there, and our module with the strategy for it.
+_HOMES = {
+    "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_cp.fabric"),
+    "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_cp.pytorch"),
+}
 _NAMES = {"cp": None, "cp_ring": "ring", "cp_ulysses": "ulysses"}
 
 
-def _fabric_strategy(**settings: Any) -> Any:
-    from lightning_cp.fabric import ContextParallelStrategy
-
-    return ContextParallelStrategy(**settings)
+def _build(home: str, **settings: Any) -> Any:
+    return import_module(home).ContextParallelStrategy(**settings)
 
 
 def _register(module: ModuleType) -> None:
-    registry = module.STRATEGY_REGISTRY
+    registry_name, ours = _HOMES[module.__name__]
+    registry = getattr(module, registry_name)
     for name, whole_world in _NAMES.items():
         if name not in registry:
             registry.register(
-                name, _fabric_strategy, description="context parallelism of transformers", whole_world=whole_world
+                name, partial(_build, ours), description="context parallelism of transformers", whole_world=whole_world
             )
 
 
 class _AfterImport(MetaPathFinder, Loader):
-    """Lets Lightning's module load as always, then registers."""
+    """Lets Lightning's modules load as always, then registers."""
+
+    def __init__(self) -> None:
+        self._loaders: dict[str, Any] = {}
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != _STRATEGIES:
+        if fullname not in _HOMES or fullname in self._loaders:
             return None
-        sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            self._inner, spec.loader = spec.loader, self
+            self._loaders[fullname], spec.loader = spec.loader, self
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._inner.create_module(spec)
+        made: ModuleType | None = self._loaders[spec.name].create_module(spec)
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
-        self._inner.exec_module(module)
+        self._loaders[module.__name__].exec_module(module)
         _register(module)
 
 
 def register() -> None:
-    """Register now if Lightning is imported, else when it will be."""
-    if _STRATEGIES in sys.modules:
-        _register(sys.modules[_STRATEGIES])
-    else:
+    """Register now where Lightning is imported, else when it will be."""
+    for name in _HOMES:
+        if name in sys.modules:
+            _register(sys.modules[name])
+    if any(name not in sys.modules for name in _HOMES):
         sys.meta_path.insert(0, _AfterImport())

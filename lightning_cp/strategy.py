@@ -17,7 +17,7 @@ from lightning_cp.comm.shards import gather, shard_sizes
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
-from lightning_cp.engine.apply import Installed, parallelize
+from lightning_cp.engine.apply import Installed, installed_on, parallelize
 from lightning_cp.engine.peers import forwards_to_check
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
@@ -100,7 +100,7 @@ class ContextParallel:
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
         """Tell of collectives that do not end. Args: as of `watch_stalls`. Ranks: the whole world."""
-        if self.stall_s is not None:
+        if self.stall_s is not None and dist.is_initialized():
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
             watch_stalls(host=host, after_s=min(self.stall_s, timeout_s / 2), timeout_s=timeout_s)
 
@@ -111,13 +111,17 @@ class ContextParallel:
         return self.groups
 
     def wrap(self, module: nn.Module) -> list[Installed]:
-        """Make every selected transformer in `module` context-parallel; those that are already stay as they are."""
+        """Make every selected transformer in `module` context-parallel. Returns: these, and those that already were."""
         self.up()
-        return [
-            parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
-            for inner, plan in self._selected(module)
-            if "_lightning_cp" not in inner.__dict__
-        ]
+        found = []
+        for inner, plan in self._selected(module):
+            before = installed_on(inner)
+            found.append(
+                parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
+                if before is None
+                else before
+            )
+        return found
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())
@@ -157,6 +161,8 @@ class ContextParallel:
         for one in installed:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
             line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
+        if not installed and self.size > 1:
+            line += "; no transformer with a plan: only what calls context_parallel_attention is parallel"
         if groups.ulysses is not None:
             nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
             if len(nodes) > 1:

@@ -175,12 +175,19 @@ def watch_stalls(
             store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=patience)
         except RuntimeError:  # a firewall: this rank will tell of itself alone
             store = None
+    stop_watch()
     global _watch
-    if _watch is not None:
-        _watch.stop()
     _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, tell=tell)
     _watch.start()
     return _watch
+
+
+def stop_watch() -> None:
+    """Ends this process' watch, where there is one: before its process group is destroyed, say."""
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+    _watch = None
 
 
 _watch: StallWatch | None = None
@@ -195,7 +202,7 @@ def moves() -> None:
 
 def calling_module() -> tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None:
     """The module whose forward calls, and the outermost around it, for `place_of` in its backward; None unwatched."""
-    if _watch is None or _watch._ended.is_set():
+    if _watch is None:
         return None
     found = modules_on(sys._getframe(1))
     return None if found is None else (weakref.ref(found[0]), weakref.ref(found[1]))

@@ -46,6 +46,9 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     agreed = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(agreed, src=0)
+    from lightning_cp.comm.stall import stop_watch
+
+    stop_watch()
     torch.distributed.destroy_process_group()
     return agreed[0] if more_to_come else None
 

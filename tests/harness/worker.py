@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_cp.comm.stall import stop_watch
 from tests.harness.leaks import running_threads
 
 # Warnings are errors in workers too. Third-party noise that is not ours to fix: (message, category, module).
@@ -114,6 +115,7 @@ def _clean_state() -> Iterator[None]:
             yield
     finally:
         if dist.is_initialized():
+            stop_watch()
             dist.destroy_process_group()
         os.environ.clear()
         os.environ.update(environment)

@@ -1,0 +1,188 @@
+"""What our strategies for Fabric and for the Trainer have in common, put before Lightning's own in their bases."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cp.comm.stall import stop_watch
+from lightning_cp.config import RotateMethod
+from lightning_cp.engine.apply import Installed
+from lightning_cp.strategy import ContextParallel
+
+
+class ContextParallelFlavour:
+    """Replicated weights, tokens of each sample spread over ring x ulysses ranks, gradients averaged over all ranks.
+
+    Args:
+        ring: ranks of a ring.
+        ulysses: ranks of a Ulysses group; context groups have ring x ulysses ranks, `ulysses` innermost.
+        data_parallel: number of context groups; "auto": what the world holds.
+        rotate_method, convert_to_fp32: see `lightning_cp.ContextParallelConfig`.
+        mesh: a DeviceMesh with axes `ring` and `ulysses`, others beside them; degrees are read from it.
+        plans: model classes, their names, or names of modules -> plans, before the registered ones.
+        modules: classes or names of the modules to wrap; default: every transformer that has a plan.
+        kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
+        check_peers: compare what context peers are given, in the "first" forwards, "always" or "off".
+        stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
+        timeout: of collectives.
+        kwargs: what Lightning's `DDPStrategy` of the same flavour takes.
+    Raises: ValueError, TypeError: bad settings, before any rank is started.
+    """
+
+    def __init__(
+        self,
+        ring: int = 1,
+        ulysses: int = 1,
+        data_parallel: int | str = "auto",
+        rotate_method: RotateMethod = "allgather",
+        convert_to_fp32: bool = True,
+        mesh: Any = None,
+        plans: Mapping[Any, object] | None = None,
+        modules: Sequence[Any] | None = None,
+        kernel: str = "auto",
+        check_peers: str = "first",
+        stall_s: float | None = 60.0,
+        timeout: timedelta = timedelta(minutes=5),
+        whole_world: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_known(type(self), kwargs)
+        super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
+        if whole_world not in (None, "ring", "ulysses"):
+            raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
+        self._whole_world = whole_world
+        self._settings: dict[str, Any] = {
+            "ring": ring,
+            "ulysses": ulysses,
+            "data_parallel": data_parallel,
+            "rotate_method": rotate_method,
+            "convert_to_fp32": convert_to_fp32,
+            "mesh": mesh,
+            "plans": plans,
+            "modules": modules,
+            "kernel": kernel,
+            "check_peers": check_peers,
+            "stall_s": stall_s,
+        }
+        self.context = ContextParallel(**self._settings)
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's context group."""
+        groups = self.context.groups
+        return self._lightning.global_rank // self.context.size if groups is None else groups.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of context groups."""
+        groups = self.context.groups
+        return self._planned_world // self.context.size if groups is None else groups.data_size
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this rank in its context group."""
+        return self.context.up().context_rank
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share one sample."""
+        return self.context.size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A context group is one replica."""
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+        """This rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
+        return self.context.shard(batch, dims)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole of a sharded tensor, on every rank; see `ContextParallel.gather`."""
+        return self.context.gather(x, dim)
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """Random numbers that context peers draw alike; see `ContextParallel.generator`."""
+        return self.context.generator(seed, device)
+
+    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
+        """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""
+        return self.context.local_mean(loss, tokens)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seeds workers from the data rank, so that context peers augment alike.
+
+        Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone.
+        """
+        dataset = getattr(dataloader, "dataset", None)
+        divided = self.data_size == 1 or getattr(dataset, "sharded_by_data_rank", False)
+        if isinstance(dataset, IterableDataset) and not divided:
+            raise ValueError(
+                f"{type(dataset).__name__} is iterable, so it cannot be divided over {self.data_size} data ranks from "
+                "outside: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
+                "sharded_by_data_rank = True on it"
+            )
+        if isinstance(dataloader, DataLoader):
+            chosen = dataloader.worker_init_fn
+            if isinstance(chosen, partial) and chosen.func is pl_worker_init_function:
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+        return dataloader
+
+    def _configure_launcher(self) -> None:
+        world = self._planned_world
+        if self._whole_world is not None:
+            self.context = ContextParallel(**{**self._settings, self._whole_world: world})
+        self.context.check_world(world)
+        super()._configure_launcher()  # type: ignore[misc]
+
+    def setup_environment(self) -> None:
+        """Joins the other ranks, and builds the mesh."""
+        super().setup_environment()  # type: ignore[misc]
+        self.context.check_world(self._lightning.world_size)
+        self.context.set_up()
+        self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
+
+    def teardown(self) -> None:
+        """Ends what watches the ranks, then what Lightning does."""
+        stop_watch()
+        super().teardown()  # type: ignore[misc]
+
+    def _wrap(self, module: nn.Module) -> list[Installed]:
+        """Makes transformers context-parallel, and lets DDP know where a plan has parameters without gradient."""
+        if self.context.unused_parameters(module):
+            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        return self.context.wrap(module)
+
+    @property
+    def _planned_world(self) -> int:
+        return int(self._lightning.num_nodes * self._lightning.num_processes)
+
+    @property
+    def _lightning(self) -> Any:
+        """This object, as Lightning's strategy that it also is."""
+        return self
+
+
+def _check_known(strategy: type, settings: Mapping[str, Any]) -> None:
+    """Raises: TypeError: a setting that neither we, nor Lightning's DDPStrategy, nor PyTorch's DDP knows."""
+    known = {
+        name
+        for kind in (*strategy.__mro__[:-1], DistributedDataParallel)
+        for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    }
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{strategy.__name__} has no setting {name!r}{hint}")
