@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -22,7 +21,5 @@ class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
         """Make the module's transformers context-parallel, and average its gradients over all ranks."""
         installed = self._wrap(module)
         with self.precision.forward_context():
-            line = self.context.describe(installed, ranks_per_node=self.num_processes)
-        if line is not None:
-            rank_zero_info(line)
+            self._say_what_is_parallel(installed)
         return super().setup_module(module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +21,8 @@ from lightning_cp.comm.stall import stop_watch
 from lightning_cp.config import RotateMethod
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategy import ContextParallel
+
+_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
 
 
 class ContextParallelFlavour:
@@ -157,6 +161,12 @@ class ContextParallelFlavour:
         """Ends what watches the ranks, then what Lightning does."""
         stop_watch()
         super().teardown()  # type: ignore[misc]
+
+    def _say_what_is_parallel(self, installed: list[Installed]) -> None:
+        """One line on the first rank. Call it under the precision of the forward."""
+        line = self.context.describe(installed, ranks_per_node=self._lightning.num_processes)
+        if line is not None:
+            rank_zero_only(_log.info)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         """Makes transformers context-parallel, and lets DDP know where a plan has parameters without gradient."""

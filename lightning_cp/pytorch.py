@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
-from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_cp.flavour import ContextParallelFlavour
@@ -23,6 +22,4 @@ class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
         installed = self._wrap(self.lightning_module)
         super().setup(trainer)
         with self.precision_plugin.forward_context():
-            line = self.context.describe(installed, ranks_per_node=self.num_processes)
-        if line is not None:
-            rank_zero_info(line)
+            self._say_what_is_parallel(installed)

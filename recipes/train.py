@@ -20,25 +20,27 @@ from lightning_cp.launch import conf_dir, quiet_overrides, run_recipe
 def train(config: DictConfig) -> None:
     """What every rank does: build, train, sample, tell. (Imports are here: the process that starts it needs none.)"""
     from lightning_cp.sampling import SamplePictures, SamplingSettings
-    from lightning_cp.training.assemble import build_run, fit_run
+    from lightning_cp.training.assemble import train_run
     from lightning_cp.training.records import draw_loss_curve
+    from lightning_cp.training.run import Run
 
     started = time.perf_counter()
-    run = build_run(config)
-    chosen = config.sampling
+    chosen, data = config.sampling, config.data
     settings = SamplingSettings(chosen.count, chosen.num_steps, chosen.guidance, seed=config.seed)
-    pictures = SamplePictures(run.sample_shape, config.data.num_classes, settings, run.folder.samples)
+    pictures = SamplePictures((data.channels, data.frames, data.height, data.width), data.num_classes, settings)
 
-    def picture_on_the_way(step: int) -> None:
+    def picture_on_the_way(run: Run) -> None:
+        step = run.state.step
         if chosen.every is not None and step % chosen.every == 0 and step < config.max_steps:
-            pictures.make(run.fabric, run.state, f"step_{step:08d}")
+            pictures.make(run, f"step_{step:08d}")
 
-    fit_run(run, config, after_step=picture_on_the_way)
-    recognised = pictures.make(run.fabric, run.state, "final")
+    def picture_and_tell(run: Run) -> None:
+        recognised = pictures.make(run, "final")
+        if run.is_first:
+            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            summarise(config, run.folder.path, recognised=recognised, seconds=time.perf_counter() - started)
 
-    if run.is_first:
-        draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-        summarise(config, run.folder.path, recognised=recognised, seconds=time.perf_counter() - started)
+    train_run(config, after_step=picture_on_the_way, at_end=picture_and_tell)
 
 
 def summarise(config: DictConfig, folder: Path, *, recognised: float, seconds: float) -> None:

@@ -123,3 +123,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
             return list(range(self.num_samples))
         generator = keyed_generator(self.seed, Stream.ORDER, step=self._epoch)
         return [int(index) for index in generator.permutation(self.num_samples)]
+
+
+class EndlessBatches(Sampler[list[int]]):
+    """The batches of a `GlobalBatchSampler` from where it stands, epoch after epoch, without end."""
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self._sampler = sampler
+
+    @override
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from self._sampler
+            self._sampler.set_epoch(self._sampler.epoch + 1)

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor, nn
 
 from lightning_cp.data import Stream
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
+from lightning_cp.training.ranks import Ranks
 from lightning_cp.training.run import DataPlace
 
 
@@ -32,7 +32,7 @@ class Samples:
 
 
 def draw_samples(
-    fabric: Fabric,
+    ranks: Ranks,
     model: nn.Module,
     shape: Sequence[int],
     *,
@@ -45,8 +45,8 @@ def draw_samples(
     The same seed gives the same samples (to rounding) at every number of ranks.
 
     Args:
-        fabric: launched.
-        model: as Fabric wrapped it.
+        ranks: of the run.
+        model: as Fabric wrapped it, or what stands for that.
         shape: of one sample.
         settings: how many and how.
         num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
@@ -56,14 +56,14 @@ def draw_samples(
     first = place.rank * share
     labels = torch.arange(first, first + share) % num_classes
     noise = sample_noise(
-        (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=fabric.device
+        (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=ranks.device
     )
     was_training = model.training
     model.eval()
     pixels = integrate_flow(
         model,
         noise,
-        labels.to(fabric.device),
+        labels.to(ranks.device),
         null_label=num_classes,
         guidance=settings.guidance,
         num_steps=settings.num_steps,
@@ -72,6 +72,5 @@ def draw_samples(
     everyone = torch.zeros((place.size * share, *shape), device=pixels.device, dtype=pixels.dtype)
     if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
         everyone[first : first + share] = pixels
-    gathered = fabric.all_reduce(everyone, reduce_op="sum")
-    assert isinstance(gathered, Tensor), "a tensor is reduced to a tensor"
+    gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
     return Samples(gathered[: settings.count].cpu(), torch.arange(settings.count) % num_classes)

@@ -3,7 +3,7 @@
 from lightning_cp.training.denoiser import ClassTokens, FluxDenoiser, WanDenoiser
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.flow import FlowBatch, FlowMatching
-from lightning_cp.training.loop import LoopSettings, StepReport, Watcher, fit
+from lightning_cp.training.loop import LoopSettings, StepReport, Steps, Watcher
 from lightning_cp.training.noise import sample_dropped, sample_noise, sample_times, sample_uniform
 from lightning_cp.training.state import TrainState
 
@@ -14,11 +14,11 @@ __all__ = [
     "FluxDenoiser",
     "LoopSettings",
     "StepReport",
+    "Steps",
     "TrainState",
     "WanDenoiser",
     "Watcher",
     "WeightAverage",
-    "fit",
     "sample_dropped",
     "sample_noise",
     "sample_times",

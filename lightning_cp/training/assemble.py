@@ -1,91 +1,126 @@
 """From a composed configuration to the parts of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra.utils import instantiate
-from lightning.fabric import Fabric
 from omegaconf import DictConfig
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_cp.data import GlobalBatchSampler, worker_init_fn
+from lightning_cp.data import EndlessBatches, GlobalBatchSampler, worker_init_fn
 from lightning_cp.launch.combined import sequence_length
+from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.flow import FlowMatching
-from lightning_cp.training.loop import Batch, LoopSettings, Watcher, fit
+from lightning_cp.training.loop import Batch, LoopSettings, Steps, Watcher
+from lightning_cp.training.ranks import Ranks
 from lightning_cp.training.records import MetricsFile, ProgressBar
-from lightning_cp.training.run import RunFolder, data_place, open_run_folder, start_fabric
+from lightning_cp.training.run import DataPlace, Run, open_run_folder
 from lightning_cp.training.state import TrainState
 
 
 @dataclass(frozen=True)
-class Run:
-    """The parts of a run on this rank."""
+class Parts:
+    """What a configuration describes, and what is made of it once there are ranks.
 
-    fabric: Fabric
-    folder: RunFolder
-    state: TrainState
-    loader: DataLoader[Batch]
-    sample_shape: tuple[int, ...]
+    Args:
+        config: of a recipe, resolved.
+        dataset: all of the data.
+        flow: the objective.
+    """
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes and speaks."""
-        return bool(self.fabric.is_global_zero)
+    config: DictConfig
+    dataset: Any
+    flow: FlowMatching
 
+    @classmethod
+    def of(cls, config: DictConfig) -> "Parts":
+        """Loads the data."""
+        flow = FlowMatching(config.seed, config.data.num_classes, config.drop_probability)
+        return cls(config, instantiate(config.data.dataset), flow)
 
-def build_run(config: DictConfig) -> Run:
-    """Joins the other ranks and builds all parts, resumed where the configuration says so. Call it on every rank."""
-    fabric: Fabric = instantiate(config.trainer)
-    start_fabric(fabric, seed=config.seed)
-    folder = open_run_folder(fabric, config.run_dir)
-    dataset: Any = instantiate(config.data.dataset)
-    place = data_place(fabric)
-    sampler = GlobalBatchSampler(
-        len(dataset), config.batch_size, seed=config.seed, data_rank=place.rank, data_size=place.size
-    )
-    seed_worker = worker_init_fn(config.seed, place.rank)
-    loader: Any = fabric.setup_dataloaders(
-        DataLoader(dataset, batch_sampler=sampler, num_workers=config.num_workers, worker_init_fn=seed_worker),
-        use_distributed_sampler=False,
-    )
-    module = instantiate(config.model)
-    model, optimizer = fabric.setup(module, instantiate(config.optim, params=module.parameters()))
-    average = WeightAverage(module, config.ema_decay)
-    state = TrainState(model, module, optimizer, average, sampler, config.seed)
-    if config.resume is not None:
-        state.load(Path(config.resume))
-    return Run(fabric, folder, state, loader, dataset.sample_shape)
+    def denoiser(self) -> nn.Module:
+        """With weights from torch's random numbers."""
+        module: nn.Module = instantiate(self.config.model)
+        return module
 
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Of the denoiser."""
+        made: Optimizer = instantiate(self.config.optim, params=list(parameters))
+        return made
 
-def fit_run(run: Run, config: DictConfig, *, after_step: Callable[[int], None] | None = None) -> None:
-    """Trains to `max_steps`, with metrics and a progress bar on the first rank. Call it on every rank."""
-    settings = LoopSettings(
-        max_steps=config.max_steps,
-        lr=config.optim.lr,
-        warmup_steps=config.warmup_steps,
-        clip_norm=config.clip_norm,
-        checkpoint_every=config.checkpoint_every,
-        keep_checkpoints=config.keep_checkpoints,
-        tokens=sequence_length(config) or 0,
-    )
-    with ExitStack() as stack:
+    def sampler(self, place: DataPlace) -> GlobalBatchSampler:
+        """This data rank's share of each batch."""
+        config = self.config
+        return GlobalBatchSampler(
+            len(self.dataset), config.batch_size, seed=config.seed, data_rank=place.rank, data_size=place.size
+        )
+
+    def loader(self, sampler: GlobalBatchSampler, place: DataPlace) -> DataLoader[Batch]:
+        """Batches without end, from where the sampler stands."""
+        return DataLoader(
+            self.dataset,
+            batch_sampler=EndlessBatches(sampler),
+            num_workers=self.config.num_workers,
+            worker_init_fn=worker_init_fn(self.config.seed, place.rank),
+        )
+
+    def start(
+        self,
+        ranks: Ranks,
+        place: DataPlace,
+        sampler: GlobalBatchSampler,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer,
+    ) -> Run:
+        """The run, resumed where the configuration says so. Call it on every rank; see `TrainState`."""
+        folder = open_run_folder(ranks, self.config.run_dir)
+        average = WeightAverage(module, self.config.ema_decay)
+        state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
+        if self.config.resume is not None:
+            state.load(Path(self.config.resume))
+        return Run(ranks, state, folder, place)
+
+    def steps(self, run: Run, stack: ExitStack, *, after_step: Callable[[Run], None] | None) -> Steps:
+        """Until `stack` ends: metrics and a progress bar on the first rank, and requests to stop are heard."""
+        config = self.config
+        settings = LoopSettings(
+            max_steps=config.max_steps,
+            lr=config.optim.lr,
+            warmup_steps=config.warmup_steps,
+            clip_norm=config.clip_norm,
+            checkpoint_every=config.checkpoint_every,
+            keep_checkpoints=config.keep_checkpoints,
+            tokens=sequence_length(config) or 0,
+        )
         watchers: list[Watcher] = []
         if run.is_first:
-            done, metrics = run.state.step, run.folder.metrics
-            watchers.append(stack.enter_context(MetricsFile(metrics, resumed_at=done, every=config.log_every)))
+            done = run.state.step
+            metrics = MetricsFile(run.folder.metrics, resumed_at=done, every=config.log_every)
+            watchers.append(stack.enter_context(metrics))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=done)))
-        fit(
-            run.fabric,
-            run.state,
-            FlowMatching(config.seed, config.data.num_classes, config.drop_probability),
-            run.loader,
-            settings=settings,
-            checkpoints=run.folder.checkpoints,
-            watchers=watchers,
-            after_step=after_step,
-        )
+        request = stack.enter_context(StopRequest())
+        return Steps(run, settings, request, watchers=watchers, after_step=after_step)
+
+
+def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """Trains as the configuration says, with Fabric or with Lightning's Trainer. Call it on every rank.
+
+    Args:
+        config: of a recipe, resolved.
+        after_step: called on every rank.
+        at_end: called on every rank, while the model is still where it was trained.
+    """
+    from lightning_cp.training.with_fabric import fit_with_fabric
+    from lightning_cp.training.with_trainer import fit_with_trainer
+
+    fit = {"fabric": fit_with_fabric, "pytorch": fit_with_trainer}[config.flavour]
+    fit(config, after_step, at_end)

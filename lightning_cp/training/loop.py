@@ -1,20 +1,16 @@
-"""The training loop, and what it tells those who watch it."""
+"""What surrounds each step, whichever loop takes it, and what it tells those who watch."""
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import torch
-from lightning.fabric import Fabric
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
-from lightning_cp.training.flow import FlowMatching
-from lightning_cp.training.state import TrainState
+from lightning_cp.training.run import Run
 
 Batch = tuple[Tensor, Tensor]
 
@@ -44,7 +40,7 @@ class LoopSettings:
     """How long, and how.
 
     Args:
-        max_steps: the loop ends when so many steps are done, those before a resumption included.
+        max_steps: training ends when so many steps are done, those before a resumption included.
         lr: after the warm-up; the schedule does not depend on `max_steps`, so that a longer run goes on exactly.
         warmup_steps: over which the learning rate rises in a straight line.
         clip_norm: of the gradient.
@@ -66,91 +62,81 @@ class LoopSettings:
         return self.lr * min(1.0, step / max(1, self.warmup_steps))
 
 
-def fit(
-    fabric: Fabric,
-    state: TrainState,
-    flow: FlowMatching,
-    loader: DataLoader[Batch],
-    *,
-    settings: LoopSettings,
-    checkpoints: Path,
-    watchers: Sequence[Watcher] = (),
-    after_step: Callable[[int], None] | None = None,
-) -> None:
-    """Trains from `state.step` to `settings.max_steps`, writing checkpoints on the way.
+class Steps:
+    """Before a step the learning rate; after it the average, the report, the checkpoint, and stopping when asked to.
 
     Args:
-        fabric: launched.
-        state: moves on with every step.
-        flow: the objective.
-        loader: batches of this data rank, in the order of `state.sampler`.
+        run: its state moves on with every step.
         settings: of the loop.
-        checkpoints: folder to write to, on the first rank.
+        request: to stop, where it came to this rank.
         watchers: told of every step, on the first rank.
-        after_step: called with the number of steps done, on every rank.
-    Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; the step was finished and a checkpoint written.
+        after_step: called after every step, on every rank.
     """
-    state.model.train()
-    started = time.perf_counter()
-    with StopRequest() as request:
-        for data in _batches(loader, state, settings.max_steps):
-            report, number = _step(fabric, state, flow, data, settings, request)
-            now = time.perf_counter()
-            report, started = _timed(report, now - started, state.sampler.batch_size * settings.tokens), now
-            if fabric.is_global_zero:
-                for watcher in watchers:
-                    watcher.watch(report)
-            if after_step is not None:
-                after_step(state.step)
-            is_last = state.step == settings.max_steps
-            if number or is_last or state.step % settings.checkpoint_every == 0:
-                if fabric.is_global_zero:
-                    state.save(checkpoints, keep=settings.keep_checkpoints)
-                fabric.barrier()
-            if number and not is_last:
-                name = signal.Signals(number).name
-                raise Stopped(
-                    f"stopped by {name} after step {state.step}, with a checkpoint: go on with resume=last", number
-                )
 
+    def __init__(
+        self,
+        run: Run,
+        settings: LoopSettings,
+        request: StopRequest,
+        *,
+        watchers: Sequence[Watcher] = (),
+        after_step: Callable[[Run], None] | None = None,
+    ) -> None:
+        self._run, self._settings, self._request = run, settings, request
+        self._watchers, self._after_step = watchers, after_step
+        self._ended = time.perf_counter()
 
-def _step(
-    fabric: Fabric,
-    state: TrainState,
-    flow: FlowMatching,
-    data: Batch,
-    settings: LoopSettings,
-    request: StopRequest,
-) -> tuple[StepReport, int]:
-    """One step. Returns: its report, and the signal that asks any rank to stop (0: none)."""
-    lr = settings.lr_at(state.step + 1)
-    for group in state.optimizer.param_groups:
-        group["lr"] = lr
-    batch = flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
-    loss = flow.loss(state.model, batch)
-    fabric.backward(loss)
-    norm = fabric.clip_gradients(state.model, state.optimizer, max_norm=settings.clip_norm, error_if_nonfinite=False)
-    state.optimizer.step()
-    state.optimizer.zero_grad()
-    state.step += 1
-    state.average.update(state.module, step=state.step)
-    # Context peers hold the same loss: the mean over data. All ranks learn of a request in the same step.
-    asked = torch.tensor([float(request.number == number) for number in ASKING], dtype=torch.float64)
-    told = fabric.all_reduce(torch.cat([loss.detach().double().view(1), asked.to(loss.device)]), reduce_op="mean")
-    assert isinstance(told, Tensor), "a tensor is reduced to a tensor"
-    mean, *asking = told.tolist()
-    number = next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
-    return StepReport(state.step, mean, lr, float(norm) if norm is not None else float("nan"), 0.0, 0.0), number
+    @property
+    def are_done(self) -> bool:
+        """Whether `max_steps` is reached."""
+        return self._run.state.step >= self._settings.max_steps
 
+    def begin(self) -> None:
+        """Before the forward."""
+        for group in self._run.state.optimizer.param_groups:
+            group["lr"] = self._settings.lr_at(self._run.state.step + 1)
 
-def _timed(report: StepReport, step_time_s: float, tokens: int) -> StepReport:
-    return StepReport(report.step, report.loss, report.lr, report.grad_norm, step_time_s, tokens / step_time_s)
+    def end(self, loss: Tensor, norm: Tensor | None) -> None:
+        """After the optimizer's step. Call it on every rank.
 
+        Args:
+            loss: of this rank.
+            norm: of the gradient, before it was clipped.
+        Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; a checkpoint is written.
+        """
+        state, settings, ranks = self._run.state, self._settings, self._run.ranks
+        state.step += 1
+        state.average.update(state.module, step=state.step)
+        mean, number = self._agree(loss)
+        report = self._report(mean, float("nan") if norm is None else float(norm))
+        if ranks.is_global_zero:
+            for watcher in self._watchers:
+                watcher.watch(report)
+        if self._after_step is not None:
+            self._after_step(self._run)
+        if number or self.are_done or state.step % settings.checkpoint_every == 0:
+            if ranks.is_global_zero:
+                state.save(self._run.folder.checkpoints, keep=settings.keep_checkpoints)
+            ranks.barrier()
+        if number and not self.are_done:
+            name = signal.Signals(number).name
+            raise Stopped(
+                f"stopped by {name} after step {state.step}, with a checkpoint: go on with resume=last", number
+            )
 
-def _batches(loader: DataLoader[Batch], state: TrainState, max_steps: int) -> Iterator[Batch]:
-    while state.step < max_steps:
-        state.sampler.seek(state.step)
-        for data in loader:
-            yield data
-            if state.step >= max_steps:
-                return
+    def _agree(self, loss: Tensor) -> tuple[float, int]:
+        """The mean loss, and the signal that asks any rank to stop (0: none); in one exchange.
+
+        Context peers hold the same loss, so that the mean over ranks is that over data.
+        """
+        asked = torch.tensor([float(self._request.number == number) for number in ASKING], dtype=torch.float64)
+        both = torch.cat([loss.detach().double().view(1), asked.to(loss.device)])
+        mean, *asking = self._run.ranks.all_reduce(both, reduce_op="mean").tolist()
+        return mean, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+
+    def _report(self, loss: float, norm: float) -> StepReport:
+        state, before = self._run.state, self._ended
+        self._ended = time.perf_counter()
+        seconds = self._ended - before
+        tokens = state.sampler.batch_size * self._settings.tokens
+        return StepReport(state.step, loss, self._settings.lr_at(state.step), norm, seconds, tokens / seconds)

@@ -1,4 +1,4 @@
-"""The folder of a run and the place of a rank in it."""
+"""A run on this rank: the other ranks, what is trained, the folder, the place in the data."""
 
 import logging
 from collections.abc import Iterator
@@ -6,8 +6,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning.fabric import Fabric
 from lightning_utilities.core import rank_zero
+
+from lightning_cp.training.ranks import Ranks
+from lightning_cp.training.state import TrainState
 
 
 @dataclass(frozen=True)
@@ -51,40 +53,47 @@ class DataPlace:
     size: int
     is_first: bool = True
 
+    @classmethod
+    def of(cls, strategy: object) -> "DataPlace":
+        """As the strategy says; a strategy of one process has all the data."""
+        return cls(
+            rank=int(getattr(strategy, "data_rank", 0)),
+            size=int(getattr(strategy, "data_size", 1)),
+            is_first=int(getattr(strategy, "context_rank", 0)) == 0,
+        )
 
-def start_fabric(fabric: Fabric, *, seed: int) -> None:
-    """Joins the other ranks and seeds all of them alike, so that they build the same weights."""
-    with _less_talkative():
-        fabric.launch()
-    fabric.seed_everything(seed, verbose=False)
+
+@dataclass(frozen=True)
+class Run:
+    """The parts of a run on this rank."""
+
+    ranks: Ranks
+    state: TrainState
+    folder: RunFolder
+    place: DataPlace
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes and speaks."""
+        return self.ranks.is_global_zero
 
 
-def open_run_folder(fabric: Fabric, path: str) -> RunFolder:
+def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
     """The first rank's folder, for all. Ranks that a launcher started may each have made one: theirs goes if empty."""
-    chosen = Path(fabric.broadcast(path))
+    chosen = Path(ranks.broadcast(path))
     if chosen.resolve() != Path(path).resolve():
         with suppress(OSError):
             Path(path).rmdir()
     folder = RunFolder(chosen)
-    if fabric.is_global_zero:
+    if ranks.is_global_zero:
         folder.samples.mkdir(parents=True, exist_ok=True)
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def data_place(fabric: Fabric) -> DataPlace:
-    """As the strategy says; a strategy of one process has all the data."""
-    strategy = fabric.strategy
-    return DataPlace(
-        rank=int(getattr(strategy, "data_rank", 0)),
-        size=int(getattr(strategy, "data_size", 1)),
-        is_first=int(getattr(strategy, "context_rank", 0)) == 0,
-    )
-
-
 @contextmanager
-def _less_talkative() -> Iterator[None]:
-    """Without Lightning's banner of the distributed backend; what comes later is said."""
+def less_talkative() -> Iterator[None]:
+    """Without what Lightning tells at every start and end; its warnings, and what the strategy says, come through."""
     loggers = (rank_zero.log, logging.getLogger("lightning.fabric.utilities.distributed"))
     before = [logger.level for logger in loggers]
     for logger in loggers:

@@ -68,10 +68,20 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_p
     assert read_manifest(newest).step >= 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "trainer"),
+    [
+        (signal.SIGTERM, "fabric"),
+        (signal.SIGUSR1, "fabric"),
+        (signal.SIGINT, "fabric"),
+        (signal.SIGTERM, "lightning"),
+    ],
+)
+def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
+    number: int, trainer: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    with started(*ENDLESS, folder=folder) as process:
+    with started(*ENDLESS, f"trainer={trainer}", folder=folder) as process:
         wait_for_checkpoint(folder, process)
         ranks = ranks_of(process)
         process.send_signal(number)
@@ -92,9 +102,9 @@ def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(number: i
         assert [row.step for row in resumed.rows] == [step + 1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tmp_path: Path) -> None:
-    settings = ("model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
+@pytest.mark.parametrize(("rank", "trainer"), [(0, "fabric"), (1, "fabric"), (1, "lightning")])
+def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, trainer: str, tmp_path: Path) -> None:
+    settings = (f"trainer={trainer}", "model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
     started_at = time.monotonic()
     finished = run(*ENDLESS, *settings, folder=tmp_path / "run", timeout_s=60)
     assert time.monotonic() - started_at < 40  # the start-up included
@@ -106,8 +116,10 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tmp
     assert 1 <= len(finished.rows) <= 2
 
 
-def test_torchrun_starts_the_ranks_just_as_well(tmp_path: Path) -> None:
-    finished = run(*SMALL, "strategy=cp", "ring=2", "max_steps=2", folder=tmp_path / "run", launcher=TORCHRUN)
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) -> None:
+    settings = (*SMALL, f"trainer={trainer}", "strategy=cp", "ring=2", "max_steps=2")
+    finished = run(*settings, folder=tmp_path / "run", launcher=TORCHRUN)
     assert finished.exit_code == 0, finished.stderr
     assert len(finished.rows) == 2
     assert finished.stdout.count("recognises") == 1

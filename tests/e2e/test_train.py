@@ -50,7 +50,10 @@ def test_a_run_leaves_what_it_says(one_process: Finished) -> None:
     assert "Warning" not in one_process.stderr
 
 
-@pytest.mark.parametrize("degrees", ["ring=3 rotate_method=alltoall", "ring=2 data_parallel=2"])
+@pytest.mark.parametrize(
+    "degrees",
+    ["ring=3 rotate_method=alltoall", "ring=2 data_parallel=2", "trainer=lightning ulysses=2 data_parallel=2"],
+)
 def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished, tmp_path: Path) -> None:
     finished = run("strategy=cp", *degrees.split(), *HERE, folder=tmp_path / "run")
     assert_same_training(finished, one_process)
@@ -60,10 +63,13 @@ def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished,
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
 @pytest.mark.parametrize("model", ["wan_tiny", "flux_tiny"])
-def test_thirty_steps_are_the_same_at_every_degree(model: str, tmp_path: Path) -> None:
+def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp_path: Path) -> None:
     settings = ("max_steps=30", f"model={model}", "sampling.count=10", "sampling.num_steps=2")
     reference = run(*settings, folder=tmp_path / "single")
+    settings = (*settings, f"trainer={trainer}")
+    assert_same_training(run(*settings, folder=tmp_path / "single_too"), reference)
     for degrees in (
         "ring=2",
         "ring=3",
@@ -76,9 +82,10 @@ def test_thirty_steps_are_the_same_at_every_degree(model: str, tmp_path: Path) -
         assert_same_training(run("strategy=cp", *degrees.split(), *settings, folder=folder), reference)
 
 
-def test_a_resumed_run_goes_on_exactly(one_process: Finished, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+def test_a_resumed_run_goes_on_exactly(trainer: str, one_process: Finished, tmp_path: Path) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
-    resumed = run(*HERE, f"resume={half}", folder=tmp_path / "run")
+    resumed = run(*HERE, f"trainer={trainer}", f"resume={half}", folder=tmp_path / "run")
     assert resumed.exit_code == 0, resumed.stderr
     assert resumed.losses == one_process.losses[4:]
     assert torch.equal(weights(resumed), weights(one_process))

@@ -12,9 +12,12 @@ import sklearn.svm  # noqa: F401
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.fabric import ContextParallelStrategy
+from lightning_cp.flavour import ContextParallelFlavour
 from lightning_cp.launch import Machine, check_config, conf_dir
 
 ROOT = Path(__file__).parents[3]
@@ -42,8 +45,11 @@ def test_every_strategy_is_built(name: str) -> None:
 
 @pytest.mark.parametrize("name", options("trainer"))
 def test_every_trainer_is_built(name: str) -> None:
-    fabric = instantiate(resolved(f"trainer={name}").trainer)
-    assert (fabric.world_size, fabric.device) == (1, torch.device("cpu"))
+    built = instantiate(resolved(f"trainer={name}", "strategy=cp").trainer)
+    assert built.world_size == 1
+    assert built.strategy.root_device == torch.device("cpu")
+    assert isinstance(built, Trainer if name == "lightning" else Fabric)
+    assert isinstance(built.strategy, ContextParallelFlavour)
 
 
 @pytest.mark.parametrize("data", options("data"))
@@ -99,7 +105,7 @@ def test_help_lists_every_setting() -> None:
     keys = [key for key in leaves(resolved(), "") if not key.endswith("_target_")]
     missing = [key for key in keys if not any(part in listed for part in prefixes(key))]
     assert missing == []
-    for group in ("strategy", "data", "model", "experiment"):
+    for group in ("strategy", "trainer", "data", "model", "experiment"):
         assert f"{group}: {', '.join(options(group))}" in shown
 
 

@@ -1,9 +1,9 @@
-from itertools import chain
+from itertools import chain, islice
 
 import pytest
 import torch
 
-from lightning_cp.data import GlobalBatchSampler
+from lightning_cp.data import EndlessBatches, GlobalBatchSampler
 
 
 def global_batches(data_size: int, **settings: object) -> list[list[int]]:
@@ -69,6 +69,24 @@ def test_it_drives_a_loader_with_workers() -> None:
     data = torch.utils.data.TensorDataset(torch.arange(23))
     loader = torch.utils.data.DataLoader(data, batch_sampler=GlobalBatchSampler(23, 6, data_rank=1, data_size=2))
     assert [batch[0].tolist() for batch in loader] == list(GlobalBatchSampler(23, 6, data_rank=1, data_size=2))
+
+
+def test_endless_batches_go_on_through_epochs_from_where_the_sampler_stands() -> None:
+    def endless(start: int) -> list[list[int]]:
+        sampler = GlobalBatchSampler(23, 6)
+        sampler.seek(start)
+        return list(islice(EndlessBatches(sampler), 11 - start))
+
+    first = [batch for epoch in range(4) for batch in _epoch(epoch)]
+    assert endless(0) == first[:11]
+    for start in (2, 3, 7):
+        assert endless(start) == first[start:11]
+
+
+def _epoch(epoch: int) -> list[list[int]]:
+    sampler = GlobalBatchSampler(23, 6)
+    sampler.set_epoch(epoch)
+    return list(sampler)
 
 
 def test_first_index_is_where_the_slice_begins() -> None:

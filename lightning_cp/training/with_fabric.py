@@ -1,0 +1,41 @@
+"""A run whose loop is written out, with Lightning Fabric."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from omegaconf import DictConfig
+
+from lightning_cp.training.assemble import Parts
+from lightning_cp.training.run import DataPlace, Run, less_talkative
+
+
+def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """See `train_run`."""
+    fabric: Fabric = instantiate(config.trainer)
+    with less_talkative():
+        fabric.launch()
+    fabric.seed_everything(config.seed, verbose=False)  # all ranks alike, so that they build the same weights
+    parts = Parts.of(config)
+    place = DataPlace.of(fabric.strategy)
+    sampler = parts.sampler(place)
+    loader: Any = fabric.setup_dataloaders(parts.loader(sampler, place), use_distributed_sampler=False)
+    module = parts.denoiser()
+    model, optimizer = fabric.setup(module, parts.optimizer(module.parameters()))
+    run = parts.start(fabric, place, sampler, model=model, module=module, optimizer=optimizer)
+    model.train()
+    with ExitStack() as stack:
+        steps = parts.steps(run, stack, after_step=after_step)
+        for data in loader:
+            steps.begin()
+            loss = parts.flow.loss(model, parts.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=config.clip_norm, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.end(loss, norm)
+            if steps.are_done:
+                break
+    at_end(run)

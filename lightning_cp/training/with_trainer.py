@@ -1,0 +1,121 @@
+"""The same run as a LightningModule, with Lightning's Trainer."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_cp.checkpoint import read_manifest
+from lightning_cp.training.assemble import Parts
+from lightning_cp.training.loop import Batch, Steps
+from lightning_cp.training.ranks import TrainerRanks
+from lightning_cp.training.run import DataPlace, Run, less_talkative
+
+
+class FlowModule(LightningModule):
+    """A denoiser trained by flow matching.
+
+    Args:
+        parts: of the run.
+        stack: ends after the fit.
+        after_step, at_end: see `train_run`.
+    """
+
+    run: Run
+    steps: Steps
+
+    def __init__(
+        self, parts: Parts, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
+    ) -> None:
+        super().__init__()
+        self.denoiser = parts.denoiser()
+        self._parts, self._stack, self._after_step, self._at_end = parts, stack, after_step, at_end
+        self._norm: Tensor | None = None
+
+    @override
+    def configure_optimizers(self) -> Optimizer:
+        return self._parts.optimizer(self.denoiser.parameters())
+
+    @override
+    def on_fit_start(self) -> None:
+        trainer = self.trainer
+        place = DataPlace.of(trainer.strategy)
+        self.run = self._parts.start(
+            *(TrainerRanks(trainer), place, self._parts.sampler(place)),
+            model=_InPrecision(self.denoiser, trainer.precision_plugin),
+            module=self.denoiser,
+            optimizer=trainer.optimizers[0],
+        )
+
+    @override
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self._parts.loader(self.run.state.sampler, self.run.place)
+
+    @override
+    def on_train_start(self) -> None:
+        self.steps = self._parts.steps(self.run, self._stack, after_step=self._after_step)
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.begin()
+
+    @override
+    def training_step(self, data: Batch, _: int) -> Tensor:
+        state = self.run.state
+        batch = self._parts.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
+        return self._parts.flow.loss(self.denoiser, batch)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        assert gradient_clip_val is not None, "the recipe's configuration gives it"
+        self._norm = nn.utils.clip_grad_norm_(self.denoiser.parameters(), gradient_clip_val)
+
+    @override
+    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.steps.end(outputs["loss"], self._norm)
+
+    @override
+    def on_train_end(self) -> None:
+        self._at_end(self.run)
+
+
+class _InPrecision(nn.Module):
+    """A module called outside of the Trainer's steps, in the precision of those."""
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.module, self._precision = module, precision
+
+    @override
+    def forward(self, *args: Any) -> Tensor:
+        with self._precision.forward_context():
+            out = self.module(*self._precision.convert_input(args))
+        converted: Tensor = self._precision.convert_output(out)
+        return converted
+
+
+def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """See `train_run`."""
+    done = 0 if config.resume is None else read_manifest(Path(config.resume)).step
+    seed_everything(config.seed, verbose=False)
+    with ExitStack() as stack, less_talkative(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*LeafSpec.*")
+        trainer: Trainer = instantiate(config.trainer, max_steps=config.max_steps - done)
+        trainer.fit(FlowModule(Parts.of(config), stack, after_step, at_end))
