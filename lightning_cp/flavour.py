@@ -84,14 +84,16 @@ class ContextParallelFlavour:
     @property
     def data_rank(self) -> int:
         """Index of this rank's context group."""
-        groups = self.context.groups
-        return self._lightning.global_rank // self.context.size if groups is None else groups.data_rank
+        if self.context.groups is None and self.context.mesh is None:
+            return int(self._lightning.global_rank // self.context.size)
+        return self.context.up().data_rank
 
     @property
     def data_size(self) -> int:
         """Number of context groups."""
-        groups = self.context.groups
-        return self._planned_world // self.context.size if groups is None else groups.data_size
+        if self.context.groups is None and self.context.mesh is None:
+            return self._planned_world // self.context.size
+        return self.context.up().data_size
 
     @property
     def context_rank(self) -> int:

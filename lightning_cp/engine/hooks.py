@@ -228,7 +228,7 @@ class ModelHook(Shared):
             return
         for key in call.met:
             session.settled.setdefault(key, True)
-        if not self.rules.everywhere and not call.intercepted and call.lengths:
+        if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
                 "result would be wrong: it must go through dispatch_attention_fn or F.scaled_dot_product_attention"

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_cp.engine.entry import Entry
 from lightning_cp.engine.hooks import ArgumentHook, BypassHook, ModelHook, OutputHook, ScopeHook, Shared
+from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.rules import Rules, submodule, unwrapped
 from lightning_cp.engine.seam import Seam
 from lightning_cp.engine.session import Session
@@ -33,6 +34,9 @@ def install(module: nn.Module, rules: Rules, session: Session, *, signature: Any
         checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
         around = ModelHook(session, signature, rules, checkpointing, moving.follow)
         _add(undo, module.register_forward_pre_hook(around.before, with_kwargs=True))
+        if rules.pads:
+            padding = PadHook(session, signature, rules.pads)
+            _add(undo, module.register_forward_pre_hook(padding.before, with_kwargs=True))
         for scope, hook in _scopes(module, rules, session):
             _add(undo, scope.register_forward_pre_hook(hook.before, with_kwargs=True))
             _add(undo, scope.register_forward_hook(hook.after, always_call=True))

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_cp.engine.seam import attends
 from lightning_cp.errors import PlanError
-from lightning_cp.plans import Plan, Spec, Split, Streams
+from lightning_cp.plans import Pad, Plan, Spec, Split, Streams
 
 _ENTRIES = "diffusers.models._modeling_parallel"
 
@@ -46,15 +46,15 @@ class Rules:
     """A plan, compiled for one model.
 
     attention: streams by path of each module that attends across ranks (None: to be found out).
-    everywhere: streams of which each rank must hold a token; none where the plan names no streams.
     """
 
     arguments: tuple[Arguments, ...]
     outputs: tuple[Outputs, ...]
     attention: Mapping[str, Streams | None]
-    everywhere: Streams
+    main: str
     required: Mapping[str, str]
     refused: Mapping[str, str]
+    pads: tuple[Pad, ...] = ()
 
 
 def compile_rules(module: nn.Module, plan: object) -> Rules:
@@ -111,8 +111,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     outputs = [Outputs(path, spec, gathers=True) for path, spec in plan.gather.items()]
     for output in outputs:
         submodule(module, output.path)
-    everywhere = (plan.main, *plan.everywhere)
-    return Rules(tuple(arguments), tuple(outputs), attention, everywhere, plan.required, plan.refused)
+    return Rules(tuple(arguments), tuple(outputs), attention, plan.main, plan.required, plan.refused, plan.pads)
 
 
 def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Streams]]:
@@ -168,7 +167,7 @@ def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
             f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    return Rules(tuple(arguments), tuple(outputs), attention, (), {}, {})
+    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {})
 
 
 def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:

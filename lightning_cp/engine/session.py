@@ -43,14 +43,14 @@ class Call:
         each = [shard_sizes(self.lengths[stream], size) for stream in streams]
         return [sum(sizes[rank] for sizes in each) for rank in range(size)]
 
-    def define(self, stream: str, length: int, *, everywhere: Streams, name: str) -> None:
-        """Learn a stream's length. Raises: ShapeError: it must be on every rank, and has fewer tokens."""
+    def define(self, stream: str, length: int, *, main: str, name: str) -> None:
+        """Learn a stream's length. Raises: ShapeError: the main stream has fewer tokens than the group has ranks."""
         size = self.groups.context_size
-        if stream in everywhere and length < size:
+        if stream == main and length < size:
             raise ShapeError(
                 f"{name} holds {length} {stream} tokens, fewer than the {size} ranks of the context group "
                 f"(ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}): "
-                "use lower degrees or a longer sequence (padded and masked, where the model takes a mask)"
+                "use lower degrees or a longer sequence"
             )
         self.lengths[stream] = length
 
@@ -60,7 +60,6 @@ class Session:
     """One model run context-parallel.
 
     Attributes:
-        everywhere: streams of which each rank must hold a token.
         call: the forward under way; None outside.
         kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
         backends: diffusers' registry of backends, where the model is one of diffusers'.
@@ -71,7 +70,7 @@ class Session:
 
     groups: Groups
     config: ContextParallelConfig
-    everywhere: Streams
+    main: str
     kernel: str = "auto"
     backends: Any = None
     check_peers: int = 0
@@ -132,7 +131,7 @@ def _cut_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
     if len(spec.streams) == 1 and spec.streams[0] not in call.lengths:
         if n == 1 and not strict:
             return x
-        call.define(spec.streams[0], n, everywhere=session.everywhere, name=name)
+        call.define(spec.streams[0], n, main=session.main, name=name)
     missing = [stream for stream in spec.streams if stream not in call.lengths]
     if missing:
         raise PlanError(f"{name} holds the streams {spec.streams}, but nothing told the length of {missing} before it")

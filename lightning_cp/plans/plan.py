@@ -35,6 +35,14 @@ Spec = Union[Split, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP
 
 
 @dataclass(frozen=True)
+class Pad:
+    """Arguments of the model: tokens [b, s, ...] that may be padded at their end, and their mask [b, s]."""
+
+    tokens: str
+    mask: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """How one model class is run context-parallel.
 
@@ -45,8 +53,8 @@ class Plan:
         inputs: arguments of the model itself that are split before its forward.
         attention: modules (name within a block, `*` allowed) and the streams that attend to each other there; LOCAL
             for those on replicated keys. Not listed: all streams.
-        main: the stream that must have a token for each rank; others may be shorter than the group,
-        everywhere: but for these: the class' own code cannot deal with none.
+        main: the stream that must have a token for each rank; others may be shorter than the group.
+        pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
         unused: parameters (`*` allowed) that never get a gradient.
         required: arguments of the model that must be given, and why.
         refused: arguments of the model or of a block that must be left out, and why.
@@ -57,7 +65,7 @@ class Plan:
     inputs: Mapping[str, Spec] = field(default_factory=dict)
     attention: Mapping[str, Streams] = field(default_factory=dict)
     main: str = "image"
-    everywhere: Streams = ()
+    pads: tuple[Pad, ...] = ()
     unused: tuple[str, ...] = ()
     required: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """QwenImage: joint attention with a text mask; position tables of image and text apart."""
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Pad, Plan, split
 
 PLANS = {
     "QwenImageTransformer2DModel": Plan(
@@ -15,7 +15,7 @@ PLANS = {
             },
         },
         gather={"proj_out": split(1, "image")},
-        everywhere=("text",),
+        pads=(Pad("encoder_hidden_states", "encoder_hidden_states_mask"),),
         unused=("transformer_blocks.-1.*",),
     ),
 }

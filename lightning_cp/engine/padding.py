@@ -1,0 +1,44 @@
+"""A token for each rank, where a class' own code cannot deal with a shard of text that has none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_cp.engine.hooks import Shared
+from lightning_cp.engine.session import Session
+from lightning_cp.plans import Pad
+
+
+@dataclass(eq=False)
+class PadHook(Shared):
+    """Before the model: pads short texts, and masks what was added."""
+
+    session: Session
+    signature: Any  # of the model's forward
+    pads: Sequence[Pad]
+
+    def before(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        try:
+            bound = self.signature.bind(module, *args, **kwargs)
+        except TypeError:
+            return None  # the forward will say so itself
+        given, changed = bound.arguments, False
+        for pad in self.pads:
+            tokens, mask = given.get(pad.tokens), given.get(pad.mask)
+            if not isinstance(tokens, Tensor) or not 0 <= tokens.shape[1] < self.session.groups.context_size:
+                continue
+            missing = self.session.groups.context_size - tokens.shape[1]
+            if mask is None:
+                mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
+            given[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))
+            given[pad.mask] = F.pad(mask, (0, missing))
+            changed = True
+        return (bound.args[1:], bound.kwargs) if changed else None
