@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.flavour import ContextParallelFlavour
+from lightning_cp.flavour import ReplicatedFlavour
+from lightning_cp.sharded import ShardedFlavour
 
 
-class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
+class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
     """`Fabric(strategy=ContextParallelStrategy(ring=2))`: `fabric.setup` makes the transformers of a module parallel.
 
-    Args: see `ContextParallelFlavour`.
+    Args: see `ReplicatedFlavour`.
     """
 
     @override
@@ -23,3 +28,28 @@ class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
         return super().setup_module(module)
+
+
+class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
+    """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.
+
+    With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.
+
+    Args: see `ShardedFlavour`.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings, parallelize_fn=self._parallelize)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let it train the shards, also where it was made from the whole weights."""
+        self._give_shards(optimizer)
+        return super().setup_optimizer(optimizer)
+
+    def _parallelize(self, module: nn.Module, _: Any) -> nn.Module:
+        installed = self._wrap(module)
+        self._shard_weights(module, installed)
+        with self.precision.forward_context():
+            self._say_what_is_parallel(installed)
+        return module

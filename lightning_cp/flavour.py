@@ -26,7 +26,7 @@ _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # belo
 
 
 class ContextParallelFlavour:
-    """Replicated weights, tokens of each sample spread over ring x ulysses ranks, gradients averaged over all ranks.
+    """Tokens of each sample spread over ring x ulysses ranks, gradients averaged over all ranks.
 
     Args:
         ring: ranks of a ring.
@@ -40,9 +40,11 @@ class ContextParallelFlavour:
         check_peers: compare what context peers are given, in the "first" forwards, "always" or "off".
         stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
         timeout: of collectives.
-        kwargs: what Lightning's `DDPStrategy` of the same flavour takes.
+        kwargs: what Lightning's strategy below takes.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
+
+    _passes_on: tuple[type, ...] = ()  # beside Lightning's strategy, classes that take settings
 
     def __init__(
         self,
@@ -171,9 +173,7 @@ class ContextParallelFlavour:
             rank_zero_only(_log.info)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
-        """Makes transformers context-parallel, and lets DDP know where a plan has parameters without gradient."""
-        if self.context.unused_parameters(module):
-            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        """Makes transformers context-parallel."""
         return self.context.wrap(module)
 
     @property
@@ -186,11 +186,25 @@ class ContextParallelFlavour:
         return self
 
 
-def _check_known(strategy: type, settings: Mapping[str, Any]) -> None:
-    """Raises: TypeError: a setting that neither we, nor Lightning's DDPStrategy, nor PyTorch's DDP knows."""
+class ReplicatedFlavour(ContextParallelFlavour):
+    """Tokens of each sample spread over ring x ulysses ranks; weights replicated, gradients averaged over all ranks.
+
+    Args: see `ContextParallelFlavour`; what Lightning's DDPStrategy and PyTorch's DDP take, too.
+    """
+
+    _passes_on = (DistributedDataParallel,)
+
+    def _wrap(self, module: nn.Module) -> list[Installed]:
+        if self.context.unused_parameters(module):
+            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        return super()._wrap(module)
+
+
+def _check_known(strategy: type[ContextParallelFlavour], settings: Mapping[str, Any]) -> None:
+    """Raises: TypeError: a setting that neither we, nor Lightning's strategy, nor PyTorch's DDP below it knows."""
     known = {
         name
-        for kind in (*strategy.__mro__[:-1], DistributedDataParallel)
+        for kind in (*strategy.__mro__[:-1], *strategy._passes_on)
         for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     }
     for name in settings:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from lightning.fabric.utilities.init import _materialize_distributed_module
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
+from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
-from lightning_cp.flavour import ContextParallelFlavour
+from lightning_cp.flavour import ReplicatedFlavour
+from lightning_cp.sharded import ShardedFlavour
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
+class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
     """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
 
-    Args: see `ContextParallelFlavour`.
+    Args: see `ReplicatedFlavour`.
     """
 
     @override
@@ -21,5 +28,35 @@ class ContextParallelStrategy(ContextParallelFlavour, DDPStrategy):
         assert self.lightning_module is not None, "connected before"
         installed = self._wrap(self.lightning_module)
         super().setup(trainer)
+        with self.precision_plugin.forward_context():
+            self._say_what_is_parallel(installed)
+
+
+class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
+    """The same with sharded weights: over all ranks, block by block, once `configure_model` is through.
+
+    Args: see `ShardedFlavour`.
+    """
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        """Make the module's transformers context-parallel and shard its weights, then what Lightning does."""
+        # As ModelParallelStrategy.setup, which insists on a configure_model that does the sharding.
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        assert self.model is not None
+        self.accelerator.setup(trainer)
+        installed = self._wrap(self.lightning_module)
+        self._shard_weights(self.lightning_module, installed, steps=_STEPS)
+        _materialize_distributed_module(self.model, self.root_device)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.barrier()
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fits:
+            _optimizers_to_device(self.optimizers, self.root_device)
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)
