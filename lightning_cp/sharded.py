@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -76,14 +77,30 @@ class ShardedFlavour(ContextParallelFlavour):
         return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
-        """Block by block, then the rest. Args: steps: methods that are called in the place of the module's forward."""
-        if isinstance(module, FSDPModule):
+        """Block by block, then the rest, but for children that do not train: they may be called by any method.
+
+        Args: steps: methods of `module` that are called, and call its children, in the place of its forward.
+        """
+        if any(isinstance(inner, FSDPModule) for inner in module.modules()):
             return  # by an earlier fit
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to outputs
         before = dict(module.named_parameters())
-        for unit in (*_blocks(module, installed), module):
-            fully_shard(unit, mesh=self.weights_mesh, reshard_after_forward=self._reshard, mp_policy=self._mp_policy)
-        for name in steps:
-            register_fsdp_forward_method(module, name)
+        frozen = _frozen(module, installed)
+        whole = {parameter for child in frozen for parameter in child.parameters()}
+        tops = [module] if not steps else [child for child in _called(module) if child not in frozen]
+        if steps and any(True for _ in module.parameters(recurse=False)):
+            tops.append(module)
+        for unit in (*_blocks(module, installed, without=frozen), *tops):
+            fully_shard(
+                unit,
+                mesh=self.weights_mesh,
+                reshard_after_forward=self._reshard,
+                mp_policy=self._mp_policy,
+                ignored_params=whole,
+            )
+        if module in tops:
+            for name in steps:
+                register_fsdp_forward_method(module, name)
         after = dict(module.named_parameters())
         self._shards.update({id(old): (weakref.ref(old), after[name]) for name, old in before.items()})
 
@@ -105,7 +122,30 @@ class ShardedFlavour(ContextParallelFlavour):
                 group["params"][i] = shard
 
 
-def _blocks(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
+def _frozen(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
+    """Children of a module that trains which do not train themselves: text encoders, VAEs."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return []
+    parallel = {one.module for one in installed}
+    return [
+        child
+        for child in module.children()
+        if not parallel & set(child.modules()) and not any(parameter.requires_grad for parameter in child.parameters())
+    ]
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """Children with weights; those of containers, which have no forward, in their place."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _called(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
     """What is gathered at a time: the blocks that plans name; elsewhere what stands in lists of modules."""
     planned = [
         one.module.get_submodule(path)
@@ -114,11 +154,12 @@ def _blocks(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module
         if rule.is_block
         for path in rule.paths
     ]
-    inside = {inner for one in installed for inner in one.module.modules()} if planned else set()
+    beyond = {inner for one in installed if planned for inner in one.module.modules()}
+    beyond |= {inner for child in without for inner in child.modules()}
     listed = [
         block
         for inner in module.modules()
-        if isinstance(inner, nn.ModuleList) and inner not in inside
+        if isinstance(inner, nn.ModuleList) and inner not in beyond
         for block in inner
         if any(True for _ in block.parameters())
     ]

@@ -86,6 +86,8 @@ SETTINGS = (
     Setting("model.transformer.rope_max_seq_len", Whole(1)),
     Setting("model.transformer.num_layers", Whole(0)),
     Setting("strategy.convert_to_fp32", OneOf((True, False))),
+    Setting("strategy.replicate", Whole(1)),
+    Setting("strategy.reshard_after_forward", OneOf((True, False))),
     Setting("strategy.stall_s", Either(OneOf((None,)), Number(above=0))),
     Setting("strategy.check_peers", OneOf(("first", "always", "off"))),
 )

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class WeightAverage:
     """Averages the parameters of a module; float32 where the module is in lower precision.
 
-    Each rank keeps its own copy: the weights are equal on all ranks, so the averages are too.
+    Each rank keeps its own copy, or that of its shards: what is equal on all ranks has equal averages.
 
     Args:
         module: whose parameters are averaged; its buffers are left alone.
@@ -53,6 +54,11 @@ class WeightAverage:
         _copy(state, self._average)
 
 
+def whole_of(x: Tensor) -> Tensor:
+    """A weight, gathered where it is sharded. Call it on every rank."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
@@ -60,4 +66,7 @@ def _wide(x: Tensor) -> Tensor:
 @torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor] | dict[str, nn.Parameter]) -> None:
     for name, value in source.items():
-        target[name].copy_(value)
+        goal = target[name]
+        if isinstance(goal, DTensor) and not isinstance(value, DTensor):
+            value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
+        goal.copy_(value)

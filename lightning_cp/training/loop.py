@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
+from lightning_cp.training.ema import whole_of
 from lightning_cp.training.run import Run
 
 Batch = tuple[Tensor, Tensor]
@@ -108,15 +109,15 @@ class Steps:
         state.step += 1
         state.average.update(state.module, step=state.step)
         mean, number = self._agree(loss)
-        report = self._report(mean, float("nan") if norm is None else float(norm))
+        report = self._report(mean, float("nan") if norm is None else float(whole_of(norm)))
         if ranks.is_global_zero:
             for watcher in self._watchers:
                 watcher.watch(report)
         if self._after_step is not None:
             self._after_step(self._run)
         if number or self.are_done or state.step % settings.checkpoint_every == 0:
-            if ranks.is_global_zero:
-                state.save(self._run.folder.checkpoints, keep=settings.keep_checkpoints)
+            folder = self._run.folder.checkpoints
+            state.save(folder, keep=settings.keep_checkpoints, writes=ranks.is_global_zero)
             ranks.barrier()
         if number and not self.are_done:
             name = signal.Signals(number).name

@@ -5,12 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
 from lightning_cp.data import GlobalBatchSampler
-from lightning_cp.training.ema import WeightAverage
+from lightning_cp.training.ema import WeightAverage, whole_of
 
 
 @dataclass
@@ -35,14 +42,17 @@ class TrainState:
     seed: int
     step: int = 0
 
-    def save(self, parent: Path, *, keep: int | None = None) -> Path:
-        """Writes `parent/step_<n>`; call it on one rank."""
+    def save(self, parent: Path, *, keep: int | None = None, writes: bool = True) -> Path:
+        """Writes `parent/step_<n>`, whole whatever the sharding. Call it on every rank; one of them writes."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         states = {
-            "model": self.module.state_dict(),
-            "average": self.average.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": get_model_state_dict(self.module, options=options),
+            "average": {name: whole_of(x) for name, x in self.average.state_dict().items()},
+            "optimizer": get_optimizer_state_dict(self.module, self._bare_optimizer, options=options),
         }
         facts: dict[str, Any] = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed}
+        if not writes:
+            return parent / f"step_{self.step:08d}"
         return save_checkpoint(parent, step=self.step, states=states, facts=facts, keep=keep)
 
     def load(self, folder: Path) -> None:
@@ -61,10 +71,16 @@ class TrainState:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
         _check_same_model(self.module, saved.states["model"], folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
-        self.module.load_state_dict(saved.states["model"])
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(self.module, saved.states["model"], options=options)
         self.average.load_state_dict(saved.states["average"])
-        self.optimizer.load_state_dict(saved.states["optimizer"])
+        set_optimizer_state_dict(self.module, self._bare_optimizer, saved.states["optimizer"], options=options)
         self.step = saved.step
+
+    @property
+    def _bare_optimizer(self) -> Optimizer:
+        found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found
 
 
 def _check_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -> None:

@@ -52,14 +52,23 @@ def test_a_run_leaves_what_it_says(one_process: Finished) -> None:
 
 @pytest.mark.parametrize(
     "degrees",
-    ["ring=3 rotate_method=alltoall", "ring=2 data_parallel=2", "trainer=lightning ulysses=2 data_parallel=2"],
+    [
+        "ring=3 rotate_method=alltoall",
+        "ring=2 data_parallel=2",
+        "trainer=lightning ulysses=2 data_parallel=2",
+        "strategy=cp_fsdp ring=2 data_parallel=2",
+    ],
 )
 def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished, tmp_path: Path) -> None:
-    finished = run("strategy=cp", *degrees.split(), *HERE, folder=tmp_path / "run")
+    finished = run(*_cp(degrees), *HERE, folder=tmp_path / "run")
     assert_same_training(finished, one_process)
     assert "rank 1" not in finished.stdout + finished.stderr
     said = [line for line in finished.stdout.splitlines() if "recognises" in line]
     assert said == [line for line in one_process.stdout.splitlines() if "recognises" in line]
+
+
+def _cp(degrees: str) -> list[str]:
+    return [*([] if "strategy=" in degrees else ["strategy=cp"]), *degrees.split()]
 
 
 @pytest.mark.full
@@ -77,9 +86,11 @@ def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp
         "ulysses=2",
         "ring=2 ulysses=2",
         "data_parallel=2",
+        "strategy=cp_fsdp ring=2",
+        "strategy=cp_fsdp ulysses=2 data_parallel=2 strategy.replicate=2",
     ):
         folder = tmp_path / degrees.replace(" ", "_").replace("=", "")
-        assert_same_training(run("strategy=cp", *degrees.split(), *settings, folder=folder), reference)
+        assert_same_training(run(*_cp(degrees), *settings, folder=folder), reference)
 
 
 @pytest.mark.parametrize("trainer", ["fabric", "lightning"])
@@ -89,6 +100,22 @@ def test_a_resumed_run_goes_on_exactly(trainer: str, one_process: Finished, tmp_
     assert resumed.exit_code == 0, resumed.stderr
     assert resumed.losses == one_process.losses[4:]
     assert torch.equal(weights(resumed), weights(one_process))
+
+
+def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
+    one_process: Finished, tmp_path: Path
+) -> None:
+    half = one_process.folder / "checkpoints" / "step_00000004"
+    sharded = run(
+        *(*SMALL, "strategy=cp_fsdp", "ring=2", "trainer=lightning", f"resume={half}", "max_steps=6"),
+        folder=tmp_path / "sharded",
+    )
+    assert sharded.exit_code == 0, sharded.stderr
+    back = run(*HERE, "strategy=cp", "ulysses=2", f"resume={sharded.folder}", folder=tmp_path / "back")
+    assert back.exit_code == 0, back.stderr
+    assert sharded.losses + back.losses == pytest.approx(one_process.losses[4:], rel=1e-4)
+    ours, theirs = weights(back), weights(one_process)
+    assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
 
 
 def test_last_resumes_at_another_degree(one_process: Finished) -> None:

@@ -16,7 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.fabric import ContextParallelStrategy
+from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.flavour import ContextParallelFlavour
 from lightning_cp.launch import Machine, check_config, conf_dir
 
@@ -40,7 +40,8 @@ def test_every_strategy_is_built(name: str) -> None:
     if name == "single":
         assert strategy == "auto"
     else:
-        assert isinstance(strategy, ContextParallelStrategy)
+        kinds = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParallelFSDPStrategy}
+        assert type(strategy) is kinds[name]
 
 
 @pytest.mark.parametrize("name", options("trainer"))
