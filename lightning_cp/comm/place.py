@@ -1,4 +1,7 @@
-"""What a thread of a rank is doing, read from its stack: the line, the module, the collective."""
+"""What a thread of a rank is doing, read from its stack: the line and the collective.
+
+Only code and line numbers are read: `f_locals` of a frame that runs in another thread ends the process (SIGSEGV).
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ class Place:
         return f"in no collective{where} ({self.line})"
 
 
-def place_of(frame: FrameType) -> Place:
-    """Where a stopped thread is, from its innermost frame."""
+def place_of(frame: FrameType, module: str) -> Place:
+    """Where a stopped thread is, from its innermost frame, and the module that it was in last."""
     collective = _collective_of(frame)
     at = next((outer for outer in _outward(frame) if collective and _is_users(outer)), frame)
     line = f"{'/'.join(Path(at.f_code.co_filename).parts[-2:])}:{at.f_lineno} in {at.f_code.co_name}"
-    return Place(line, _module_of(frame), collective)
+    return Place(line, module, collective)
 
 
 def _collective_of(frame: FrameType) -> str:
@@ -62,37 +65,6 @@ def name_of_collective(frame: FrameType) -> str:
         else:
             break
     return f"{ours} ({torchs})" if ours and torchs else ours or torchs
-
-
-def _module_of(frame: FrameType) -> str:
-    found = modules_on(frame)
-    if found is None:
-        return ""
-    inner, outer = found
-    path = next((name for name, module in outer.named_modules() if module is inner), "")
-    return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
-
-
-def modules_on(frame: FrameType) -> tuple[nn.Module, nn.Module] | None:
-    """The innermost module whose forward is on the stack, and the outermost that is not torch's or Lightning's.
-
-    In the backward of an attention: those of its forward.
-    """
-    inner: nn.Module | None = None
-    outer: nn.Module | None = None
-    for around in _outward(frame):
-        name = around.f_code.co_name
-        if name == "forward":
-            module = around.f_locals.get("self")
-            if isinstance(module, nn.Module):
-                inner = inner or module
-                if type(module).__module__.partition(".")[0] not in ("torch", "lightning", "pytorch_lightning"):
-                    outer = module
-        elif name.endswith("_backward") and inner is None:
-            noted = getattr(around.f_locals.get("ctx"), "module", None)
-            if noted is not None and noted[0]() is not None and noted[1]() is not None:
-                return noted[0](), noted[1]()
-    return None if inner is None else (inner, outer or inner)
 
 
 def _is_users(frame: FrameType) -> bool:

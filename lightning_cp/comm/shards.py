@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.stall import calling_module
+from lightning_cp.comm.stall import entered, entered_again
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import groups_by_name
 
@@ -85,11 +85,14 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments, ctx.module = inputs[1:], calling_module()
+    ctx.arguments, ctx.module = inputs[1:], entered()
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return scatter_sum(grad, *ctx.arguments), None, None, None
+    entered_again(ctx.module)
+    shard: Tensor = scatter_sum(grad, *ctx.arguments)
+    entered_again(None)
+    return shard, None, None, None
 
 
 gather.register_autograd(_gather_backward, setup_context=_setup_gather)

@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_cp.comm.place import BACKWARD, Place, modules_on, name_of_collective, place_of
+from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
 
 
 @dataclass
@@ -70,7 +71,8 @@ class StallWatch:
         self._tell = tell or _to_stderr
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
-        self._blocks = dist.get_backend() != "nccl"  # else the host runs on, until it needs what the GPU has not done
+        # With NCCL the host runs on from a collective, until it needs what the GPU has not done.
+        self._gpu = torch.cuda.current_device() if dist.get_backend() == "nccl" else None
         self._own = Status(Place("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[threading.Thread] = []
@@ -94,12 +96,14 @@ class StallWatch:
             frame = _waiting_frame(watched)
             if frame is None:
                 break
-            place, now = place_of(frame), (id(frame), frame.f_lasti, _moves, self._worked(watched))
+            module = _module
+            place = place_of(frame, "" if module is None else module.describe())
+            now = (id(frame), frame.f_lasti, _moves, self._worked(watched))
             del frame  # and what its locals hold
             if now != seen:
                 seen, since = now, time.monotonic()
             for_s, before = time.monotonic() - since, self._own
-            waits = for_s >= self._after_s and (bool(place.collective) or not self._blocks)
+            waits = for_s >= self._after_s and (bool(place.collective) or self._gpu_is_busy())
             self._own = Status(place, for_s, waits, before.beat + 1)
             # One tick after it began to wait, so that the others' words of it are here.
             stalls = before.waits if waits else self._rank == 0 and any(x.waits for x in self._fresh().values())
@@ -110,9 +114,13 @@ class StallWatch:
 
     def _worked(self, watched: int) -> int:
         """Grows while the thread computes: frames of a loop are often found at one address, at one instruction."""
-        if not self._blocks or not hasattr(time, "pthread_getcpuclockid"):
+        if self._gpu is not None or not hasattr(time, "pthread_getcpuclockid"):
             return 0
         return int(time.clock_gettime(time.pthread_getcpuclockid(watched)) / (0.02 * self._tick_s))
+
+    def _gpu_is_busy(self) -> bool:
+        """Asked only of a host that has not moved for long, so never while it captures a CUDA graph."""
+        return self._gpu is not None and not torch.cuda.default_stream(self._gpu).query()
 
     def _exchange(self) -> None:
         assert self._store is not None, "only started with one"
@@ -200,12 +208,46 @@ def moves() -> None:
     _moves += 1
 
 
-def calling_module() -> tuple[weakref.ref[nn.Module], weakref.ref[nn.Module]] | None:
-    """The module whose forward calls, and the outermost around it, for `place_of` in its backward; None unwatched."""
-    if _watch is None:
-        return None
-    found = modules_on(sys._getframe(1))
-    return None if found is None else (weakref.ref(found[0]), weakref.ref(found[1]))
+@dataclass(frozen=True)
+class Module:
+    """A module of a model; held weakly, so that a note keeps no model alive."""
+
+    inner: weakref.ref[nn.Module]
+    outer: weakref.ref[nn.Module]
+
+    def describe(self) -> str:
+        """`path of Class`; "" where it is gone."""
+        inner, outer = self.inner(), self.outer()
+        if inner is None or outer is None:
+            return ""
+        path = next((name for name, module in outer.named_modules() if module is inner), "")
+        return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
+
+
+_module: Module | None = None
+
+
+def entering(module: nn.Module | None, model: nn.Module | None = None) -> None:
+    """Notes the module that this rank's thread is in from now on; nothing where no one watches.
+
+    Args: model: that it is in; None: as before.
+    """
+    global _module
+    if _watch is None or torch.compiler.is_compiling():
+        return
+    outer = weakref.ref(model) if model is not None else None if _module is None else _module.outer
+    _module = None if module is None or outer is None else Module(weakref.ref(module), outer)
+
+
+def entered() -> Module | None:
+    """What was noted last, for `entered_again`."""
+    return _module
+
+
+def entered_again(module: Module | None) -> None:
+    """In a backward: notes the module of its forward."""
+    global _module
+    _module = module
 
 
 def _waiting_frame(watched: int) -> FrameType | None:

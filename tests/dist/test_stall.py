@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def test_a_stalled_forward_is_told_by_every_rank_that_waits(run_ranks: RankPool)
         assert "has not ended for" in told
         assert "time-out: 60 s" in told
         assert "rotate_direct, blocks.1.attn1 of WanTransformer3DModel" in told
-        assert "rank 1 is in no collective, blocks.1 of WanTransformer3DModel (dist/test_stall.py:" in told
+        assert "rank 1 is in no collective, blocks.1.attn1 of WanTransformer3DModel (dist/test_stall.py:" in told
         assert "in nap)" in told
 
 
@@ -104,3 +105,25 @@ def _busy(rank: int, world: int) -> list[str]:
 
 def test_collectives_that_end_are_no_stall(run_ranks: RankPool) -> None:
     assert run_ranks(2, _busy) == [[], []]
+
+
+def _watched_training(rank: int, world: int, seconds: float) -> list[str]:
+    """Steps under a watch that looks 500 times a second: what it reads must be safe while the thread runs on."""
+    messages: list[str] = []
+    watch = watch_stalls(host="127.0.0.1", after_s=60, timeout_s=60, tell=messages.append)
+    assert watch is not None
+    watch._tick_s = 0.002
+    _, step = _wan(world, "nowhere", sleeps=False)
+    until = torch.tensor(time.monotonic() + seconds)
+    dist.broadcast(until, src=0)
+    more = torch.tensor(1)
+    while more.item():
+        step()
+        more.fill_(time.monotonic() < float(until))
+        dist.all_reduce(more, op=dist.ReduceOp.MIN)
+    watch.stop()
+    return messages
+
+
+def test_a_watch_does_no_harm_to_what_it_watches(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _watched_training, 8.0) == [[], []]
