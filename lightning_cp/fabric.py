@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.flavour import ReplicatedFlavour
+from lightning_cp.meta import weights_on_meta
 from lightning_cp.sharded import ShardedFlavour
 
 
@@ -40,6 +42,15 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, parallelize_fn=self._parallelize)
+
+    @override
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """As Lightning's; with `empty_init` weights are on the meta device, and buffers are real."""
+        stack = ExitStack()
+        stack.enter_context(super().module_init_context(empty_init=False))
+        if empty_init:
+            stack.enter_context(weights_on_meta())
+        return stack
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning.fabric.utilities.init import _materialize_distributed_module
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
@@ -11,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightning_cp.flavour import ReplicatedFlavour
+from lightning_cp.meta import weights_on_meta
 from lightning_cp.sharded import ShardedFlavour
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -39,6 +42,13 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     """
 
     @override
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """As Lightning's; with `empty_init` weights are on the meta device, and buffers are real."""
+        with weights_on_meta() if empty_init else nullcontext(), super().tensor_init_context(empty_init=False):
+            yield
+
+    @override
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel and shard its weights, then what Lightning does."""
         # As ModelParallelStrategy.setup, which insists on a configure_model that does the sharding.
@@ -48,7 +58,6 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         self.accelerator.setup(trainer)
         installed = self._wrap(self.lightning_module)
         self._shard_weights(self.lightning_module, installed, steps=_STEPS)
-        _materialize_distributed_module(self.model, self.root_device)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         self.barrier()

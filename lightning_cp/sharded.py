@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.flavour import ContextParallelFlavour
+from lightning_cp.meta import give_storage
 
 
 class ShardedFlavour(ContextParallelFlavour):
@@ -101,6 +102,7 @@ class ShardedFlavour(ContextParallelFlavour):
         if module in tops:
             for name in steps:
                 register_fsdp_forward_method(module, name)
+        give_storage(module, self._lightning.root_device)
         after = dict(module.named_parameters())
         self._shards.update({id(old): (weakref.ref(old), after[name]) for name, old in before.items()})
 

@@ -12,10 +12,11 @@ import platform
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
@@ -24,6 +25,7 @@ from lightning_cp.launch import Job, LocalLauncher, Machine, external_place
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
 WORLDS = (2, 3)
 MODES = (("ring allgather", "ring"), ("ring alltoall", "ring"), ("Ulysses", "ulysses"))
+LIMIT_S = 25  # for each number of ranks
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
@@ -36,7 +38,7 @@ def try_modes(config: DictConfig) -> None:
 
     from lightning_cp import ContextParallelConfig, context_parallel_attention
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 64 * world + 5, 6, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -125,12 +127,15 @@ def self_test(console: Console) -> list[str]:
     for world in WORLDS:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
             result, settings = Path(folder) / "result.json", Path(folder) / "settings.yaml"
-            settings.write_text(f"result: {result}\n")
+            OmegaConf.save({"result": str(result)}, settings)
             job = Job(f"{os.path.abspath(__file__)}:try_modes", settings, world, Path(folder) / "logs", threads=1)
-            failure = LocalLauncher().launch(job).failure
-            tried = {} if failure is not None else json.loads(result.read_text())
-        if failure is not None:
-            problems.append(f"{world} ranks: {failure.message}")
+            done = LocalLauncher(limit_s=LIMIT_S).launch(job)
+            tried = json.loads(result.read_text()) if result.is_file() else {}
+        if done.was_stopped:
+            sys.exit(done.exit_code)
+        if done.failure is not None or not tried:
+            said = "nothing came of it" if done.failure is None else done.failure.message
+            problems.append(f"{world} ranks: {said}")
             table.add_row(str(world), "all", "–", "–", "[red]failed")
         for name, (error, seconds) in tried.items():
             exact = error < TOLERANCE

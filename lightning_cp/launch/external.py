@@ -24,15 +24,20 @@ class RankPlace:
 
 def external_place(environ: Mapping[str, str]) -> RankPlace | None:
     """This process' place as its environment tells it, or None where no launcher started it."""
-    if "RANK" in environ and "WORLD_SIZE" in environ and "LOCAL_RANK" in environ:
-        size = int(environ["WORLD_SIZE"])
-        return RankPlace("torchrun", int(environ["RANK"]), size, int(environ.get("LOCAL_WORLD_SIZE", size)))
+    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
+    if rank is not None and size is not None and "LOCAL_RANK" in environ:
+        return RankPlace("torchrun", rank, size, whole_number(environ, "LOCAL_WORLD_SIZE") or size)
     interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    tasks = int(environ.get("SLURM_NTASKS", "1"))
-    if "SLURM_PROCID" in environ and tasks > 1 and not interactive:
-        nodes = int(environ.get("SLURM_NNODES", "1"))
-        return RankPlace("SLURM", int(environ["SLURM_PROCID"]), tasks, tasks // nodes)
+    rank, tasks = whole_number(environ, "SLURM_PROCID"), whole_number(environ, "SLURM_NTASKS") or 1
+    if rank is not None and tasks > 1 and not interactive:
+        return RankPlace("SLURM", rank, tasks, tasks // (whole_number(environ, "SLURM_NNODES") or 1))
     return None
+
+
+def whole_number(environ: Mapping[str, str], name: str) -> int | None:
+    """The variable as a number of 0 or more; None where it is none."""
+    value = environ.get(name, "")
+    return int(value) if value.isdecimal() else None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
 """Starts the ranks of a job as processes of this machine, watches them, and takes them all down when one fails."""
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +48,14 @@ class LocalLauncher(Launcher):
         terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
         hear_s: when this process is asked to stop (SIGTERM, SIGUSR1), how long until a rank must have heard of it.
         checkpoint_s: how long ranks may then take to write a checkpoint; a second signal ends them at once.
+        limit_s: how long a job may take.
     """
 
     settle_s: float = 2.0
     terminate_s: float = 2.0
     hear_s: float = 10.0
     checkpoint_s: float = 60.0
+    limit_s: float = math.inf
 
     @override
     def launch(self, job: Job) -> Result:
@@ -63,15 +66,17 @@ class LocalLauncher(Launcher):
             stack.callback(os.close, held_end)
             stack.callback(os.close, lifeline)
             ranks: list[subprocess.Popen[bytes]] = []
-            stack.callback(self._end_all, ranks)
             try:
-                with _signals_raise():
+                with _signals_raise() as ignore_signals:
                     try:
                         self._start(job, reports, lifeline, ranks)
                         return self._watch(ranks, reports)
                     except StoppedBySignal as stop:
                         message = self._ask_to_stop(ranks, reports, stop) if stop.number in ASKING else str(stop)
                         return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
+                    finally:
+                        ignore_signals()  # the end takes no longer than `terminate_s`
+                        self._end_all(ranks)
             except StoppedBySignal as stop:  # again, while ranks were writing their checkpoint
                 return Result(Failure(-1, FailureKind.STOPPED, str(stop), exit_code=128 + stop.number))
 
@@ -99,8 +104,13 @@ class LocalLauncher(Launcher):
                 )
 
     def _watch(self, ranks: list[subprocess.Popen[bytes]], reports: Path) -> Result:
+        deadline = time.monotonic() + self.limit_s
         while True:
             codes = [process.poll() for process in ranks]
+            if time.monotonic() > deadline:
+                slow = next(rank for rank, code in enumerate(codes) if code is None)
+                message = f"not done after {self.limit_s:.0f} s"
+                return Result(Failure(slow, FailureKind.EXIT, message))
             if any(codes):
                 self._settle(ranks, reports)
                 return Result(_first_cause([process.poll() for process in ranks], reports))
@@ -195,20 +205,27 @@ def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 @contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Inside, signals that ask this process to end raise `StoppedBySignal`; handlers are put back after."""
+def _signals_raise() -> Iterator[Callable[[], None]]:
+    """Inside, signals that ask this process to end raise `StoppedBySignal`, until what it gives is called; handlers are
+    put back after."""
+    heeds = True
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        raise StoppedBySignal(number)
+        if heeds:
+            raise StoppedBySignal(number)
+
+    def ignore() -> None:
+        nonlocal heeds
+        heeds = False
 
     wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     try:
         before = {number: signal.signal(number, stop) for number in wanted}
     except ValueError:  # not the main thread: whoever owns it handles its signals
-        yield
+        yield ignore
         return
     try:
-        yield
+        yield ignore
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

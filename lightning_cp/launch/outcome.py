@@ -10,7 +10,7 @@ from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any
 
-OUTCOME = "outcome.json"
+_FOLDER = ".outcomes"  # in the folder of a sweep; nothing else there is touched
 
 
 @unique
@@ -45,9 +45,9 @@ class Outcome:
     seconds: float
     folder: str
 
-    def write(self) -> None:
-        """Leaves it in the job's folder; whole or not at all."""
-        path = Path(self.folder) / OUTCOME
+    def write(self, sweep: Path) -> None:
+        """Leaves it in the folder of the sweep; whole or not at all."""
+        path = sweep / _FOLDER / f"{self.job}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".partial")
         scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -56,9 +56,15 @@ class Outcome:
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
     """What the jobs of a sweep left, in their order."""
-    found = (json.loads(path.read_text(encoding="utf-8")) for path in sweep.rglob(OUTCOME))
+    found = (json.loads(path.read_text(encoding="utf-8")) for path in (sweep / _FOLDER).glob("*.json"))
     outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in found]
     return sorted(outcomes, key=lambda outcome: outcome.job)
+
+
+def forget_outcomes(sweep: Path) -> None:
+    """For a new sweep in the folder of an earlier one."""
+    for path in (sweep / _FOLDER).glob("*.json"):
+        path.unlink()
 
 
 def differing(outcomes: list[Outcome]) -> list[str]:

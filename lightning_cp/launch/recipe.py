@@ -1,5 +1,6 @@
 """From a composed configuration to a finished job: what every recipe's `main` does."""
 
+import hashlib
 import math
 import os
 import signal
@@ -11,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -73,7 +75,7 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     """
     place = external_place(os.environ)
     if not sweep.in_sweep():
-        exit_code = report(attempt(config, place, target=target), Path(config.run_dir))
+        exit_code = report(attempt(config, place, target=target), str(config.get("run_dir")))
         if exit_code:
             sys.exit(exit_code)
         return None
@@ -84,7 +86,7 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     if read(config, "sweep.on_error") == "stop" and failed_before:
         return sweep.record(config, None, started).loss if is_first else math.nan
     result = attempt(config, place, target=target)
-    report(result, Path(config.run_dir))
+    report(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
         _failed.add(folder)
     outcome = sweep.record(config, result, started) if is_first else None
@@ -101,6 +103,7 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
         sweep.check_launcher()
         run = check_config(config, Machine.this(), place)
         run_dir = Path(run.config.run_dir)
+        sweep.check_folder(run_dir)
         _check_writable(run_dir)
     except (SettingsError, CheckpointError) as error:
         return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
@@ -110,7 +113,9 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
             hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
         is_first = place is None or place.rank == 0
         if is_first:
-            slurm.note_run(os.environ, Path(run.config.output_root), run_dir)
+            slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
+            if run.config.resume != config.get("resume") and config.get("resume") != "last":
+                print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
         hidden.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, hidden / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
@@ -144,7 +149,7 @@ def threads_per_rank(world: World, machine: Machine) -> int:
     return max(1, machine.cores // world.devices)
 
 
-def report(result: Result, run_dir: Path) -> int:
+def report(result: Result, run_dir: str) -> int:
     """Tells the user why a job failed. Returns: its exit code."""
     failure = result.failure
     if failure is None:
@@ -157,7 +162,7 @@ def report(result: Result, run_dir: Path) -> int:
     sys.stdout.flush()
     print(f"error: {failure.describe()}", file=sys.stderr)
     if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
-        print(f"\nlogs of the ranks: {run_dir / 'logs'}", file=sys.stderr)
+        print(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}", file=sys.stderr)
     return failure.exit_code
 
 
@@ -170,8 +175,8 @@ def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
 def _resume(config: DictConfig) -> str | None:
     asked = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
-    if earlier := [latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root)]:
-        asked = next((str(folder) for folder in earlier if folder is not None), asked)
+    earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
+    asked = next((str(folder) for folder in earlier if folder is not None), asked)
     if asked is None:
         return None
     if root not in run_dir.absolute().parents:
@@ -185,9 +190,16 @@ def _resume(config: DictConfig) -> str | None:
                 f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint that is resumed, {folder}: "
                 "use that, or the order of the data would be another"
             )
-    if done >= wanted:
-        raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: must be more to resume={show(asked)}")
+    if done > wanted:
+        raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: cannot be less to resume={show(asked)}")
     return str(folder.absolute())
+
+
+def _identity(config: DictConfig) -> str:
+    """The same for the same settings of the same job of a sweep, wherever it runs."""
+    settings = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("resume", "run_dir")])
+    text = f"{sweep.job_number()} {OmegaConf.to_yaml(settings)}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def _resolve(config: DictConfig | ListConfig) -> DictConfig:

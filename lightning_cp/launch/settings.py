@@ -52,6 +52,7 @@ SETTINGS = (
     Setting("seed", Whole(0, (1 << 63) - 1)),
     Setting("resume", Either(OneOf((None,)), Text())),
     Setting("output_root", Text()),
+    Setting("run_dir", Text()),
     Setting("progress", OneOf((True, False))),
     Setting("num_workers", Whole(0)),
     Setting("log_every", Whole(1)),

@@ -3,12 +3,17 @@
 Imports no torch.
 """
 
+import json
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.launch.external import whole_number
+from lightning_cp.launch.settings import SettingsError, read
 
 _NOTES = ".slurm"  # under output_root: a file for each job, with a line for each folder that it has run in
 
@@ -30,23 +35,57 @@ def requeue(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def note_run(environ: Mapping[str, str], output_root: Path, run_dir: Path) -> None:
-    """Writes down where this job runs, for when SLURM runs it again."""
+def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Path) -> None:
+    """Writes down where this job runs, for when SLURM runs it again. Args: run: which of the job's runs it is."""
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return
     notes = output_root / _NOTES / job
     notes.parent.mkdir(parents=True, exist_ok=True)
+    note = {"run": run, "folder": str(folder.absolute()), "restarts": _restarts(environ)}
     with notes.open("a", encoding="utf-8") as file:
-        file.write(f"{run_dir.absolute()}\n")
+        file.write(f"{json.dumps(note)}\n")
 
 
-def earlier_runs(environ: Mapping[str, str], output_root: Path) -> list[Path]:
-    """The folders of this job's runs before SLURM ran it again, the last first."""
+def earlier_runs(environ: Mapping[str, str], output_root: Path, run: str) -> list[Path]:
+    """Where the same run of this job ran before SLURM ran the job again, the last first."""
     notes = output_root / _NOTES / environ.get("SLURM_JOB_ID", "none")
-    if int(environ.get("SLURM_RESTART_COUNT", "0")) == 0 or not notes.is_file():
+    if _restarts(environ) == 0 or not notes.is_file():
         return []
-    return [Path(line) for line in reversed(notes.read_text(encoding="utf-8").splitlines())]
+    found = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
+    same = [note for note in found if note["run"] == run and note["restarts"] < _restarts(environ)]
+    return [Path(note["folder"]) for note in reversed(same)]
+
+
+def _restarts(environ: Mapping[str, str]) -> int:
+    return whole_number(environ, "SLURM_RESTART_COUNT") or 0
+
+
+def check_sweep(config: DictConfig) -> None:
+    """Before jobs are submitted. Raises: SettingsError: what `launcher=slurm` asks SLURM for could not run them.
+
+    Args: config: of the sweep, with Hydra's own; settings that are swept have their defaults in it.
+    """
+    if config.hydra.runtime.choices.get("launcher") != "slurm":
+        return
+    for key in ("devices", "num_nodes", "accelerator"):
+        if any(override.partition("=")[0].lstrip("+") == key and _is_swept(override) for override in _given(config)):
+            raise SettingsError(f"{key} cannot be swept with launcher=slurm: SLURM is asked for the same for all jobs")
+    devices, nodes = read(config, "devices"), read(config, "num_nodes")
+    if devices == "auto" and _nodes(nodes) > 1:
+        raise SettingsError(f"num_nodes={nodes} with launcher=slurm needs devices=<ranks of a node>, not auto")
+    if read(config, "accelerator") != "cpu" and config.hydra.launcher.gpus_per_node is None:
+        raise SettingsError(
+            "launcher=slurm needs devices=<GPUs of a node>, so that SLURM is asked for them, or accelerator=cpu"
+        )
+
+
+def _given(config: DictConfig) -> list[str]:
+    return [str(override) for override in config.hydra.overrides.task]
+
+
+def _is_swept(override: str) -> bool:
+    return OverridesParser.create().parse_override(override).is_sweep_override()
 
 
 def _nodes(num_nodes: Any) -> int:

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-# SIGTERM: from a launcher or a cluster. SIGUSR1: from SLURM, some time before the job's end (sbatch --signal=USR1@60).
-ASKING = (signal.SIGTERM, signal.SIGUSR1)
+# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, some time before the job's end
+# (sbatch --signal=USR1@60).
+ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 HEARD = "LIGHTNING_CP_HEARD"  # variable: a file that a rank makes when it was asked and will write a checkpoint
 
 

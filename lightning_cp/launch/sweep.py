@@ -1,7 +1,7 @@
 """Hydra's multirun: each job recorded beside what it left, and a table, a CSV file and plots of all at the end.
 
-A job is as good as a fresh start, because its ranks are processes of its own; all that is kept between two jobs is an
-`outcome.json` in the folder of each. Imports no torch.
+A job is as good as a fresh start, because its ranks are processes of its own; all that is kept between two jobs is the
+outcome of each. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import csv
 import math
 import os
 import statistics
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
+from lightning_cp.launch import slurm
 from lightning_cp.launch.external import external_place
 from lightning_cp.launch.job import Result
-from lightning_cp.launch.outcome import OUTCOME, Outcome, Status, differing, read_outcomes, read_rows
+from lightning_cp.launch.outcome import Outcome, Status, differing, forget_outcomes, read_outcomes, read_rows
 from lightning_cp.launch.settings import SettingsError
 
 RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
@@ -38,11 +41,22 @@ def in_sweep() -> bool:
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
+def job_number() -> int | None:
+    """Of this job in its multirun; None for a single run."""
+    return int(HydraConfig.get().job.num) if in_sweep() else None
+
+
 def check_launcher() -> None:
     """Raises: SettingsError: a launcher of sweeps was chosen for a single run, where Hydra would pass over it."""
     chosen = HydraConfig.get().runtime.choices.get("launcher") if HydraConfig.initialized() else None
     if chosen is not None and not in_sweep():
         raise SettingsError(f"launcher={chosen} is for jobs of a sweep: add -m, also for a single job")
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raises: SettingsError: a job of a sweep was given a folder, which others would be given too."""
+    if in_sweep() and run_dir.absolute() != Path(HydraConfig.get().runtime.output_dir).absolute():
+        raise SettingsError(f"run_dir={run_dir}: each job of a sweep has a folder of its own; give hydra.sweep.dir")
 
 
 def this_sweep() -> Path:
@@ -57,16 +71,18 @@ def is_stopped(sweep: Path) -> bool:
 
 def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
     """Writes down what came of a job; `result` None: it was skipped. started: `time.monotonic()` before it."""
-    hydra, run = HydraConfig.get(), Path(config.run_dir)
-    rows = list(read_rows(run / "metrics.csv"))
-    resolved = run / ".hydra" / RESOLVED
-    settled = OmegaConf.load(resolved) if resolved.is_file() else config
+    hydra = HydraConfig.get()
+    run = Path(hydra.runtime.output_dir)
+    ran = result is not None and result.began
+    metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
+    rows = list(read_rows(metrics)) if ran and _is_newer(metrics, started) else []
+    settled = OmegaConf.load(resolved) if ran and resolved.is_file() else config
     failure = None if result is None else result.failure
     status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
     outcome = Outcome(
         job=int(hydra.job.num),
         overrides=list(hydra.overrides.task),
-        degrees={key: OmegaConf.select(settled, key) for key in ("data_parallel", "ring", "ulysses")},
+        degrees={key: _degree(settled, key) for key in ("data_parallel", "ring", "ulysses")},
         status=status,
         message="" if failure is None else " ".join(failure.message.split()),
         exit_code=0 if result is None else result.exit_code,
@@ -77,7 +93,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
         seconds=time.monotonic() - started,
         folder=str(run.absolute()),
     )
-    outcome.write()
+    outcome.write(this_sweep())
     return outcome
 
 
@@ -85,20 +101,22 @@ def summarise(sweep: Path) -> int:
     """Writes `sweep.csv` and `sweep.png`, and prints a table. Returns: the exit code, 1 where a job failed."""
     outcomes = read_outcomes(sweep)
     if not outcomes:
-        return 0
+        print(f"error: no job of the sweep left its outcome in {sweep}", file=sys.stderr)
+        return 1
     with (sweep / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(asdict(outcomes[0]))
         for outcome in outcomes:
             cells = asdict(outcome) | {"overrides": " ".join(outcome.overrides), "degrees": _spread(outcome)}
             writer.writerow(cells.values())
-    if any(outcome.steps for outcome in outcomes):
+    drawn = any(outcome.steps for outcome in outcomes)
+    if drawn:
         draw_sweep(outcomes, sweep / "sweep.png")
     Console(width=None if Console().is_terminal else 160).print(_table(outcomes))
     failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
     for outcome in failed:
         print(f"job {outcome.job} failed: {outcome.message}")
-    print(f"{sweep}\n  sweep.csv  sweep.png", flush=True)
+    print(f"{sweep}\n  sweep.csv{'  sweep.png' if drawn else ''}", flush=True)
     return 1 if failed else 0
 
 
@@ -109,14 +127,31 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not _is_first():
             return
-        for path in Path(config.hydra.sweep.dir).rglob(OUTCOME):
-            path.unlink()
+        forget_outcomes(Path(config.hydra.sweep.dir))
+        try:
+            slurm.check_sweep(config)
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         exit_code = 0 if not _is_first() else summarise(Path(config.hydra.sweep.dir).absolute())
         if exit_code:
             raise SystemExit(exit_code)
+
+
+def _is_newer(path: Path, started: float) -> bool:
+    """Whether a file was written since `started`, by `time.monotonic`."""
+    began_s = time.time() - (time.monotonic() - started)
+    return path.is_file() and path.stat().st_mtime >= began_s - 1
+
+
+def _degree(config: Any, key: str) -> Any:
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:  # it refers to what is not there, for which the job was refused
+        return "?"
 
 
 def _is_first() -> bool:
@@ -129,14 +164,15 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
+    named = {outcome.job: settings for outcome, settings in zip(outcomes, differing(outcomes), strict=True)}
     trained = [outcome for outcome in outcomes if outcome.steps]
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    for i, (outcome, settings) in enumerate(zip(trained, differing(trained), strict=True)):
+    for i, outcome in enumerate(trained):
         rows = list(read_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-        label = f"{outcome.job}: {shorten(settings, 50, placeholder=' …') or 'the same settings'}"
+        label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         if outcome.status is Status.FAILED:
             label += " (failed)"
         curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal runs lie on each other

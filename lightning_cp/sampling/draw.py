@@ -1,6 +1,6 @@
 """Sampling with every rank of a run: each data rank draws its share, each context group shares a sequence."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,7 @@ def draw_samples(
     settings: SamplingSettings,
     num_classes: int,
     place: DataPlace,
+    between: Callable[[], None] = lambda: None,
 ) -> Samples:
     """Draws samples of all classes in turn, through the wrapped model. Call it on every rank.
 
@@ -51,6 +52,7 @@ def draw_samples(
         settings: how many and how.
         num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
         place: of this rank in the data; each data rank draws an equal share.
+        between: see `integrate_flow`.
     """
     share = -(-settings.count // place.size)
     first = place.rank * share
@@ -67,6 +69,7 @@ def draw_samples(
         null_label=num_classes,
         guidance=settings.guidance,
         num_steps=settings.num_steps,
+        between=between,
     )
     model.train(was_training)
     everyone = torch.zeros((place.size * share, *shape), device=pixels.device, dtype=pixels.dtype)

@@ -15,6 +15,7 @@ def integrate_flow(
     null_label: int,
     guidance: float = 2.0,
     num_steps: int = 20,
+    between: Callable[[], None] = lambda: None,
 ) -> Tensor:
     """Follows the velocity that `model(x, times, labels)` gives, from time 1 (noise) to 0, by the midpoint rule.
 
@@ -28,6 +29,7 @@ def integrate_flow(
         null_label: the label that means "no condition".
         guidance: w; 1 is plain conditional sampling.
         num_steps: of the integration.
+        between: called before each of them; what it raises ends the integration.
     Returns: samples, the noise's shape and dtype.
     """
     both_labels = torch.cat([labels, torch.full_like(labels, null_label)])
@@ -39,6 +41,7 @@ def integrate_flow(
 
     x = noise
     for step in range(num_steps):
+        between()
         time, length = 1 - step / num_steps, 1 / num_steps
         middle = x - velocity(x, time) * (length / 2)
         x = x - velocity(middle, time - length / 2) * length

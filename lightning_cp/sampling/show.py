@@ -33,6 +33,7 @@ class SamplePictures:
                 settings=self.settings,
                 num_classes=self.num_classes,
                 place=run.place,
+                between=run.heed,
             )
         fraction = 0.0
         if run.is_first:

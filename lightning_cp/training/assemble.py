@@ -79,6 +79,7 @@ class Parts:
         model: nn.Module,
         module: nn.Module,
         optimizer: Optimizer,
+        request: StopRequest,
     ) -> Run:
         """The run, resumed where the configuration says so. Call it on every rank; see `TrainState`."""
         folder = open_run_folder(ranks, self.config.run_dir)
@@ -86,10 +87,10 @@ class Parts:
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
             state.load(Path(self.config.resume))
-        return Run(ranks, state, folder, place)
+        return Run(ranks, state, folder, place, request)
 
     def steps(self, run: Run, stack: ExitStack, *, after_step: Callable[[Run], None] | None) -> Steps:
-        """Until `stack` ends: metrics and a progress bar on the first rank, and requests to stop are heard."""
+        """With metrics and a progress bar on the first rank, until `stack` ends."""
         config = self.config
         settings = LoopSettings(
             max_steps=config.max_steps,
@@ -107,8 +108,7 @@ class Parts:
             watchers.append(stack.enter_context(metrics))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=done)))
-        request = stack.enter_context(StopRequest())
-        return Steps(run, settings, request, watchers=watchers, after_step=after_step)
+        return Steps(run, settings, watchers=watchers, after_step=after_step)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -1,15 +1,13 @@
 """What surrounds each step, whichever loop takes it, and what it tells those who watch."""
 
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
+from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import whole_of
 from lightning_cp.training.run import Run
 
@@ -69,7 +67,6 @@ class Steps:
     Args:
         run: its state moves on with every step.
         settings: of the loop.
-        request: to stop, where it came to this rank.
         watchers: told of every step, on the first rank.
         after_step: called after every step, on every rank.
     """
@@ -78,12 +75,11 @@ class Steps:
         self,
         run: Run,
         settings: LoopSettings,
-        request: StopRequest,
         *,
         watchers: Sequence[Watcher] = (),
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
-        self._run, self._settings, self._request = run, settings, request
+        self._run, self._settings = run, settings
         self._watchers, self._after_step = watchers, after_step
         self._ended = time.perf_counter()
 
@@ -103,37 +99,33 @@ class Steps:
         Args:
             loss: of this rank.
             norm: of the gradient, before it was clipped.
-        Raises: Stopped: SIGTERM or SIGUSR1 came to some rank; a checkpoint is written.
+        Raises: Stopped: SIGTERM, SIGINT or SIGUSR1 came to some rank; a checkpoint is written.
         """
-        state, settings, ranks = self._run.state, self._settings, self._run.ranks
+        run, state = self._run, self._run.state
         state.step += 1
         state.average.update(state.module, step=state.step)
-        mean, number = self._agree(loss)
+        mean, number = run.mean_and_request(loss)  # context peers hold the same loss: this is the mean over data
         report = self._report(mean, float("nan") if norm is None else float(whole_of(norm)))
-        if ranks.is_global_zero:
+        if run.is_first:
             for watcher in self._watchers:
                 watcher.watch(report)
-        if self._after_step is not None:
-            self._after_step(self._run)
-        if number or self.are_done or state.step % settings.checkpoint_every == 0:
-            folder = self._run.folder.checkpoints
-            state.save(folder, keep=settings.keep_checkpoints, writes=ranks.is_global_zero)
-            ranks.barrier()
-        if number and not self.are_done:
-            name = signal.Signals(number).name
-            raise Stopped(
-                f"stopped by {name} after step {state.step}, with a checkpoint: go on with resume=last", number
-            )
+        saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
+        if saves:
+            self._save()
+        if number:
+            raise run.stopped(number)
+        try:
+            if self._after_step is not None:
+                self._after_step(run)
+        except Stopped:
+            if not saves:
+                self._save()
+            raise
 
-    def _agree(self, loss: Tensor) -> tuple[float, int]:
-        """The mean loss, and the signal that asks any rank to stop (0: none); in one exchange.
-
-        Context peers hold the same loss, so that the mean over ranks is that over data.
-        """
-        asked = torch.tensor([float(self._request.number == number) for number in ASKING], dtype=torch.float64)
-        both = torch.cat([loss.detach().double().view(1), asked.to(loss.device)])
-        mean, *asking = self._run.ranks.all_reduce(both, reduce_op="mean").tolist()
-        return mean, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+    def _save(self) -> None:
+        run = self._run
+        run.state.save(run.folder.checkpoints, keep=self._settings.keep_checkpoints, writes=run.is_first)
+        run.ranks.barrier()
 
     def _report(self, loss: float, norm: float) -> StepReport:
         state, before = self._run.state, self._ended

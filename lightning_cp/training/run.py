@@ -1,13 +1,17 @@
 """A run on this rank: the other ranks, what is trained, the folder, the place in the data."""
 
 import logging
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from lightning_utilities.core import rank_zero
+from torch import Tensor
 
+from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
 from lightning_cp.training.ranks import Ranks
 from lightning_cp.training.state import TrainState
 
@@ -71,11 +75,30 @@ class Run:
     state: TrainState
     folder: RunFolder
     place: DataPlace
+    request: StopRequest
 
     @property
     def is_first(self) -> bool:
         """Whether this rank writes and speaks."""
         return self.ranks.is_global_zero
+
+    def mean_and_request(self, value: Tensor) -> tuple[float, int]:
+        """The mean over ranks, and the signal that asks any rank to stop (0: none). Call it on every rank."""
+        asked = torch.tensor([float(self.request.number == number) for number in ASKING], dtype=torch.float64)
+        both = torch.cat([value.detach().double().view(1), asked.to(value.device)])
+        mean, *asking = self.ranks.all_reduce(both, reduce_op="mean").tolist()
+        return mean, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+
+    def heed(self) -> None:
+        """Between parts of long work. Call it on every rank. Raises: Stopped: some rank was asked to stop."""
+        _, number = self.mean_and_request(torch.zeros((), device=self.ranks.device))
+        if number:
+            raise self.stopped(number)
+
+    def stopped(self, number: int) -> Stopped:
+        """What is raised once a checkpoint is written."""
+        name, step = signal.Signals(number).name, self.state.step
+        return Stopped(f"stopped by {name} after step {step}, with a checkpoint: go on with resume=last", number)
 
 
 def open_run_folder(ranks: Ranks, path: str) -> RunFolder:

@@ -8,6 +8,7 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
+from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.assemble import Parts
 from lightning_cp.training.run import DataPlace, Run, less_talkative
 
@@ -24,11 +25,12 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     loader: Any = fabric.setup_dataloaders(parts.loader(sampler, place), use_distributed_sampler=False)
     module = parts.denoiser()
     model, optimizer = fabric.setup(module, parts.optimizer(module.parameters()))
-    run = parts.start(fabric, place, sampler, model=model, module=module, optimizer=optimizer)
     model.train()
     with ExitStack() as stack:
+        request = stack.enter_context(StopRequest())
+        run = parts.start(fabric, place, sampler, model=model, module=module, optimizer=optimizer, request=request)
         steps = parts.steps(run, stack, after_step=after_step)
-        for data in loader:
+        for data in () if steps.are_done else loader:
             steps.begin()
             loss = parts.flow.loss(model, parts.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
             fabric.backward(loss)
@@ -38,4 +40,4 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
             steps.end(loss, norm)
             if steps.are_done:
                 break
-    at_end(run)
+        at_end(run)

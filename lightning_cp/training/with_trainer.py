@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.checkpoint import read_manifest
+from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.assemble import Parts
 from lightning_cp.training.loop import Batch, Steps
 from lightning_cp.training.ranks import TrainerRanks
@@ -41,6 +42,7 @@ class FlowModule(LightningModule):
         super().__init__()
         self.denoiser = parts.denoiser()
         self._parts, self._stack, self._after_step, self._at_end = parts, stack, after_step, at_end
+        self._request = StopRequest()
         self._norm: Tensor | None = None
 
     @override
@@ -56,7 +58,12 @@ class FlowModule(LightningModule):
             model=_InPrecision(self.denoiser, trainer.precision_plugin),
             module=self.denoiser,
             optimizer=trainer.optimizers[0],
+            request=self._request,
         )
+        self.steps = self._parts.steps(self.run, self._stack, after_step=self._after_step)
+        if self.steps.are_done:
+            self.on_train_start()
+            self._at_end(self.run)  # the Trainer passes over a fit without steps
 
     @override
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -64,7 +71,7 @@ class FlowModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        self.steps = self._parts.steps(self.run, self._stack, after_step=self._after_step)
+        self._stack.enter_context(self._request)  # not before: Lightning sets handlers of its own
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
@@ -140,3 +139,143 @@ def _fit(rank: int, world: int, settings: dict[str, Any]) -> float:
 @pytest.mark.parametrize(("world", "settings"), [(2, {"ring": 2}), (4, {"ulysses": 2})])
 def test_the_trainer_fits_as_one_process(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
     assert max(run_ranks(world, _fit, settings, init=False)) < 1e-4
+
+
+def _given_mesh(rank: int, world: int) -> tuple[float, float, tuple[int, int]]:
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ring", "ulysses", "fsdp"))
+    found = _train(rank, world, {"mesh": mesh})
+    strategy = ContextParallelFSDPStrategy(mesh=mesh)
+    strategy.context.set_up()
+    return found["gradient"], found["share"], (strategy.data_rank, strategy.data_size)
+
+
+def test_weights_are_sharded_along_the_fsdp_axis_of_a_given_mesh(run_ranks: RankPool) -> None:
+    results = run_ranks(4, _given_mesh)
+    for gradient, share, _ in results:
+        assert gradient < 1e-5
+        assert 0.4 < share < 0.6
+    assert [place for _, _, place in results] == [(0, 2), (1, 2), (0, 2), (1, 2)]
+
+
+def _empty(rank: int, world: int, folder: str) -> tuple[bool, float, list[str]]:
+    reference: Any = wan().build().float()
+    path = Path(folder) / "weights.pt"
+    if rank == 0:
+        torch.save(reference.state_dict(), path)
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+    fabric.barrier()
+    with fabric.init_module(empty_init=True):
+        model: Any = type(reference).from_config(reference.config)
+    nowhere = all(p.is_meta for p in model.parameters()) and not any(b.is_meta for b in model.buffers())
+    model = fabric.setup(model)
+    unset = [name for name, p in model.named_parameters() if whole(p.detach()).isnan().any()]
+    fabric.load_raw(path, model)
+    with torch.no_grad():
+        out, expected = (x(**ARGUMENTS, return_dict=False)[0] for x in (model, reference))
+    return nowhere, float((out - expected).abs().max()), unset
+
+
+def test_a_model_made_without_storage_is_loaded_in_shards(run_ranks: RankPool, tmp_path: Path) -> None:
+    for nowhere, error, unset in run_ranks(2, _empty, str(tmp_path), init=False):
+        assert nowhere
+        assert error < 1e-5
+        assert any("scale_shift_table" in name for name in unset)  # loud if it is forgotten
+
+
+def _lora(rank: int, world: int, precision: str) -> tuple[float, list[bool]]:
+    from peft import LoraConfig
+
+    def build() -> nn.Module:
+        model = wan().build().float()
+        model.requires_grad_(requires_grad=False)
+        torch.manual_seed(3)
+        model.add_adapter(LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False))
+        return model
+
+    def gradients(model: nn.Module) -> Tensor:
+        return torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.requires_grad])
+
+    warnings.simplefilter("ignore")
+    reference = build()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+        out = reference(**ARGUMENTS, return_dict=False)[0]
+    out.float().square().mean().backward()
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world), precision=precision)
+    model = build()
+    wrapped, _ = fabric.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    fabric.backward(wrapped(**ARGUMENTS, return_dict=False)[0].float().square().mean())
+    expected = gradients(reference)
+    error = float((gradients(model) - expected).norm() / expected.norm())
+    return error, [p.grad is None for p in model.parameters() if not p.requires_grad]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("32-true", 1e-5), ("bf16-mixed", 0.05)])
+def test_lora_on_a_frozen_base_that_is_sharded(run_ranks: RankPool, precision: str, tolerance: float) -> None:
+    for error, untouched in run_ranks(2, _lora, precision, init=False):
+        assert error < tolerance
+        assert all(untouched)
+
+
+class _WithEncoder(nn.Module):
+    """A transformer and a frozen encoder that is called by a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer, self.encoder = wan().build().float(), _Encoder()
+        self.encoder.requires_grad_(requires_grad=False)
+
+    def forward(self, **arguments: Tensor) -> Tensor:
+        arguments["encoder_hidden_states"] = self.encoder.encode(arguments["encoder_hidden_states"])
+        out: Tensor = self.transformer(**arguments, return_dict=False)[0]
+        return out
+
+
+class _Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+
+    def encode(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.nn.functional.linear(x, layer.weight, layer.bias)
+        return x
+
+
+def _frozen(rank: int, world: int) -> tuple[bool, bool]:
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ulysses=world))
+    module = _WithEncoder()
+    model = fabric.setup(module)
+    fabric.backward(model(**ARGUMENTS).square().mean())
+    return (
+        any(isinstance(p, DTensor) for p in module.encoder.parameters()),
+        all(isinstance(p, DTensor) for p in module.transformer.parameters()),
+    )
+
+
+def test_children_that_do_not_train_stay_whole(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _frozen, init=False) == [(False, True)] * 2
+
+
+def _late(rank: int, world: int) -> str:
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has a state for weights") as caught:
+        fabric.setup(model, optimizer)
+    return str(caught.value)
+
+
+def test_an_optimizer_that_has_begun_with_whole_weights_is_refused(run_ranks: RankPool) -> None:
+    assert all("AdamW" in message for message in run_ranks(2, _late, init=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [({"replicate": 0}, "replicate=0"), ({"rings": 2}, "no setting 'rings'"), ({"bucket_cap_mb": 1}, "bucket_cap_mb")],
+)
+def test_bad_settings_are_refused_by_name(settings: dict[str, Any], names: str) -> None:
+    for kind in (ContextParallelFSDPStrategy, TrainersStrategy):
+        with pytest.raises((ValueError, TypeError), match=names):
+            kind(**settings)

@@ -25,6 +25,18 @@ def test_the_doctor_tries_every_mode_and_is_content() -> None:
         assert word in told.stdout
 
 
+def test_the_doctor_does_not_wait_for_ever(tmp_path: Path) -> None:
+    ill = tmp_path / "doctor.py"
+    sleepy = "if rank:\n        time.sleep(60)\n    generator = torch.Generator()"
+    ill.write_text(
+        DOCTOR.read_text().replace("generator = torch.Generator()", sleepy).replace("LIMIT_S = 25", "LIMIT_S = 6")
+    )
+    told = _ran(ill)
+    assert told.returncode == 1
+    assert "something is wrong" in told.stdout
+    assert told.stdout.count("problem:") == 2
+
+
 def test_the_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
     ill = tmp_path / "doctor.py"
     ill.write_text(

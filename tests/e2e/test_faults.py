@@ -93,13 +93,49 @@ def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
     newest = latest_checkpoint(folder)
     assert newest is not None
     step = read_manifest(newest).step
-    if number != signal.SIGINT:
-        done = [row.step for row in read_metrics(folder / "metrics.csv")]
-        assert step == done[-1]
-        assert f"stopped by {signal.Signals(number).name} after step {step}" in stderr
-        resumed = run(*SMALL, "resume=last", f"max_steps={step + 1}", folder=tmp_path / "resumed")
-        assert resumed.exit_code == 0, resumed.stderr
-        assert [row.step for row in resumed.rows] == [step + 1]
+    done = [row.step for row in read_metrics(folder / "metrics.csv")]
+    assert step == done[-1]
+    assert f"stopped by {signal.Signals(number).name} after step {step}" in stderr
+    resumed = run(*SMALL, "resume=last", f"max_steps={step + 1}", folder=tmp_path / "resumed")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert [row.step for row in resumed.rows] == [step + 1]
+
+
+@pytest.mark.parametrize(("steps", "every"), [(2, "null"), (100, "1")], ids=["at the end", "on the way"])
+def test_a_job_is_stopped_while_it_samples_and_can_be_gone_on_with(steps: int, every: str, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = (*SMALL, "sampling.num_steps=100000", f"sampling.every={every}", f"max_steps={steps}")
+    with started(*settings, "strategy=cp", "ring=2", folder=folder) as process:
+        deadline = time.monotonic() + 90
+        rows = min(steps, 1 if every == "1" else steps)
+        while not (folder / "metrics.csv").exists() or len(read_metrics(folder / "metrics.csv")) < rows:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert f"stopped by SIGTERM after step {rows}, with a checkpoint" in stderr
+    resumed = run(*SMALL, "resume=last", f"max_steps={max(rows, 2)}", folder=tmp_path / "resumed")
+    assert resumed.exit_code == 0, resumed.stderr
+    assert (resumed.folder / "samples" / "final.png").is_file()
+
+
+def test_an_impatient_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    with started(*ENDLESS, folder=tmp_path / "run", environment={"TMPDIR": str(tmp_path)}) as process:
+        wait_for_checkpoint(tmp_path / "run", process)
+        ranks = ranks_of(process)
+        for _ in range(4):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.03)
+        _, stderr = process.communicate(timeout=10)
+        _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert alive == []
+    assert process.returncode == 128 + signal.SIGINT
+    assert "stopped by" in stderr
+    assert "Traceback" not in stderr
+    assert not list(tmp_path.glob("lightning_cp_*"))
 
 
 @pytest.mark.parametrize(("rank", "trainer"), [(0, "fabric"), (1, "fabric"), (1, "lightning")])

@@ -10,7 +10,7 @@ import pytest
 from lightning_cp.launch.outcome import Status, read_outcomes
 from tests.e2e import fake_slurm
 from tests.e2e.recipe import SMALL, ranks_of, run, started
-from tests.e2e.test_faults import ENDLESS, wait_for_checkpoint
+from tests.e2e.test_faults import wait_for_checkpoint
 from tests.e2e.test_sweep import sweep
 
 
@@ -25,7 +25,10 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_jobs_of_a_sweep_become_jobs_of_slurm(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
-    ran = sweep("launcher=slurm", "strategy=cp", "ring=1,2,3", "hydra.launcher.partition=gpu", folder=folder)
+    ran = sweep(
+        *("launcher=slurm", "strategy=cp", "accelerator=cpu", "ring=1,2,3", "hydra.launcher.partition=gpu"),
+        folder=folder,
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr + (slurm / "array.log").read_text()
     (script,) = slurm.glob("script_*")
     asked = fake_slurm.options(script)
@@ -70,7 +73,8 @@ def test_on_one_node_a_failed_job_fails_alone_and_no_gpus_are_asked_for_on_cpu(s
 
 def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: Path, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
-    with started(*ENDLESS, folder=tmp_path / "run", environment=job) as process:
+    settings = (*SMALL, "strategy=cp", "ring=2", "max_steps=60", "checkpoint_every=2")
+    with started(*settings, folder=tmp_path / "run", environment=job) as process:
         wait_for_checkpoint(tmp_path / "run", process)
         ranks = ranks_of(process)
         process.send_signal(signal.SIGUSR1)
@@ -80,10 +84,31 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: 
     assert "SLURM will run this job again" in stderr
     assert "scontrol requeue 7" in (slurm / "calls").read_text().splitlines()
     step = int(stderr.partition("after step ")[2].partition(",")[0])
-    settings = (*SMALL, f"max_steps={step + 1}")
     again = run(*settings, folder=tmp_path / "again", environment={**job, "SLURM_RESTART_COUNT": "1"})
     assert again.exit_code == 0, again.stderr
-    assert [row.step for row in again.rows] == [step + 1]
-    other = {**job, "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}  # cut short before it had a checkpoint
-    fresh = run(*SMALL, "max_steps=2", folder=tmp_path / "fresh", environment=other)
-    assert [row.step for row in fresh.rows] == [1, 2]
+    assert "SLURM runs this job again: it goes on from" in again.stdout
+    assert [row.step for row in again.rows] == list(range(step + 1, 61))
+    for name, environment in (
+        ("another run of the job", {**job, "SLURM_RESTART_COUNT": "2"}),
+        ("another job", {**job, "SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}),
+        ("odd numbers", {**job, "SLURM_RESTART_COUNT": "x", "SLURM_NTASKS": "", "SLURM_NNODES": "0"}),
+    ):
+        fresh = run(*SMALL, "max_steps=2", folder=tmp_path / name.replace(" ", "_"), environment=environment)
+        assert fresh.exit_code == 0, fresh.stderr
+        assert [row.step for row in fresh.rows] == [1, 2], name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("strategy=cp ring=1,2", "needs devices=<GPUs of a node>"),
+        ("strategy=cp devices=1,2 accelerator=cpu", "devices cannot be swept"),
+        ("strategy=cp ring=2 num_nodes=2 accelerator=cpu", "needs devices=<ranks of a node>"),
+    ],
+)
+def test_what_slurm_could_not_run_is_not_submitted(slurm: Path, tmp_path: Path, settings: str, said: str) -> None:
+    ran = sweep("launcher=slurm", *settings.split(), folder=tmp_path / "sweep")
+    assert ran.returncode == 2
+    assert said in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (slurm / "calls").exists()

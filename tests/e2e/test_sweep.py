@@ -67,6 +67,29 @@ def test_a_job_that_fails_fails_alone_and_is_told_at_the_end(tmp_path: Path) -> 
     assert math.isnan(outcomes[0].loss)
 
 
+def test_bad_settings_fail_alone_and_the_folder_may_have_been_used_before(tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    (folder / "mine").mkdir(parents=True)
+    (folder / "mine" / "outcome.json").write_text("keep")
+    first = sweep("strategy=cp", "ring=1,2", folder=folder)
+    assert first.returncode == 0, first.stdout + first.stderr
+    again = sweep("strategy=cp", "ring=99,${nope},1", folder=folder)
+    assert again.returncode == 1
+    assert "Traceback" not in again.stderr
+    outcomes = read_outcomes(folder)
+    assert statuses(outcomes) == [Status.FAILED, Status.FAILED, Status.FINISHED]
+    assert [outcome.steps for outcome in outcomes] == [0, 0, 3]  # nothing of the first sweep
+    assert (folder / "mine" / "outcome.json").read_text() == "keep"
+
+
+def test_one_folder_for_all_jobs_is_refused(tmp_path: Path) -> None:
+    ran = sweep("strategy=cp", "ring=1,2", f"run_dir={tmp_path / 'same'}", folder=tmp_path / "sweep")
+    assert ran.returncode == 1
+    outcomes = read_outcomes(tmp_path / "sweep")
+    assert all("each job of a sweep has a folder of its own" in outcome.message for outcome in outcomes)
+    assert len(outcomes) == 2
+
+
 def test_a_sweep_can_stop_at_the_first_failure(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep("strategy=cp", "sweep.on_error=stop", "+fault=none,raise_0,kill_0", folder=folder)
