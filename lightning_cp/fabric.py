@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -42,6 +45,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, parallelize_fn=self._parallelize)
+        self._backward_sync_control = _SyncControl()
 
     @override
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
@@ -64,3 +68,23 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
         return module
+
+
+class _SyncControl(_BackwardSyncControl):
+    """Lightning's own, left without effect (`enabled=False`), stops the averaging of all later gradients."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return _unsynchronised(module, enabled)
+
+
+@contextmanager
+def _unsynchronised(module: nn.Module, enabled: bool) -> Iterator[None]:
+    units = [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
+    for unit in units:
+        unit.set_requires_gradient_sync(not enabled, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.optim import Optimizer
@@ -88,6 +88,10 @@ class ShardedFlavour(ContextParallelFlavour):
         before = dict(module.named_parameters())
         frozen = _frozen(module, installed)
         whole = {parameter for child in frozen for parameter in child.parameters()}
+        alike = [x for child in frozen for x in child.parameters()] + list(module.buffers())
+        self._make_alike(alike if self.weights_mesh.ndim == 1 else [*module.parameters(), *module.buffers()])
+        for child in frozen:
+            child.to(self._lightning.root_device)
         tops = [module] if not steps else [child for child in _called(module) if child not in frozen]
         if steps and any(True for _ in module.parameters(recurse=False)):
             tops.append(module)
@@ -105,6 +109,14 @@ class ShardedFlavour(ContextParallelFlavour):
         give_storage(module, self._lightning.root_device)
         after = dict(module.named_parameters())
         self._shards.update({id(old): (weakref.ref(old), after[name]) for name, old in before.items()})
+
+    def _make_alike(self, tensors: Iterable[Tensor]) -> None:
+        """The first rank's values on all ranks: what is held more than once must not differ, whatever the seeds."""
+        for x in tensors:
+            if not x.is_meta:
+                values = x.detach().to(self._lightning.root_device)
+                dist.broadcast(values, src=0)
+                x.detach().copy_(values)
 
     def _give_shards(self, optimizer: Optimizer) -> None:
         """Exchanges weights by their shards, in an optimizer that was made before.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_cp.comm.shards import gather, shard_sizes
 from lightning_cp.comm.stall import watch_stalls
@@ -129,7 +130,9 @@ class ContextParallel:
             self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
             absent = [key for key in keys if key not in self.found]  # neither here nor in a module before it
             if absent:
-                transformers = sorted({type(x).__name__ for _, x in inside if registered_plan(type(x)) is not None})
+                transformers = sorted(
+                    {kind.__name__ for kind in map(class_of, module.modules()) if registered_plan(kind)}
+                )
                 raise PlanError(
                     f"{setting}: there is no {absent[0]!r} in {type(module).__name__}; a key is a class, its name, or "
                     f"the path of a module (transformers with a plan in there: {transformers or 'none'})"
@@ -138,7 +141,7 @@ class ContextParallel:
         for name, inner in inside:
             if self.modules is not None and not any(_names(key, name, inner) for key in self.modules):
                 continue
-            plan = self._plan(name, inner)
+            plan = self._plan(name, inner) or installed_on(inner)
             if plan is not None:
                 found.append((inner, plan))
             elif self.modules is not None:
@@ -254,9 +257,15 @@ class ContextParallel:
         return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
 
 
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written: FSDP2 puts one of its own in front."""
+    found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return found  # type: ignore[no-any-return]
+
+
 def _names(key: Any, path: str, module: nn.Module) -> bool:
     """Whether a key of `plans` or `modules` (a class, its name with or without module, a path) means this module."""
     if isinstance(key, type):
         return isinstance(module, key)
-    kind = type(module)
+    kind = class_of(module)
     return key in (path or None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

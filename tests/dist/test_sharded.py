@@ -106,7 +106,7 @@ def test_gradients_are_those_of_one_process_and_weights_are_shared(
         assert found["share"] < 1 / holders + 0.1
 
 
-def _fit(rank: int, world: int, settings: dict[str, Any]) -> float:
+def _fit(rank: int, world: int, settings: dict[str, Any], accumulate: int) -> float:
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
     module, data = TrainsWan(), Clips(16)
@@ -115,6 +115,7 @@ def _fit(rank: int, world: int, settings: dict[str, Any]) -> float:
         devices=world,
         strategy=TrainersStrategy(**settings),
         max_steps=3,
+        accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
         **QUIET,  # type: ignore[arg-type]
     )
@@ -126,7 +127,9 @@ def _fit(rank: int, world: int, settings: dict[str, Any]) -> float:
     reference = TrainsWan()
     start, optimizer = flat(reference), torch.optim.SGD(reference.parameters(), lr=module.lr)
     for step in range(3):
-        indices = [index for group in seen[:: trainer.strategy.context_size] for index in group[step]]  # type: ignore[attr-defined]
+        groups = seen[:: trainer.strategy.context_size]  # type: ignore[attr-defined]
+        parts = range(step * accumulate, (step + 1) * accumulate)
+        indices = [index for part in parts for group in groups for index in group[part]]
         batch = next(iter(DataLoader([data[index] for index in indices], batch_size=len(indices))))  # type: ignore[arg-type]
         reference.loss(batch).backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
@@ -136,9 +139,35 @@ def _fit(rank: int, world: int, settings: dict[str, Any]) -> float:
     return float((found - expected).norm() / (expected - start).norm())
 
 
-@pytest.mark.parametrize(("world", "settings"), [(2, {"ring": 2}), (4, {"ulysses": 2})])
-def test_the_trainer_fits_as_one_process(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
-    assert max(run_ranks(world, _fit, settings, init=False)) < 1e-4
+@pytest.mark.parametrize(
+    ("world", "settings", "accumulate"), [(2, {"ring": 2}, 1), (4, {"ulysses": 2}, 1), (4, {"ring": 2}, 2)]
+)
+def test_the_trainer_fits_as_one_process(
+    run_ranks: RankPool, world: int, settings: dict[str, Any], accumulate: int
+) -> None:
+    assert max(run_ranks(world, _fit, settings, accumulate, init=False)) < 1e-4
+
+
+def _unlike(rank: int, world: int) -> tuple[float, float]:
+    """Ranks that made other weights, and a use of no_backward_sync that must not outlast it."""
+    strategy = ContextParallelFSDPStrategy(ring=2, replicate=2)
+    fabric = fabric_of(rank, world, strategy)
+    torch.manual_seed(rank)
+    model = nn.Linear(8, 8)
+    wrapped: Any = fabric.setup(model)
+    values = flat(model)
+    everyone = [torch.empty_like(values) for _ in range(world)]
+    torch.distributed.all_gather(everyone, values)
+    with fabric.no_backward_sync(wrapped, enabled=False):
+        fabric.backward(wrapped(torch.ones(1, 8)).sum())
+    model.zero_grad()
+    fabric.backward(wrapped(torch.full((1, 8), float(rank))).sum())
+    gradients = flat(model, gradients=True)[:64]
+    return max(float((x - values).abs().max()) for x in everyone), float((gradients - 1.5).abs().max())
+
+
+def test_replicas_begin_alike_and_gradients_stay_averaged(run_ranks: RankPool) -> None:
+    assert run_ranks(4, _unlike, init=False) == [(0.0, 0.0)] * 4
 
 
 def _given_mesh(rank: int, world: int) -> tuple[float, float, tuple[int, int]]:
