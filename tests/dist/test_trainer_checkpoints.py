@@ -74,10 +74,10 @@ def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
 @pytest.mark.parametrize(
     ("first", "then"),
     [
-        ("ring", "ulysses"),
+        pytest.param("ring", "ulysses", marks=pytest.mark.full),
         ("ring", "sharded"),
         ("sharded", "sharded, whole file"),
-        ("sharded, whole file", "sharded"),
+        pytest.param("sharded, whole file", "sharded", marks=pytest.mark.full),
         ("sharded, whole file", "ring"),
     ],
 )

@@ -138,7 +138,9 @@ def test_an_impatient_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("lightning_cp_*"))
 
 
-@pytest.mark.parametrize(("rank", "trainer"), [(0, "fabric"), (1, "fabric"), (1, "lightning")])
+@pytest.mark.parametrize(
+    ("rank", "trainer"), [(0, "fabric"), (1, "fabric"), pytest.param(1, "lightning", marks=pytest.mark.full)]
+)
 def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, trainer: str, tmp_path: Path) -> None:
     settings = (f"trainer={trainer}", "model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
     started_at = time.monotonic()
@@ -152,7 +154,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tra
     assert 1 <= len(finished.rows) <= 2
 
 
-@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+@pytest.mark.parametrize("trainer", ["fabric", pytest.param("lightning", marks=pytest.mark.full)])
 def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) -> None:
     settings = (*SMALL, f"trainer={trainer}", "strategy=cp", "ring=2", "max_steps=2")
     finished = run(*settings, folder=tmp_path / "run", launcher=TORCHRUN)

@@ -44,6 +44,7 @@ def test_jobs_of_a_sweep_become_jobs_of_slurm(slurm: Path, tmp_path: Path) -> No
     assert "sweep.csv" in ran.stdout
 
 
+@pytest.mark.full
 def test_across_nodes_slurm_starts_the_ranks(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     settings = ("launcher=slurm", "strategy=cp", "num_nodes=2", "devices=2", "ring=2,4")
@@ -60,6 +61,7 @@ def test_across_nodes_slurm_starts_the_ranks(slurm: Path, tmp_path: Path) -> Non
     assert [outcome.tokens_per_s for outcome in outcomes] == [400, 400]
 
 
+@pytest.mark.full
 def test_on_one_node_a_failed_job_fails_alone_and_no_gpus_are_asked_for_on_cpu(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     settings = ("launcher=slurm", "strategy=cp", "devices=2", "accelerator=cpu", "ring=2", "+fault=raise_1,none")

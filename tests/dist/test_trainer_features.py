@@ -1,0 +1,130 @@
+"""What a training run needs beside its steps, at ring 2 x data 2 under the Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_cp.pytorch import ContextParallelStrategy
+from tests.dist.module import Clips, TrainsWan
+from tests.dist.test_trainer_strategy import everyones, trainer_of
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS = 3
+
+
+def _weights(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+
+
+def _reference(seen: list[list[int]], *, clip: Callable[[Any], object], dtype: torch.dtype, autocast: bool) -> Tensor:
+    """One process on the global batches."""
+    module, data = TrainsWan().to(dtype), Clips(16)
+    optimizer = torch.optim.SGD(module.parameters(), lr=module.lr)
+    for indices in seen:
+        batch = next(iter(DataLoader([data[index] for index in indices], batch_size=len(indices))))  # type: ignore[arg-type]
+        batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = module.loss(batch)
+        loss.backward()
+        clip(module.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return _weights(module)
+
+
+def _feature(rank: int, world: int, name: str) -> float:
+    module = TrainsWan()
+    settings: dict[str, Any] = {}
+    clip: Callable[[Any], object] = lambda parameters: None  # noqa: E731
+    if name == "clip by value":
+        settings = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+        clip = lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3)  # noqa: E731
+    if name in ("bf16-mixed", "bf16-true"):
+        settings = {"precision": name}
+    if name == "activation checkpointing":
+        module.transformer.enable_gradient_checkpointing()
+    if name == "compiled blocks":
+        module.transformer.compile_repeated_blocks(backend="aot_eager")
+    trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_steps=STEPS, **settings)
+    trainer.fit(module, DataLoader(Clips(16), batch_size=2))
+    first, second = everyones(module.seen)[::2]
+    seen = [a + b for a, b in zip(first, second, strict=True)]
+    dtype = torch.bfloat16 if name == "bf16-true" else torch.float32
+    expected = _reference(seen, clip=clip, dtype=dtype, autocast=name == "bf16-mixed")
+    start = _weights(TrainsWan().to(dtype))
+    return float((_weights(module) - expected).norm() / (expected - start).norm())
+
+
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [
+        ("clip by value", 1e-3),
+        ("bf16-mixed", 0.05),
+        ("bf16-true", 0.2),
+        ("activation checkpointing", 1e-4),
+        pytest.param("compiled blocks", 1e-4, marks=pytest.mark.full),
+    ],
+)
+def test_a_feature_trains_as_in_one_process(run_ranks: RankPool, name: str, tolerance: float) -> None:
+    errors = run_ranks(4, _feature, name, init=False)
+    assert max(errors) < tolerance
+    assert max(errors) - min(errors) < 1e-6
+
+
+def _callbacks(rank: int, world: int, folder: str) -> dict[str, Any]:
+    module, data = TrainsWan(), Clips(8)
+    checkpoint = ModelCheckpoint(folder, monitor="val_loss", save_top_k=1, save_last=True)
+    average = EMAWeightAveraging(decay=0.5)
+    stopping = EarlyStopping("val_loss", mode="max", patience=1)  # the loss falls, so it stops after two epochs
+    trainer = trainer_of(
+        *(rank, world, ContextParallelStrategy(ring=2)),
+        **{"max_epochs": 5, "enable_checkpointing": True, "logger": CSVLogger(folder, version=0), "profiler": "simple"},
+        callbacks=[checkpoint, average, stopping],
+        log_every_n_steps=1,
+    )
+    loader = DataLoader(data, batch_size=2)
+    trainer.fit(module, loader, loader)
+    best = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+    again = TrainsWan()
+    again.load_state_dict(best)
+    loss = trainer.validate(again, loader, verbose=False)[0]["val_loss"]
+    return {
+        "epochs": trainer.current_epoch,
+        "best": checkpoint.best_model_path,
+        "same": abs(loss / float(checkpoint.best_model_score) - 1),  # type: ignore[arg-type]
+        "files": sorted(path.name for path in Path(folder).glob("*.ckpt")),
+        "rows": len((Path(folder) / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()),
+    }
+
+
+def test_callbacks_and_loggers_work_as_ever(run_ranks: RankPool, tmp_path: Path) -> None:
+    results = run_ranks(4, _callbacks, str(tmp_path), init=False)
+    assert all(found == {**results[0], "same": found["same"]} for found in results)
+    assert results[0]["epochs"] == 2
+    assert results[0]["same"] < 1e-4
+    assert len(results[0]["files"]) == 2
+    assert results[0]["rows"] > 4
+
+
+def _short(rank: int, world: int) -> tuple[int, int]:
+    steps = []
+    for settings in ({"fast_dev_run": True}, {"overfit_batches": 1, "max_epochs": 2}):
+        module = TrainsWan()
+        trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), **settings)
+        trainer.fit(module, DataLoader(Clips(8), batch_size=2), DataLoader(Clips(8), batch_size=2))
+        steps.append(len(module.seen))
+    return steps[0], steps[1]
+
+
+def test_short_runs_work_as_ever(run_ranks: RankPool) -> None:
+    assert run_ranks(4, _short, init=False) == [(1, 2)] * 4
