@@ -138,7 +138,8 @@ class StallWatch:
 
     def _fresh(self) -> dict[int, Status]:
         now = time.monotonic()
-        return {rank: x for rank, x in self._peers.items() if now - x.heard_at < 4 * self._tick_s}
+        peers = dict(self._peers)  # the other thread adds to it
+        return {rank: x for rank, x in peers.items() if now - x.heard_at < 4 * self._tick_s}
 
     def _message(self) -> str:
         known = {**self._fresh(), self._rank: self._own}
@@ -220,7 +221,10 @@ class Module:
         inner, outer = self.inner(), self.outer()
         if inner is None or outer is None:
             return ""
-        path = next((name for name, module in outer.named_modules() if module is inner), "")
+        try:
+            path = next((name for name, module in outer.named_modules() if module is inner), "")
+        except RuntimeError:  # modules are being added, by the thread that is watched
+            path = ""
         return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
 
 
