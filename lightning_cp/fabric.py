@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
@@ -48,13 +48,11 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         self._backward_sync_control = _SyncControl()
 
     @override
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """As Lightning's; with `empty_init` weights are on the meta device, and buffers are real."""
-        stack = ExitStack()
-        stack.enter_context(super().module_init_context(empty_init=False))
-        if empty_init:
-            stack.enter_context(weights_on_meta())
-        return stack
+        with super().module_init_context(empty_init=False), weights_on_meta() if empty_init else nullcontext():
+            yield
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

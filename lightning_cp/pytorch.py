@@ -52,9 +52,9 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel and shard its weights, then what Lightning does."""
         # As ModelParallelStrategy.setup, which insists on a configure_model that does the sharding.
-        assert self.accelerator is not None
-        assert self.lightning_module is not None
-        assert self.model is not None
+        assert self.accelerator is not None, "chosen by the Trainer"
+        assert self.lightning_module is not None, "connected before"
+        assert self.model is not None, "connected before"
         self.accelerator.setup(trainer)
         installed = self._wrap(self.lightning_module)
         self._shard_weights(self.lightning_module, installed, steps=_STEPS)

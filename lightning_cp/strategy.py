@@ -114,15 +114,11 @@ class ContextParallel:
     def wrap(self, module: nn.Module) -> list[Installed]:
         """Make every selected transformer in `module` context-parallel. Returns: these, and those that already were."""
         self.up()
-        found = []
-        for inner, plan in self._selected(module):
-            before = installed_on(inner)
-            found.append(
-                parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
-                if before is None
-                else before
-            )
-        return found
+        return [
+            installed_on(inner)
+            or parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
+            for inner, plan in self._selected(module)
+        ]
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())
@@ -141,8 +137,8 @@ class ContextParallel:
         for name, inner in inside:
             if self.modules is not None and not any(_names(key, name, inner) for key in self.modules):
                 continue
-            plan = self._plan(name, inner) or installed_on(inner)
-            if plan is not None:
+            plan = self._plan(name, inner)
+            if plan is not None or installed_on(inner) is not None:
                 found.append((inner, plan))
             elif self.modules is not None:
                 raise PlanError(f"modules={self.modules!r} names {name!r} ({type(inner).__name__}), which has no plan")

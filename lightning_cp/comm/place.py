@@ -59,7 +59,7 @@ def name_of_collective(frame: FrameType) -> str:
     for outer in _outward(frame):
         file, name = outer.f_code.co_filename, outer.f_code.co_name
         if file.startswith(_OURS):
-            ours = getattr(outer.f_code, "co_qualname", name)
+            ours = outer.f_code.co_qualname
         elif file.startswith(_TORCHS) and not ours:
             torchs = torchs if name in _DETOURS else name
         else:

@@ -34,6 +34,11 @@ def external_place(environ: Mapping[str, str]) -> RankPlace | None:
     return None
 
 
+def is_first(place: RankPlace | None) -> bool:
+    """Whether this process writes and speaks: it starts the ranks, or is the first of them."""
+    return place is None or place.rank == 0
+
+
 def whole_number(environ: Mapping[str, str], name: str) -> int | None:
     """The variable as a number of 0 or more; None where it is none."""
     value = environ.get(name, "")

@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
 from lightning_cp.launch import slurm, sweep
 from lightning_cp.launch.combined import check_combined, check_trainer
-from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place
+from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place, is_first
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
@@ -80,18 +80,17 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
             sys.exit(exit_code)
         return None
     folder, started = sweep.this_sweep(), time.monotonic()
-    is_first = place is None or place.rank == 0
     # Ranks of a launcher all see their own refusals; the first one's files may not be there yet for the others.
     failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
-        return sweep.record(config, None, started).loss if is_first else math.nan
+        return sweep.record(config, None, started).loss if is_first(place) else math.nan
     result = attempt(config, place, target=target)
     report(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
         _failed.add(folder)
-    outcome = sweep.record(config, result, started) if is_first else None
+    outcome = sweep.record(config, result, started) if is_first(place) else None
     if result.was_stopped or (place is not None and result.failure is not None and result.began):
-        if is_first:
+        if is_first(place):
             sweep.summarise(folder)  # Hydra is not asked again: under a launcher, peers may wait for ever
         sys.exit(result.exit_code)
     return math.nan if outcome is None else outcome.loss
@@ -109,10 +108,9 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
         return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
     with ExitStack() as stack:
         hidden = run_dir / ".hydra"
-        if place is not None and place.rank > 0:  # the first rank's folder is the run's
+        if not is_first(place):  # the first rank's folder is the run's
             hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
-        is_first = place is None or place.rank == 0
-        if is_first:
+        else:
             slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
             if run.config.resume != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
@@ -122,7 +120,7 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
         job = Job(target, hidden / sweep.RESOLVED, run.world.size, run_dir / "logs", threads=threads)
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
         result = launcher.launch(job)
-        return _queued_again(result) if is_first else result
+        return _queued_again(result) if is_first(place) else result
 
 
 def _queued_again(result: Result) -> Result:
@@ -155,7 +153,7 @@ def report(result: Result, run_dir: str) -> int:
     if failure is None:
         return 0
     place = external_place(os.environ)
-    if not result.began and place is not None and place.rank > 0:
+    if not result.began and not is_first(place):
         return failure.exit_code  # all ranks refuse alike, and the first one says so
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it
@@ -168,8 +166,7 @@ def report(result: Result, run_dir: str) -> int:
 
 def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
     """Overrides for ranks that a launcher started, so that only the first leaves a `.hydra` folder."""
-    place = external_place(environ)
-    return [] if place is None or place.rank == 0 else ["hydra.output_subdir=null"]
+    return [] if is_first(external_place(environ)) else ["hydra.output_subdir=null"]
 
 
 def _resume(config: DictConfig) -> str | None:

@@ -27,7 +27,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_cp.launch import slurm
-from lightning_cp.launch.external import external_place
+from lightning_cp.launch.external import external_place, is_first
 from lightning_cp.launch.job import Result
 from lightning_cp.launch.outcome import Outcome, Status, differing, forget_outcomes, read_outcomes, read_rows
 from lightning_cp.launch.settings import SettingsError
@@ -125,7 +125,7 @@ class SweepSummary(Callback):
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if not _is_first():
+        if not is_first(external_place(os.environ)):
             return
         forget_outcomes(Path(config.hydra.sweep.dir))
         try:
@@ -136,7 +136,9 @@ class SweepSummary(Callback):
 
     @override
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        exit_code = 0 if not _is_first() else summarise(Path(config.hydra.sweep.dir).absolute())
+        if not is_first(external_place(os.environ)):
+            return
+        exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
         if exit_code:
             raise SystemExit(exit_code)
 
@@ -152,11 +154,6 @@ def _degree(config: Any, key: str) -> Any:
         return OmegaConf.select(config, key)
     except OmegaConfBaseException:  # it refers to what is not there, for which the job was refused
         return "?"
-
-
-def _is_first() -> bool:
-    place = external_place(os.environ)
-    return place is None or place.rank == 0
 
 
 def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:

@@ -96,7 +96,6 @@ class Parts:
             max_steps=config.max_steps,
             lr=config.optim.lr,
             warmup_steps=config.warmup_steps,
-            clip_norm=config.clip_norm,
             checkpoint_every=config.checkpoint_every,
             keep_checkpoints=config.keep_checkpoints,
             tokens=sequence_length(config) or 0,

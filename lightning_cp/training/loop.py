@@ -42,7 +42,6 @@ class LoopSettings:
         max_steps: training ends when so many steps are done, those before a resumption included.
         lr: after the warm-up; the schedule does not depend on `max_steps`, so that a longer run goes on exactly.
         warmup_steps: over which the learning rate rises in a straight line.
-        clip_norm: of the gradient.
         checkpoint_every: steps; one is written after the last step too.
         keep_checkpoints: the newest so many.
         tokens: of one sample, for tokens/s.
@@ -51,7 +50,6 @@ class LoopSettings:
     max_steps: int
     lr: float
     warmup_steps: int
-    clip_norm: float
     checkpoint_every: int
     keep_checkpoints: int
     tokens: int
