@@ -21,7 +21,7 @@ from lightning_cp.attention.ulysses import (
     share_heads,
     tokens_to_heads,
 )
-from lightning_cp.comm.stall import entered, entered_again
+from lightning_cp.comm.notes import NOTES
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import Part, PartGrad, wide_dtype
 from lightning_cp.mesh import Groups, groups_by_name
@@ -179,7 +179,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Forward) -> None:
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved, seen, agreed)
     ctx.key_shape, ctx.out_shape = list(key.shape), list(out.shape)
-    ctx.module = entered()
+    ctx.module = NOTES.module
     ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
 
 
@@ -187,9 +187,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
     *saved, mask, agreed = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
-    entered_again(ctx.module)
-    grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
-    entered_again(None)
+    with NOTES.again_in(ctx.module):
+        grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
     return *grads, *[None] * 11
 
 

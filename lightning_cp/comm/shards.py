@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.stall import entered, entered_again
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import groups_by_name
 
@@ -85,14 +85,12 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 
 def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments, ctx.module = inputs[1:], entered()
+    ctx.arguments, ctx.module = inputs[1:], NOTES.module
 
 
 def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    entered_again(ctx.module)
-    shard: Tensor = scatter_sum(grad, *ctx.arguments)
-    entered_again(None)
-    return shard, None, None, None
+    with NOTES.again_in(ctx.module):
+        return scatter_sum(grad, *ctx.arguments), None, None, None
 
 
 gather.register_autograd(_gather_backward, setup_context=_setup_gather)

@@ -10,7 +10,6 @@ import json
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -18,9 +17,9 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
 
 
@@ -96,9 +95,8 @@ class StallWatch:
             frame = _waiting_frame(watched)
             if frame is None:
                 break
-            module = _module
-            place = place_of(frame, "" if module is None else module.describe())
-            now = (id(frame), frame.f_lasti, _moves, self._worked(watched))
+            place = place_of(frame, NOTES.describe_module())
+            now = (id(frame), frame.f_lasti, NOTES.collectives, self._worked(watched))
             del frame  # and what its locals hold
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -172,7 +170,7 @@ def watch_stalls(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return None
-    patience, store, port = timedelta(seconds=30), None, [0]
+    patience, store, port = timedelta(seconds=10), None, [0]
     if rank == 0:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=patience)
         for each in range(world):
@@ -184,9 +182,11 @@ def watch_stalls(
             store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=patience)
         except RuntimeError:  # a firewall: this rank will tell of itself alone
             store = None
+    dist.all_gather_object([False] * world, True)  # the first rank may end at once, and its store with it
     stop_watch()
     global _watch
     _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, tell=tell)
+    NOTES.wanted = True
     _watch.start()
     return _watch
 
@@ -196,62 +196,10 @@ def stop_watch() -> None:
     global _watch
     if _watch is not None:
         _watch.stop()
-    _watch = None
+    _watch, NOTES.wanted = None, False
 
 
 _watch: StallWatch | None = None
-_moves = 0
-
-
-def moves() -> None:
-    """Notes that a collective was begun."""
-    global _moves
-    _moves += 1
-
-
-@dataclass(frozen=True)
-class Module:
-    """A module of a model; held weakly, so that a note keeps no model alive."""
-
-    inner: weakref.ref[nn.Module]
-    outer: weakref.ref[nn.Module]
-
-    def describe(self) -> str:
-        """`path of Class`; "" where it is gone."""
-        inner, outer = self.inner(), self.outer()
-        if inner is None or outer is None:
-            return ""
-        try:
-            path = next((name for name, module in outer.named_modules() if module is inner), "")
-        except RuntimeError:  # modules are being added, by the thread that is watched
-            path = ""
-        return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
-
-
-_module: Module | None = None
-
-
-def entering(module: nn.Module | None, model: nn.Module | None = None) -> None:
-    """Notes the module that this rank's thread is in from now on; nothing where no one watches.
-
-    Args: model: that it is in; None: as before.
-    """
-    global _module
-    if _watch is None or torch.compiler.is_compiling():
-        return
-    outer = weakref.ref(model) if model is not None else None if _module is None else _module.outer
-    _module = None if module is None or outer is None else Module(weakref.ref(module), outer)
-
-
-def entered() -> Module | None:
-    """What was noted last, for `entered_again`."""
-    return _module
-
-
-def entered_again(module: Module | None) -> None:
-    """In a backward: notes the module of its forward."""
-    global _module
-    _module = module
 
 
 def _waiting_frame(watched: int) -> FrameType | None:

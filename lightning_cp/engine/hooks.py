@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.shards import gather
-from lightning_cp.comm.stall import entering
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.entry import candidates, find_sizes
 from lightning_cp.engine.peers import compare_peers
@@ -67,7 +67,7 @@ class OutputHook(Shared):
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         rule, session = self.rule, self.session
-        entering(module)
+        NOTES.enter(module)
         if not rule.always:
             return join(output, rule.spec, name=rule.path, session=session)
         assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
@@ -123,7 +123,7 @@ class ScopeHook(Shared):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
-        entering(module, self.model)
+        NOTES.enter(module, self.model)
         session = self.session
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if session.forwards:
@@ -203,7 +203,7 @@ class ModelHook(Shared):
         session = self.session
         given = self._given(args, kwargs)
         if not torch.compiler.is_compiling():
-            entering(module, module)
+            NOTES.enter(module, module)
             self.follow()
             self._check(given)
         session.call = Call(session.groups)
@@ -228,7 +228,7 @@ class ModelHook(Shared):
             inner._gradient_checkpointing_func = original
         call, session.call = session.call, None
         session.forwards -= 1
-        entering(None)
+        NOTES.leave()
         if output is None or torch.compiler.is_compiling() or call is None:
             return
         for key in call.met:

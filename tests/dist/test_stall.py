@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.comm import stall
 from lightning_cp.comm.stall import watch_stalls
 from tests.dist.models import TINY
 from tests.harness import RankPool
@@ -127,3 +128,26 @@ def _watched_training(rank: int, world: int, seconds: float) -> list[str]:
 
 def test_a_watch_does_no_harm_to_what_it_watches(run_ranks: RankPool) -> None:
     assert run_ranks(2, _watched_training, 8.0) == [[], []]
+
+
+def _late(rank: int, world: int) -> float:
+    """Seconds that a rank needs whose connection comes when the first rank could already have ended."""
+    connect = stall.TCPStore
+
+    def connect_late(*args: Any, **settings: Any) -> object:
+        if rank:
+            time.sleep(1.0)
+        return connect(*args, **settings)
+
+    stall.TCPStore = connect_late  # type: ignore[assignment,misc]
+    start = time.monotonic()
+    try:
+        stall.watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=60)
+        return time.monotonic() - start
+    finally:
+        stall.stop_watch()
+        stall.TCPStore = connect  # type: ignore[misc]
+
+
+def test_a_first_rank_that_ends_at_once_keeps_nobody_waiting(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _late)) < 5
