@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from lightning_cp.attention import context_parallel_attention
     from lightning_cp.engine import apply_context_parallel, remove_context_parallel
+    from lightning_cp.engine.recompute import save_attention, selective_checkpoint
 
 __all__ = [
     "ContextParallelConfig",
@@ -21,6 +22,8 @@ __all__ = [
     "apply_context_parallel",
     "context_parallel_attention",
     "remove_context_parallel",
+    "save_attention",
+    "selective_checkpoint",
 ]
 
 # Fetched at first use: torch, lightning and diffusers take seconds to import, settings are checked before.
@@ -30,6 +33,8 @@ _HOMES = {
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",
     "remove_context_parallel": "lightning_cp.engine",
+    "save_attention": "lightning_cp.engine.recompute",
+    "selective_checkpoint": "lightning_cp.engine.recompute",
 }
 
 

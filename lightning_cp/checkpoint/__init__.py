@@ -4,6 +4,7 @@
 """
 
 from lightning_cp.checkpoint.manifest import (
+    CHECKPOINT_FORMATS,
     CheckpointError,
     FileEntry,
     Manifest,
@@ -12,4 +13,12 @@ from lightning_cp.checkpoint.manifest import (
     read_manifest,
 )
 
-__all__ = ["CheckpointError", "FileEntry", "Manifest", "find_checkpoint", "latest_checkpoint", "read_manifest"]
+__all__ = [
+    "CHECKPOINT_FORMATS",
+    "CheckpointError",
+    "FileEntry",
+    "Manifest",
+    "find_checkpoint",
+    "latest_checkpoint",
+    "read_manifest",
+]

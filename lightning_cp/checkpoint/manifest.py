@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 FORMAT = 1
+CHECKPOINT_FORMATS = ("full", "distributed")
 MANIFEST = "manifest.json"
+TREES = "trees"
+"""Among the facts: how the tensors of each state nest."""
 _CHUNK_BYTES = 1 << 20
 _DEPTHS = ("checkpoints/step_*", "*/checkpoints/step_*", "*/*/checkpoints/step_*", "*/*/*/checkpoints/step_*")
 
@@ -52,6 +55,11 @@ class Manifest:
     saved_at_s: float
     files: dict[str, FileEntry]
     facts: dict[str, Any]
+
+    @property
+    def plain_facts(self) -> dict[str, Any]:
+        """Those that were given."""
+        return {name: fact for name, fact in self.facts.items() if name != TREES}
 
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""
@@ -130,3 +138,13 @@ def find_checkpoint(resume: str, root: Path) -> Path:
     except CheckpointError as error:
         raise CheckpointError(f"resume={resume}: {error}") from error
     return path
+
+
+def check_same_tensors(here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Compares shapes by name. Raises: CheckpointError: a checkpoint has other tensors than are needed."""
+    for name in sorted(here.keys() | there.keys()):
+        if here.get(name) != there.get(name):
+            raise CheckpointError(
+                f"{folder} is of another model or optimizer: {name} is {here.get(name, 'absent')} here and "
+                f"{there.get(name, 'absent')} there; use the settings of that run (its .hydra/config.yaml)"
+            )

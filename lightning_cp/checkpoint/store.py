@@ -1,9 +1,8 @@
-"""Writes and reads checkpoints: all or nothing, tensors as safetensors, the rest as JSON."""
+"""Checkpoints that are whole: one rank writes all tensors as safetensors, a file a state, and the rest as JSON."""
 
-import os
-import shutil
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_cp.checkpoint.flatten import flatten_state, independent, unflatten_state
-from lightning_cp.checkpoint.manifest import FileEntry, Manifest, read_manifest
-
-_TREES = "trees"
+from lightning_cp.checkpoint.folder import flush, open_scratch, seal
+from lightning_cp.checkpoint.manifest import TREES, FileEntry, Manifest, read_manifest
 
 
 @dataclass(frozen=True)
@@ -22,18 +20,11 @@ class Checkpoint:
     """What was saved: the step, states by name, and plain facts."""
 
     step: int
-    states: dict[str, Any]
-    facts: dict[str, Any]
+    states: Mapping[str, Any]
+    facts: Mapping[str, Any]
 
 
-def save_checkpoint(
-    parent: Path,
-    *,
-    step: int,
-    states: Mapping[str, Any],
-    facts: Mapping[str, Any] | None = None,
-    keep: int | None = None,
-) -> Path:
+def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
     """Writes `parent/step_<n>`; call it on one rank only.
 
     All is written to a hidden folder beside it and flushed to disk; then that folder is renamed. Whoever is cut short
@@ -41,36 +32,18 @@ def save_checkpoint(
 
     Args:
         parent: the run's folder of checkpoints.
-        step: of training.
-        states: nested states by name, one safetensors file each: module, optimizer, averages.
-        facts: plain values.
+        checkpoint: nested states, one safetensors file each (model, optimizer, average), and plain facts.
         keep: the newest so many are kept; None keeps all.
     Returns: the checkpoint's folder.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    folder = parent / f"step_{step:08d}"
-    scratch = parent / f".partial_{step:08d}_{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    files, trees = {}, {}
-    for name, state in states.items():
-        tensors, trees[name] = flatten_state(state)
-        path = scratch / f"{name}.safetensors"
-        save_file(independent(tensors), path)
-        _flush(path)
-        files[path.name] = FileEntry.of(path)
-    Manifest(step, time.time(), files, {**(facts or {}), _TREES: trees}).write(scratch)
-    _flush(scratch / "manifest.json")
-    replaced = parent / f".replaced_{step:08d}_{os.getpid()}"
-    if folder.exists():
-        folder.rename(replaced)
-    scratch.rename(folder)
-    _flush(parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if keep is not None:
-        for old in sorted(parent.glob("step_*"))[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)
-    return folder
+    return _write(parent, checkpoint, *_staged(checkpoint), keep=keep)
+
+
+def save_checkpoint_later(
+    parent: Path, checkpoint: Checkpoint, worker: ThreadPoolExecutor, *, keep: int | None = None
+) -> "Future[Path]":
+    """As `save_checkpoint`, but when it returns only copies are made; a worker's thread writes them."""
+    return worker.submit(_write, parent, checkpoint, *_staged(checkpoint), keep=keep)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -79,18 +52,34 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises: CheckpointError: it is missing, cut short or changed.
     """
     manifest = read_manifest(folder)
-    facts = dict(manifest.facts)
-    trees = facts.pop(_TREES)
-    states: dict[str, Any] = {}
-    for name, tree in trees.items():
-        tensors: dict[str, Tensor] = load_file(folder / f"{name}.safetensors")
-        states[name] = unflatten_state(tensors, tree)
-    return Checkpoint(manifest.step, states, facts)
+    states = {
+        name: unflatten_state(load_file(folder / f"{name}.safetensors"), tree)
+        for name, tree in manifest.facts[TREES].items()
+    }
+    return Checkpoint(manifest.step, states, manifest.plain_facts)
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _staged(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    """Copies of the tensors by state, and the trees that they hang on."""
+    flat = {name: flatten_state(state) for name, state in checkpoint.states.items()}
+    copies = {name: independent(tensors) for name, (tensors, _) in flat.items()}
+    return copies, {name: tree for name, (_, tree) in flat.items()}
+
+
+def _write(
+    parent: Path,
+    checkpoint: Checkpoint,
+    tensors: dict[str, dict[str, Tensor]],
+    trees: dict[str, Any],
+    *,
+    keep: int | None,
+) -> Path:
+    scratch = open_scratch(parent, checkpoint.step)
+    files = {}
+    for name, state in tensors.items():
+        path = scratch / f"{name}.safetensors"
+        save_file(state, path)
+        flush(path)
+        files[path.name] = FileEntry.of(path)
+    manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
+    return seal(parent, manifest, keep=keep)

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_cp.checkpoint import CHECKPOINT_FORMATS
 from lightning_cp.config import ROTATE_METHODS
 from lightning_cp.launch.rules import Each, Either, Number, OneOf, Rule, Text, Whole
 
@@ -44,6 +45,7 @@ SETTINGS = (
     Setting("rotate_method", OneOf(ROTATE_METHODS)),
     Setting("kernel", OneOf(KERNELS)),
     Setting("precision", OneOf(PRECISIONS)),
+    Setting("activation_checkpointing", OneOf(("none", "full", "selective"))),
     Setting("accelerator", OneOf(ACCELERATORS)),
     Setting("devices", Either(_AUTO, Whole(1))),
     Setting("num_nodes", Either(_AUTO, Whole(1))),
@@ -57,6 +59,8 @@ SETTINGS = (
     Setting("num_workers", Whole(0)),
     Setting("log_every", Whole(1)),
     Setting("checkpoint_every", Whole(1)),
+    Setting("checkpoint_format", OneOf(CHECKPOINT_FORMATS)),
+    Setting("checkpoint_async", OneOf((True, False))),
     Setting("keep_checkpoints", Whole(1)),
     Setting("sweep.on_error", OneOf(("continue", "stop"))),
     Setting("optim.lr", Number(above=0)),

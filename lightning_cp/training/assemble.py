@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, GlobalBatchSampler, worker_init_fn
+from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.launch.combined import sequence_length
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ema import WeightAverage
@@ -46,8 +48,13 @@ class Parts:
 
     def denoiser(self) -> nn.Module:
         """With weights from torch's random numbers."""
-        module: nn.Module = instantiate(self.config.model)
-        return module
+        module: Any = instantiate(self.config.model)
+        if self.config.activation_checkpointing == "full":
+            module.transformer.enable_gradient_checkpointing()
+        if self.config.activation_checkpointing == "selective":
+            module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+        made: nn.Module = module
+        return made
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Of the denoiser."""
@@ -97,7 +104,6 @@ class Parts:
             lr=config.optim.lr,
             warmup_steps=config.warmup_steps,
             checkpoint_every=config.checkpoint_every,
-            keep_checkpoints=config.keep_checkpoints,
             tokens=sequence_length(config) or 0,
         )
         watchers: list[Watcher] = []
@@ -107,7 +113,14 @@ class Parts:
             watchers.append(stack.enter_context(metrics))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=done)))
-        return Steps(run, settings, watchers=watchers, after_step=after_step)
+        writer = CheckpointWriter(
+            run.folder.checkpoints,
+            format=config.checkpoint_format,
+            later=config.checkpoint_async,
+            keep=config.keep_checkpoints,
+            is_first=run.is_first,
+        )
+        return Steps(run, settings, stack.enter_context(writer), watchers=watchers, after_step=after_step)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import whole_of
 from lightning_cp.training.run import Run
@@ -43,7 +44,6 @@ class LoopSettings:
         lr: after the warm-up; the schedule does not depend on `max_steps`, so that a longer run goes on exactly.
         warmup_steps: over which the learning rate rises in a straight line.
         checkpoint_every: steps; one is written after the last step too.
-        keep_checkpoints: the newest so many.
         tokens: of one sample, for tokens/s.
     """
 
@@ -51,7 +51,6 @@ class LoopSettings:
     lr: float
     warmup_steps: int
     checkpoint_every: int
-    keep_checkpoints: int
     tokens: int
 
     def lr_at(self, step: int) -> float:
@@ -65,6 +64,7 @@ class Steps:
     Args:
         run: its state moves on with every step.
         settings: of the loop.
+        writer: of the run's checkpoints.
         watchers: told of every step, on the first rank.
         after_step: called after every step, on every rank.
     """
@@ -73,11 +73,12 @@ class Steps:
         self,
         run: Run,
         settings: LoopSettings,
+        writer: CheckpointWriter,
         *,
         watchers: Sequence[Watcher] = (),
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
-        self._run, self._settings = run, settings
+        self._run, self._settings, self._writer = run, settings, writer
         self._watchers, self._after_step = watchers, after_step
         self._ended = time.perf_counter()
 
@@ -110,6 +111,8 @@ class Steps:
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
         if saves:
             self._save()
+        if number or self.are_done:
+            self._complete()
         if number:
             raise run.stopped(number)
         try:
@@ -118,12 +121,15 @@ class Steps:
         except Stopped:
             if not saves:
                 self._save()
+            self._complete()
             raise
 
     def _save(self) -> None:
-        run = self._run
-        run.state.save(run.folder.checkpoints, keep=self._settings.keep_checkpoints, writes=run.is_first)
-        run.ranks.barrier()
+        self._writer.save(self._run.state.snapshot(shards=self._writer.takes_shards))
+
+    def _complete(self) -> None:
+        self._writer.wait()
+        self._run.ranks.barrier()  # whoever goes on finds it
 
     def _report(self, loss: float, norm: float) -> StepReport:
         state, before = self._run.state, self._ended

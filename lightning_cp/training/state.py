@@ -14,10 +14,12 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.manifest import CheckpointError
-from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
+from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors
+from lightning_cp.checkpoint.shards import has_shards, load_shards
+from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training.ema import WeightAverage, whole_of
+from lightning_cp.training.random_state import random_states, restore_random_state
 
 
 @dataclass
@@ -42,53 +44,50 @@ class TrainState:
     seed: int
     step: int = 0
 
-    def save(self, parent: Path, *, keep: int | None = None, writes: bool = True) -> Path:
-        """Writes `parent/step_<n>`, whole whatever the sharding. Call it on every rank; one of them writes."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        states = {
-            "model": get_model_state_dict(self.module, options=options),
-            "average": {name: whole_of(x) for name, x in self.average.state_dict().items()},
-            "optimizer": get_optimizer_state_dict(self.module, self._bare_optimizer, options=options),
-        }
-        facts: dict[str, Any] = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed}
-        if not writes:
-            return parent / f"step_{self.step:08d}"
-        return save_checkpoint(parent, step=self.step, states=states, facts=facts, keep=keep)
+    def snapshot(self, *, shards: bool = False) -> Checkpoint:
+        """What a checkpoint of now holds. Call it on every rank.
+
+        Args: shards: DTensors as they are; else every tensor whole, on the CPU.
+        """
+        states = {**self._states(shards=shards), "random": random_states()}
+        return Checkpoint(self.step, states, {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed})
 
     def load(self, folder: Path) -> None:
         """Goes on from a checkpoint: the next step sees the weights, the data and the noise that it would have seen.
 
-        Call it on every rank. The number of ranks may be another one.
+        Call it on every rank. The number of ranks, and who holds which weights, may be other than then.
 
         Raises: CheckpointError, ValueError: it is not complete, or belongs to another model, seed or data order.
         """
-        saved = load_checkpoint(folder)
+        is_sharded = has_shards(folder)
+        saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
         absent = [name for name in ("seed", "sampler") if name not in saved.facts]
         absent += [name for name in ("model", "average", "optimizer") if name not in saved.states]
         if absent:
             raise CheckpointError(f"{folder} is no checkpoint of a training run: it lacks {', '.join(absent)}")
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
-        _check_same_model(self.module, saved.states["model"], folder)
+        if not is_sharded:
+            here = {f"model.{name}": tuple(x.shape) for name, x in self.module.state_dict().items()}
+            there = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
+            check_same_tensors(here, there, folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
-        options = StateDictOptions(full_state_dict=True)
+        options = StateDictOptions(full_state_dict=not is_sharded)
         set_model_state_dict(self.module, saved.states["model"], options=options)
         self.average.load_state_dict(saved.states["average"])
         set_optimizer_state_dict(self.module, self._bare_optimizer, saved.states["optimizer"], options=options)
+        restore_random_state(saved.states.get("random", []))
         self.step = saved.step
+
+    def _states(self, *, shards: bool) -> dict[str, Any]:
+        options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
+        return {
+            "model": get_model_state_dict(self.module, options=options),
+            "average": {name: x if shards else whole_of(x) for name, x in self.average.state_dict().items()},
+            "optimizer": get_optimizer_state_dict(self.module, self._bare_optimizer, options=options),
+        }
 
     @property
     def _bare_optimizer(self) -> Optimizer:
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
-
-
-def _check_same_model(module: nn.Module, saved: dict[str, Any], folder: Path) -> None:
-    here = {name: tuple(x.shape) for name, x in module.state_dict().items()}
-    there = {name: tuple(x.shape) for name, x in saved.items()}
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
-            raise ValueError(
-                f"the model differs from the checkpoint's in {folder}: {name} is {here.get(name, 'absent')} here and "
-                f"{there.get(name, 'absent')} there; use the model settings of that run (its .hydra/config.yaml)"
-            )

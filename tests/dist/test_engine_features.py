@@ -16,13 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from lightning_cp.attention import call, ring
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
+from lightning_cp.attention import call, operator, ring
 from lightning_cp.comm import messages, rotation
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.models import TINY, flux, wan
 from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.test_counting import counted
 from tests.harness import RankPool
 
 _EXACT = 1e-9
@@ -105,7 +106,9 @@ def _distance(some: list[Tensor], others: list[Tensor]) -> Tensor:
 def _autocast(rank: int, world: int, name: str) -> tuple[float, float]:
     tiny = TINY[name]
     model = tiny.build().float()
-    arguments = {k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in tiny.arguments().items()}
+    arguments = {
+        k: x.float() if torch.is_tensor(x) and x.is_floating_point() else x for k, x in tiny.arguments().items()
+    }
     with mock.patch.object(torch, "autocast", mock.MagicMock()):
         exact = _under_autocast(model, arguments)
     single = _under_autocast(model, arguments)
@@ -121,6 +124,34 @@ def test_under_autocast_errors_are_those_of_one_process(run_ranks: RankPool, nam
     for ours, single in run_ranks(3, _autocast, name):
         assert 1e-4 < single < 0.1
         assert ours <= 1.5 * single
+
+
+def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int, float]:
+    """Attentions and bytes sent in a step, and the error of its gradients."""
+    tiny = TINY["wan"]
+    model, arguments = tiny.build(), tiny.arguments()
+    model.train()
+    _, expected = outcome(model, arguments)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=ring, ulysses_degree=world // ring))
+    if how == "whole":
+        model.enable_gradient_checkpointing()
+    if how == "selective":
+        model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+    with mock.patch.object(operator, "agree", wraps=operator.agree) as attentions, counted() as traffic:
+        _, found = outcome(model, arguments)
+    sent = traffic.packet_bytes + traffic.collective_bytes
+    return attentions.call_count, sent, worst(averaged(found, world), expected)
+
+
+@pytest.mark.parametrize(("world", "ring"), [(3, 3), (2, 1), (4, 2)], ids=["ring", "ulysses", "unified"])
+def test_selective_checkpointing_redoes_no_attention(run_ranks: RankPool, world: int, ring: int) -> None:
+    kept, whole, selective = (run_ranks(world, _checkpointed, ring, how) for how in ("none", "whole", "selective"))
+    for (kept_calls, kept_bytes, _), (calls, sent, _), (few_calls, few_sent, error) in zip(
+        kept, whole, selective, strict=True
+    ):
+        assert (calls, few_calls) == (2 * kept_calls, kept_calls)
+        assert few_sent == kept_bytes < sent
+        assert error < 1e-9
 
 
 def _replayed(rank: int, world: int, reentrant: bool) -> float:
@@ -201,10 +232,10 @@ def _every_backend(world: int) -> list[str]:
 
 
 def test_backends_set_before_and_after_select_our_kernel_or_raise(run_ranks: RankPool) -> None:
-    for messages in run_ranks(2, _backends):
-        assert "'flex'" in messages[0]
-        assert "'flex'" in messages[1]
-        assert all("_native_flash" in message for message in messages)
+    for told in run_ranks(2, _backends):
+        assert "'flex'" in told[0]
+        assert "'flex'" in told[1]
+        assert all("_native_flash" in message for message in told)
 
 
 _ENVIRONMENT = """
@@ -264,22 +295,22 @@ def _theirs(rank: int, world: int) -> list[str]:
     messages.append(str(already.value))
     remove_context_parallel(model)
     assert set(model.__dict__) == attributes
-    with mock.patch.object(torch.accelerator, "device_count", lambda: world):  # theirs divides by it, on CPU too
+    with mock.patch.object(torch.accelerator, "device_count", return_value=world):  # theirs divides by it, on CPU too
         model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=world))
     with pytest.raises(PlanError) as refused:
         apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     messages.append(str(refused.value))
+    single_head = Plain(heads=1).double()
+    apply_context_parallel(single_head, ContextParallelConfig(ulysses_degree=world), PLAIN_PLAN)
     with pytest.raises(ValueError, match="query heads"):
-        single_head = Plain(heads=1).double()
-        apply_context_parallel(single_head, ContextParallelConfig(ulysses_degree=world), PLAIN_PLAN)
         single_head(torch.randn(2, 11, 16, dtype=torch.float64))
     return messages
 
 
 def test_their_parallelism_and_ours_refuse_each_other(run_ranks: RankPool) -> None:
-    for messages in run_ranks(2, _theirs):
-        assert "parallel" in messages[0].lower()
-        assert "diffusers' own parallelism" in messages[1]
+    for told in run_ranks(2, _theirs):
+        assert "parallel" in told[0].lower()
+        assert "diffusers' own parallelism" in told[1]
 
 
 def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tuple[int, int, int]:
@@ -318,7 +349,7 @@ def _replaced(rank: int, world: int) -> None:
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     model.blocks[1].attn1.set_processor(WanAttnProcessor())
     model.blocks[1].attn2.set_processor(WanAttnProcessor())
-    with pytest.raises(InterceptionError, match="blocks.1"):
+    with pytest.raises(InterceptionError, match=r"blocks\.1"):
         model(**arguments)
 
 

@@ -5,16 +5,10 @@ from __future__ import annotations
 import copy
 import warnings
 from functools import partial
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import (
@@ -42,9 +36,7 @@ def _configs(world: int) -> list[ContextParallelConfig]:
     ]
 
 
-def _compare(
-    rank: int, world: int, name: str, theirs: bool, text: int | None = None
-) -> list[tuple[str, float, float]]:
+def _compare(rank: int, world: int, name: str, theirs: bool, text: int | None = None) -> list[tuple[str, float, float]]:
     tiny = (THEIR_PLANS if theirs else TINY)[name]
     model, arguments = tiny.build(), tiny.arguments()
     if text is not None:

@@ -49,9 +49,7 @@ def flat(module: nn.Module, *, gradients: bool = False) -> Tensor:
 
 
 def held_bytes(module: nn.Module) -> int:
-    return sum(
-        (p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size() for p in module.parameters()
-    )
+    return sum((p.to_local() if isinstance(p, DTensor) else p).numel() * p.element_size() for p in module.parameters())
 
 
 def _train(rank: int, world: int, settings: dict[str, Any]) -> dict[str, float]:

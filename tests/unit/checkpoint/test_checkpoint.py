@@ -8,12 +8,12 @@ import torch
 
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
-from lightning_cp.checkpoint.store import load_checkpoint, save_checkpoint
+from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
 
 
 def save(parent: Path, step: int = 3, keep: int | None = None) -> Path:
     states = {"model": {"weight": torch.randn(4, 5), "bias": torch.zeros(5)}}
-    return save_checkpoint(parent, step=step, states=states, facts={"seed": 7}, keep=keep)
+    return save_checkpoint(parent, Checkpoint(step, states, {"seed": 7}), keep=keep)
 
 
 def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -22,7 +22,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         "model": {"a": tied, "b": tied, "c": tied.T, "half": torch.ones(2, dtype=torch.bfloat16)},
         "optimizer": {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": [{"betas": (0.9, 0.99), "x": None}]},
     }
-    loaded = load_checkpoint(save_checkpoint(tmp_path, step=12, states=states, facts={"seed": 7}))
+    loaded = load_checkpoint(save_checkpoint(tmp_path, Checkpoint(12, states, {"seed": 7})))
     assert (loaded.step, loaded.facts) == (12, {"seed": 7})
     for name, x in states["model"].items():
         assert torch.equal(loaded.states["model"][name], x)

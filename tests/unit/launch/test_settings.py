@@ -5,7 +5,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_cp.checkpoint.store import save_checkpoint
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.kernels import KERNEL_NAMES
 from lightning_cp.launch import Machine, RankPlace, SettingsError, check_config, external_place
 from lightning_cp.launch.recipe import CheckedRun, quiet_overrides, threads_per_rank
@@ -182,7 +182,7 @@ def test_places_are_read_from_the_environment() -> None:
 
 
 def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "a" / "checkpoints", step=30, states={})
+    folder = save_checkpoint(tmp_path / "a" / "checkpoints", Checkpoint(30, {}, {}))
     here = (f"output_root={tmp_path}", f"run_dir={tmp_path / 'b'}", "resume=last")
     assert check(*here, "max_steps=31").config.resume == str(folder)
     assert check(*here, "max_steps=30").config.resume == str(folder)  # what comes after the steps may be missing
@@ -194,7 +194,7 @@ def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None
 
 
 def test_last_looks_beside_a_run_folder_that_was_chosen_elsewhere(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path / "a" / "checkpoints", step=3, states={})
+    folder = save_checkpoint(tmp_path / "a" / "checkpoints", Checkpoint(3, {}, {}))
     assert check(f"run_dir={tmp_path / 'b'}", "resume=last").config.resume == str(folder)
 
 

@@ -56,7 +56,7 @@ def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.Captu
 
 def test_the_learning_rate_does_not_depend_on_the_length_of_the_run() -> None:
     def settings(max_steps: int) -> LoopSettings:
-        return LoopSettings(max_steps, 0.1, 10, 5, 2, 64)
+        return LoopSettings(max_steps, 0.1, 10, 5, 64)
 
     assert settings(5).lr_at(1) == pytest.approx(0.01)
     assert settings(5).lr_at(10) == settings(5).lr_at(400) == 0.1

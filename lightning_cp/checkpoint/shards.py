@@ -1,0 +1,141 @@
+"""Checkpoints that are distributed: every rank writes its part with torch's DCP, as safetensors and without pickle."""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from typing_extensions import override
+
+from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
+from lightning_cp.checkpoint.folder import checkpoint_path, flush, open_scratch, scratch_path, seal
+from lightning_cp.checkpoint.manifest import TREES, FileEntry, Manifest, check_same_tensors, read_manifest
+from lightning_cp.checkpoint.store import Checkpoint
+
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a run of one process
+SHARDS = "shards"
+"""The one entry of a distributed checkpoint's trees: all its states as one nest."""
+
+
+def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
+    """Writes `parent/step_<n>`, all or nothing. Call it on every rank; tensors may be DTensors.
+
+    Args and returns: as of `save_checkpoint`.
+    """
+    tensors, writer = _plan(parent, checkpoint, keep)
+    with _told_as_error():
+        save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    return checkpoint_path(parent, checkpoint.step)
+
+
+def save_shards_later(
+    parent: Path, checkpoint: Checkpoint, group: dist.ProcessGroup | None, *, keep: int | None = None
+) -> Callable[[], None]:
+    """As `save_shards`, but when it returns only copies are made; a thread writes them.
+
+    Args: group: all ranks, over gloo, for nothing else; None in one process.
+    Returns: what waits for the end, and raises what was raised.
+    """
+    tensors, writer = _plan(parent, checkpoint, keep)
+    pending = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+    assert isinstance(pending, Future), "torch's default stager copies at once"
+
+    def wait() -> None:
+        with _told_as_error():
+            pending.result()
+
+    return wait
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether a checkpoint is a distributed one."""
+    return any(folder.glob("shard-*.safetensors"))
+
+
+def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
+    """Reads what `save_shards` wrote, on any number of ranks. Call it on every rank; each reads its own part.
+
+    Args: states: as they nest now; their tensors are filled in place. A state that is not among them is read whole.
+    Raises: CheckpointError: it is missing, cut short or changed, or holds other tensors.
+    """
+    manifest = read_manifest(folder)
+    tensors, _ = flatten_state(dict(states))
+    reader, there = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
+    for name, x in reader.read_metadata().state_dict_metadata.items():
+        assert isinstance(x, TensorStorageMetadata), "safetensors hold nothing else"
+        if name.partition(".")[0] not in states:
+            tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
+        there[name] = tuple(x.size)
+    check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, there, folder)
+    load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    return Checkpoint(manifest.step, unflatten_state(tensors, manifest.facts[TREES][SHARDS]), manifest.plain_facts)
+
+
+@contextmanager
+def _told_as_error() -> Iterator[None]:
+    """DCP raises a BaseException, which `except Exception` lets through. Raises: OSError: in its stead."""
+    try:
+        yield
+    except CheckpointException as error:
+        told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
+        raise OSError(f"the checkpoint could not be written: {told}") from error
+
+
+def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:
+    tensors, tree = flatten_state(dict(checkpoint.states))
+    facts = {**checkpoint.facts, TREES: {SHARDS: tree}}
+    return dict(tensors), _Writer(parent, checkpoint.step, facts, keep)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """One rank's files, told to the first."""
+
+    files: dict[str, FileEntry]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes to the scratch folder; the first rank gives it its name when all have written."""
+
+    def __init__(self, parent: Path, step: int, facts: dict[str, Any], keep: int | None) -> None:
+        super().__init__(str(scratch_path(parent, step)), save_distributed=True)
+        self._parent, self._step, self._facts, self._keep = parent, step, facts, keep
+
+    @override
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the first rank makes the folder
+
+    @override
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        open_scratch(self._parent, self._step)
+        return super().prepare_global_plan(plans)
+
+    @override
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        results = super().write_data(plan, planner).wait()
+        scratch = Path(self.path)
+        names = {result.storage_data.relative_path for result in results}
+        for name in names:
+            flush(scratch / name)
+        done: torch.futures.Future[list[Any]] = torch.futures.Future()
+        done.set_result([_Written({name: FileEntry.of(scratch / name) for name in names})])
+        return done
+
+    @override
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        told = cast("list[list[_Written]]", results)
+        files = {name: entry for rank in told for written in rank for name, entry in written.files.items()}
+        seal(self._parent, Manifest(self._step, time.time(), files, self._facts), keep=self._keep)

@@ -1,0 +1,74 @@
+"""Which way a run's checkpoints are written: whole or distributed, at once or while training goes on."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from lightning_cp.checkpoint.manifest import CHECKPOINT_FORMATS
+from lightning_cp.checkpoint.shards import save_shards, save_shards_later
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint, save_checkpoint_later
+
+
+class CheckpointWriter:
+    """Writes checkpoints of a run. Every rank has one; leaving its context waits for what is still being written.
+
+    Args:
+        parent: the run's folder of checkpoints.
+        format: `full`: the first rank writes whole tensors; `distributed`: every rank writes its part (torch DCP).
+        later: `save` makes copies only, and writes while training goes on; one checkpoint at a time.
+        keep: the newest so many are kept; None keeps all.
+        is_first: whether this is the first rank.
+    Ranks: the whole world, for a distributed one that is written later.
+    """
+
+    def __init__(
+        self, parent: Path, *, format: str = "full", later: bool = False, keep: int | None = None, is_first: bool = True
+    ) -> None:
+        if format not in CHECKPOINT_FORMATS:
+            raise ValueError(f"format={format} is not valid: must be one of {', '.join(CHECKPOINT_FORMATS)}")
+        self.takes_shards = format == "distributed"
+        self._parent, self._keep, self._later, self._is_first = parent, keep, later, is_first
+        self._worker: ThreadPoolExecutor | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._pending: Callable[[], object] | None = None
+        if later and self.takes_shards and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")  # beside training's collectives
+        if later and not self.takes_shards:
+            self._worker = ThreadPoolExecutor(1, "checkpoint")
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Call it on every rank, with DTensors where `takes_shards`, else with whole tensors.
+
+        Raises: OSError: this one, or the last that was written later, could not be written.
+        """
+        self.wait()
+        if self.takes_shards and self._later:
+            self._pending = save_shards_later(self._parent, checkpoint, self._group, keep=self._keep)
+        elif self.takes_shards:
+            save_shards(self._parent, checkpoint, keep=self._keep)
+        elif self._is_first and self._worker is not None:
+            self._pending = save_checkpoint_later(self._parent, checkpoint, self._worker, keep=self._keep).result
+        elif self._is_first:
+            save_checkpoint(self._parent, checkpoint, keep=self._keep)
+
+    def wait(self) -> None:
+        """Until the last checkpoint is on the disk. Raises: OSError: it could not be written."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self.wait()
+        finally:
+            if self._worker is not None:
+                self._worker.shutdown()

@@ -1,0 +1,121 @@
+"""A process whose children are killed while they write checkpoints. Run by test_killed.py; prints what it saw.
+
+python -m tests.unit.checkpoint.killed FOLDER full|distributed moments|times
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cp.checkpoint import folder as folders
+from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint.flatten import flatten_state
+from lightning_cp.checkpoint.manifest import Manifest, read_manifest
+from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
+from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
+
+SAVES: dict[str, Callable[..., Path]] = {"full": save_checkpoint, "distributed": save_shards}
+
+
+def states(step: int) -> dict[str, Any]:
+    return {name: {"weight": torch.full((300, 40), float(step)), "step": step} for name in ("model", "optimizer")}
+
+
+def newest_step(parent: Path) -> int:
+    """The step of the newest checkpoint, all of whose tensors are that step's."""
+    newest = latest_checkpoint(parent.parent)
+    assert newest is not None, f"nothing is left: {sorted(path.name for path in parent.iterdir())}"
+    found = load_shards(newest, states(-1)) if has_shards(newest) else load_checkpoint(newest)
+    tensors, _ = flatten_state(dict(found.states))
+    assert all((x == found.step).all() for x in tensors.values())
+    assert found.states["model"]["step"] == found.step == read_manifest(newest).step
+    return found.step
+
+
+def dies_at(moment: int) -> None:
+    """The process ends, without cleaning up, at the given one of its calls that change the disk."""
+    left = [moment]
+
+    def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+        def dies_or_calls(*args: Any, **settings: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **settings)
+
+        return dies_or_calls
+
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    Manifest.write = counted(Manifest.write)  # type: ignore[method-assign]
+    shutil.rmtree = counted(shutil.rmtree)
+    folders.shutil.rmtree = shutil.rmtree  # type: ignore[attr-defined]
+
+
+def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> bool:
+    """Whether a fork of this process ended by itself."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    if killed_after_s is not None:
+        time.sleep(killed_after_s)
+        os.kill(pid, signal.SIGKILL)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> Iterator[int]:
+    """Writes this step beside (or over) step 5, killed one call later each time. Yields: the newest step after each."""
+    for moment in range(200):
+        shutil.rmtree(parent, ignore_errors=True)
+        save(parent, Checkpoint(5, states(5), {}))
+
+        def dying(moment: int = moment) -> None:
+            dies_at(moment)
+            save(parent, Checkpoint(step, states(step), {}), keep=1)
+
+        survived = child(dying)
+        yield newest_step(parent)
+        if survived:
+            return
+    raise AssertionError("it never got to the end")
+
+
+def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
+    """A run that is killed again and again, and goes on each time. Yields: the newest step after each."""
+    save(parent, Checkpoint(0, states(0), {}))
+    rng = random.Random(0)
+    for _ in range(12):
+
+        def endless(first: int = newest_step(parent) + 1) -> None:
+            for step in range(first, first + 10_000):
+                save(parent, Checkpoint(step, states(step), {}), keep=2)
+
+        child(endless, killed_after_s=rng.uniform(0.02, 0.15))
+        yield newest_step(parent)
+
+
+def main() -> None:
+    parent, save = Path(sys.argv[1]) / "run" / "checkpoints", SAVES[sys.argv[2]]
+    torch.set_num_threads(1)
+    if sys.argv[3] == "moments":
+        for step in (5, 6):
+            print(*at_every_moment(parent, save, step=step))
+    else:
+        print(*at_random_times(parent, save))
+
+
+if __name__ == "__main__":
+    main()

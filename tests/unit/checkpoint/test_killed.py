@@ -1,0 +1,30 @@
+"""A writer that is killed at any moment leaves a whole checkpoint."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def steps_after_kills(folder: Path, format: str, when: str) -> list[list[int]]:
+    command = [sys.executable, "-m", "tests.unit.checkpoint.killed", str(folder), format, when]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return [[int(word) for word in line.split()] for line in ended.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("format", ["full", "distributed"])
+def test_at_every_call_that_changes_the_disk(tmp_path: Path, format: str) -> None:
+    over, beside = steps_after_kills(tmp_path, format, "moments")
+    assert set(over) == {5}
+    assert beside == sorted(beside)
+    assert set(beside) == {5, 6}
+    assert len(over) > 10
+
+
+@pytest.mark.parametrize("format", ["full", "distributed"])
+def test_at_random_times(tmp_path: Path, format: str) -> None:
+    (steps,) = steps_after_kills(tmp_path, format, "times")
+    assert steps == sorted(steps)
+    assert steps[-1] > 0
