@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class WeightAverage:
-    """Averages the parameters of a module; float32 where the module is in lower precision.
+    """Averages the parameters of a module that are trained; float32 where the module is in lower precision.
 
     Each rank keeps its own copy, or that of its shards: what is equal on all ranks has equal averages.
 
@@ -22,7 +22,7 @@ class WeightAverage:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and less than 1")
         self.decay = decay
-        self._average = {name: _wide(p.detach()).clone() for name, p in module.named_parameters()}
+        self._average = {name: _wide(p.detach()).clone() for name, p in module.named_parameters() if p.requires_grad}
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, step: int) -> None:

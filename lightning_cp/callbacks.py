@@ -1,0 +1,159 @@
+"""Callbacks for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_cp.sampling.tiles import tile, write_png
+from lightning_cp.training.ema import WeightAverage, whole_of
+from lightning_cp.training.ranks import TrainerRanks
+from lightning_cp.training.run import DataPlace
+
+Sample = Callable[[Any, torch.Generator], Tensor]
+
+
+class SamplingCallback(Callback):
+    """Writes pictures of samples while training goes on, drawn on the training mesh with averaged weights.
+
+    Every rank draws: those of a context group the same samples together, each group others. The weights are the
+    averages of a `WeightAveraging` callback of the Trainer, where there is one, or of this callback itself
+    (`ema_decay`; this works with sharded weights too), else those of the last step. Training goes on as if nothing
+    had been drawn: random states, training modes and weights are put back.
+
+    Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and given to its TensorBoard and
+    W&B loggers.
+
+    Args:
+        sample: of the LightningModule and a generator (on the CPU; alike in a context group, new for each group and
+            the same at every step) makes pictures [n, c, h, w] or clips [n, c, f, h, w], whole on every rank; the same
+            n everywhere.
+        every_n_train_steps: optimizer steps from one picture to the next.
+        at_end: after the last step too.
+        ema_decay: of the callback's own average; see `WeightAverage`.
+        value_range: of the samples' black and white.
+        folder: in the place of the Trainer's log directory.
+        seed: of the generator.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        every_n_train_steps: int,
+        at_end: bool = True,
+        ema_decay: float | None = None,
+        value_range: tuple[float, float] = (-1.0, 1.0),
+        folder: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        if every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
+        self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
+        self._decay, self._range, self._folder, self._seed = ema_decay, value_range, folder, seed
+        self._average: WeightAverage | None = None
+        self._saved: dict[str, Any] | None = None
+        self._done = 0  # the last step that was taken in, and the last that was drawn
+        self._drawn = -1
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Raises: ValueError: both this callback and another one average the weights."""
+        if self._decay is not None:
+            if _averaging(trainer) is not None:
+                raise ValueError(
+                    f"ema_decay={self._decay}, but the Trainer has a WeightAveraging callback: use one of them"
+                )
+            self._average = WeightAverage(pl_module, self._decay)
+            if self._saved is not None:
+                self._average.load_state_dict(self._saved)
+        self._done = trainer.global_step
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        step = trainer.global_step
+        if step == self._done:
+            return  # gradients are being accumulated
+        self._done = step
+        if self._average is not None:
+            self._average.update(pl_module, step=step)
+        if step % self._every == 0:
+            self._draw(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._at_end and self._drawn != trainer.global_step:
+            self._draw(trainer, pl_module)
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self._average is None:
+            return {}
+        return {name: whole_of(x).cpu() for name, x in self._average.state_dict().items()}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drawn = trainer.global_step
+        ranks, place = TrainerRanks(trainer), DataPlace.of(trainer.strategy)
+        with isolate_rng(), _evaluating(pl_module), self._averaged(trainer, pl_module), torch.no_grad():
+            generator = torch.Generator().manual_seed(self._seed + place.rank)
+            with trainer.precision_plugin.forward_context():
+                own = self._sample(pl_module, generator).detach()
+        everyones = torch.zeros(place.size, *own.shape, device=ranks.device)
+        if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
+            everyones[place.rank] = own
+        samples = ranks.all_reduce(everyones, reduce_op="sum").flatten(0, 1)
+        folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
+        if trainer.is_global_zero:
+            self._write(trainer, tile(samples, value_range=self._range), folder)
+
+    @contextmanager
+    def _averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+        other = _averaging(trainer)
+        if other is not None and other._average_model is not None:
+            other._swap_models(pl_module)
+            try:
+                yield
+            finally:
+                other._swap_models(pl_module)
+            return
+        with nullcontext() if self._average is None else self._average.swapped_in(pl_module):
+            yield
+
+    def _write(self, trainer: Trainer, picture: Tensor, folder: Path) -> None:
+        step = trainer.global_step
+        write_png(picture, folder / "samples" / f"step_{step:08d}.png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("samples", picture.numpy(), step, dataformats="HWC")
+            if isinstance(logger, WandbLogger):
+                logger.log_image("samples", [picture.numpy()], step)
+
+
+def _averaging(trainer: Trainer) -> WeightAveraging | None:
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    return next((one for one in callbacks if isinstance(one, WeightAveraging)), None)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [inner for inner in module.modules() if inner.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner in training:
+            inner.training = True

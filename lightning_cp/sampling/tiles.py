@@ -1,0 +1,46 @@
+"""Any pictures or clips side by side, as one picture."""
+
+import math
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
+    """Lays out pictures as a grid, and clips as one row of frames each.
+
+    Args:
+        samples: [n, c, h, w], or [n, c, f, h, w]; c is 1 (grey), 3 (RGB) or 4 (RGBA).
+        value_range: of black and white; what lies beyond is cut off.
+        margin: pixels of white between two.
+    Returns: [rows, columns, 3 or 4], uint8, on the CPU.
+    Raises: ValueError: the shape is another one.
+    """
+    if samples.ndim not in (4, 5) or samples.shape[1] not in (1, 3, 4) or not samples.numel():
+        raise ValueError(
+            f"samples of shape {tuple(samples.shape)} are neither [n, c, h, w] nor [n, c, f, h, w], c 1, 3, 4"
+        )
+    low, high = value_range
+    pixels = ((samples.detach().float().cpu() - low) / (high - low)).nan_to_num(0).clamp(0, 1)
+    if pixels.shape[1] == 1:
+        pixels = pixels.expand(-1, 3, *(-1 for _ in pixels.shape[2:]))
+    if pixels.ndim == 5:
+        columns, frames = pixels.shape[2], pixels.transpose(1, 2).flatten(0, 1)
+    else:
+        columns, frames = math.ceil(math.sqrt(len(pixels))), pixels
+    rows = -(-len(frames) // columns)
+    _, channels, height, width = frames.shape
+    sheet = torch.ones(rows * columns, channels, height + margin, width + margin)
+    sheet[: len(frames), :, :height, :width] = frames
+    grid = sheet.view(rows, columns, channels, height + margin, width + margin).permute(0, 3, 1, 4, 2)
+    grid = grid.reshape(rows * (height + margin), columns * (width + margin), channels)
+    return (grid[: grid.shape[0] - margin, : grid.shape[1] - margin] * 255).round().to(torch.uint8)
+
+
+def write_png(picture: Tensor, path: Path) -> None:
+    """Writes [rows, columns, 3 or 4], uint8."""
+    from matplotlib.image import imsave
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    imsave(path, picture.numpy())

@@ -1,0 +1,354 @@
+"""What Lightning asks of its own strategies, asked of ours, on ranks: saving, loading, clipping, making, compiling."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_cp import fabric, pytorch
+from lightning_cp.engine.apply import installed_on
+from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.dist.test_sharded import fabric_of, flat, whole
+from tests.dist.test_trainer_strategy import trainer_of
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BY_PLAN = {"plans": {Plain: PLAIN_PLAN}}
+REPLICATED, SHARDED = fabric.ContextParallelStrategy, fabric.ContextParallelFSDPStrategy
+
+
+def _inputs() -> Tensor:
+    return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
+
+
+def _model(seed: int) -> Plain:
+    torch.manual_seed(seed)
+    return Plain()
+
+
+def _gradients(model: nn.Module) -> Tensor:
+    model(_inputs())[0].square().mean().backward()
+    return flat(model, gradients=True)
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+# Saving and loading
+
+
+def _saved(rank: int, world: int, folder: str) -> tuple[list[str], list[str]]:
+    here = Path(folder)
+    ours = fabric_of(rank, world, REPLICATED(ring=world, **BY_PLAN))
+    model = _model(1)
+    values = flat(model)
+    ours.save(here / "before", {"model": model})
+    wrapped, optimizer = ours.setup(model, torch.optim.AdamW(model.parameters()))
+    ours.save(here / "after", {"model": wrapped, "optimizer": optimizer, "steps": 3})
+    for name in ("before", "after"):
+        for set_up in (False, True):
+            other = _model(2)
+            ours.load(here / name, {"model": ours.setup(other) if set_up else other}, strict=False)
+            assert torch.equal(flat(other), values), f"{name} setup, loaded {'after' if set_up else 'before'} it"
+
+    state: dict[str, Any] = {"model": wrapped, "coconut": 11}
+    with pytest.raises(KeyError, match="coconut"):
+        ours.load(here / "after", state)
+    assert set(ours.load(here / "after", state, strict=False)) == {"optimizer", "steps"}
+    assert state["coconut"] == 11
+    ours.save(here / "biases", {"model": wrapped}, filter={"model": lambda name, _: "bias" in name})
+    with pytest.raises(RuntimeError, match=r"Missing key.*weight"):
+        ours.load(here / "biases", {"model": wrapped})
+    ours.load(here / "biases", {"model": wrapped}, strict=False)
+    return list(torch.load(here / "after")["model"]), list(torch.load(here / "biases")["model"])
+
+
+def test_weights_are_saved_before_and_after_setup_under_the_same_names(run_ranks: RankPool, tmp_path: Path) -> None:
+    names = list(Plain().state_dict())
+    for after, filtered in run_ranks(3, _saved, str(tmp_path), init=False):
+        assert after == names
+        assert filtered == [name for name in names if name.endswith("bias")]
+
+
+def _sharded(rank: int, world: int, **settings: Any) -> tuple[Any, nn.Module, Any, nn.Module]:
+    """Fabric, a model after one step, its optimizer, and the model beneath."""
+    ours = fabric_of(rank, world, SHARDED(ring=world, **BY_PLAN, **settings))
+    model = _model(1)
+    wrapped, optimizer = ours.setup(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ours.backward(wrapped(_inputs())[0].square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    return ours, wrapped, optimizer, model
+
+
+def _moments(optimizer: Any) -> Tensor:
+    return torch.cat([whole(state["exp_avg"]).flatten() for state in optimizer.state.values()])
+
+
+def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool:
+    path = Path(folder) / "checkpoint"
+    ours, wrapped, optimizer, model = _sharded(rank, world, save_distributed_checkpoint=distributed)
+    state: dict[str, Any] = {"model": wrapped, "optimizer": optimizer, "steps": 1}
+    ours.save(path, state)
+    values, moments = flat(model), _moments(optimizer)
+    for _ in range(2):
+        ours.backward(wrapped(_inputs())[0].square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(flat(model), values)
+    state["steps"] = 0
+    assert not ours.load(path, state)
+    assert state["steps"] == 1
+    assert torch.equal(flat(model), values)
+    assert torch.equal(_moments(optimizer), moments)
+
+    with pytest.raises(ValueError, match="Could not find a distributed model"):
+        ours.save(Path(folder) / "other", {"model": Plain()})
+    with pytest.raises(KeyError, match="coconut"):
+        ours.load(path, {"model": wrapped, "coconut": 11})
+    ours.load(path, {"model": wrapped, "coconut": 11}, strict=False)
+    biases = {"model": lambda name, _: "bias" in name}
+    if distributed:
+        with pytest.raises(NotImplementedError, match="filtered"):
+            ours.save(Path(folder) / "biases", {"model": wrapped}, filter=biases)
+    else:
+        ours.save(Path(folder) / "biases", {"model": wrapped}, filter=biases)
+        ours.barrier()
+        names = list(torch.load(Path(folder) / "biases")["model"])
+        assert names == [name for name in Plain().state_dict() if name.endswith("bias")]
+        with pytest.raises(KeyError, match="does not exist in the loaded checkpoint"):
+            ours.load(Path(folder) / "biases", {"model": wrapped})
+        ours.load(Path(folder) / "biases", {"model": wrapped}, strict=False)
+    return path.is_dir()
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_shards_are_saved_and_loaded_strictly_or_not(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
+    assert run_ranks(3, _saved_shards, str(tmp_path), distributed, init=False) == [distributed] * 3
+
+
+# Clipping
+
+
+def _clipped(rank: int, world: int, kind: Any, how: str) -> float:
+    expected = _gradients(_model(1))
+    ours = fabric_of(rank, world, kind(ring=world, **BY_PLAN))
+    model = _model(1)
+    wrapped, optimizer = ours.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(wrapped(_inputs())[0].square().mean())
+    if how == "value":
+        limit = float(expected.abs().median())
+        ours.clip_gradients(wrapped, optimizer, clip_val=limit)
+        expected = expected.clamp(-limit, limit)
+    else:
+        norm = ours.clip_gradients(wrapped, optimizer, max_norm=0.1 * float(expected.norm()))
+        assert abs(float(whole(norm)) / float(expected.norm()) - 1) < 1e-5
+        expected = 0.1 * expected
+    return _distance(flat(model, gradients=True), expected)
+
+
+@pytest.mark.parametrize("kind", [REPLICATED, SHARDED])
+@pytest.mark.parametrize("how", ["value", "norm"])
+def test_the_whole_gradient_is_clipped(run_ranks: RankPool, kind: Any, how: str) -> None:
+    assert max(run_ranks(3, _clipped, kind, how, init=False)) < 1e-5
+
+
+# Making modules
+
+
+class _Trained(LightningModule):
+    """A plain model on random tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = _model(1)
+
+    def training_step(self, batch: Tensor, _: int) -> Tensor:
+        loss: Tensor = self.model(batch)[0].square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _kept(x: Tensor) -> tuple[str, str, bool]:
+    return x.device.type, str(x.dtype).removeprefix("torch."), isinstance(x, DTensor)
+
+
+def _made(rank: int, world: int, flavour: str, name: str, precision: str, empty: bool) -> list[tuple[str, str, bool]]:
+    """Device, dtype and whether in shards: when a module is made, and when it is set up."""
+    strategy = getattr({"fabric": fabric, "pytorch": pytorch}[flavour], name)(ring=world, **BY_PLAN)
+    if flavour == "fabric":
+        ours = fabric_of(rank, world, strategy, precision=precision)
+        with ours.init_module(empty_init=empty):
+            module: Any = _Trained()
+        made = _kept(module.model.proj_out.weight)
+        ours.setup(module.model)
+    else:
+        trainer = trainer_of(rank, world, strategy, max_steps=1, precision=precision)
+        with trainer.init_module(empty_init=empty):
+            module = _Trained()
+        made = _kept(module.model.proj_out.weight)
+        trainer.fit(module, DataLoader(_inputs(), batch_size=1))  # type: ignore[arg-type]
+    assert installed_on(module.model) is not None
+    return [made, _kept(module.model.proj_out.weight)]
+
+
+@pytest.mark.parametrize("flavour", ["fabric", "pytorch"])
+@pytest.mark.parametrize("name", ["ContextParallelStrategy", "ContextParallelFSDPStrategy"])
+@pytest.mark.parametrize(("precision", "dtype"), [("32-true", "float32"), ("bf16-true", "bfloat16")])
+@pytest.mark.parametrize("empty", [False, True])
+def test_modules_are_made_in_the_dtype_and_without_storage_where_they_will_be_sharded(
+    run_ranks: RankPool, flavour: str, name: str, precision: str, dtype: str, empty: bool
+) -> None:
+    sharded = "FSDP" in name
+    made = ("meta" if sharded and empty else "cpu", dtype, False)
+    found = run_ranks(2, _made, flavour, name, precision, empty, init=False)
+    assert found == [[made, ("cpu", dtype, sharded)]] * 2
+
+
+def _failed(rank: int, world: int) -> bool:
+    register = nn.Module.register_parameter
+    ours = fabric_of(rank, world, SHARDED(ring=world))
+    with pytest.raises(ZeroDivisionError), ours.init_module(empty_init=True):
+        1 / 0
+    return nn.Module.register_parameter is register and not nn.Linear(1, 1).weight.is_meta
+
+
+def test_a_failure_while_a_module_is_made_leaves_torch_as_it_was(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _failed, init=False) == [True, True]
+
+
+# Compiling
+
+
+def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, list[str]]:
+    expected = _gradients(_model(1))
+    ours = fabric_of(rank, world, kind(ring=world, **BY_PLAN))
+    model = _model(1)
+    wrapped = ours.setup(torch.compile(model, backend="eager"), _reapply_compile=outside)
+    ours.backward(wrapped(_inputs())[0].square().mean())
+    layers, inner = [], wrapped._forward_module
+    while inner is not model:
+        layers.append(type(inner).__name__)
+        inner = inner._orig_mod if isinstance(inner, OptimizedModule) else inner.module
+    assert isinstance(model, FSDPModule) == (kind is SHARDED)
+    return _distance(flat(model, gradients=True), expected), layers
+
+
+@pytest.mark.parametrize(
+    ("kind", "outside", "layers"),
+    [
+        (REPLICATED, True, [OptimizedModule.__name__, DistributedDataParallel.__name__]),
+        pytest.param(
+            REPLICATED, False, [DistributedDataParallel.__name__, OptimizedModule.__name__], marks=pytest.mark.full
+        ),
+        (SHARDED, True, [OptimizedModule.__name__]),
+    ],
+)
+def test_a_compiled_module_is_compiled_anew_around_what_the_strategy_makes_of_it(
+    run_ranks: RankPool, kind: Any, outside: bool, layers: list[str]
+) -> None:
+    for error, found in run_ranks(3, _compiled, kind, outside, init=False, timeout_s=120):
+        assert error < 1e-5
+        assert found == layers
+
+
+# Modules that shard themselves
+
+
+def _by_hand(rank: int, world: int) -> float:
+    """By a function, with an optimizer that was made before."""
+
+    def shard(module: nn.Module, mesh: Any) -> nn.Module:
+        for part in (*module.blocks, module):  # type: ignore[misc]
+            fully_shard(part, mesh=mesh["data_parallel"])
+        return module
+
+    reference = _model(1)
+    expected = flat(reference) - 0.1 * _gradients(reference)
+    ours = fabric_of(rank, world, SHARDED(ring=world, **BY_PLAN, parallelize_fn=shard))
+    model = _model(1)
+    wrapped, optimizer = ours.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(wrapped(_inputs())[0].square().mean())
+    optimizer.step()
+
+    half = fabric_of(rank, world, SHARDED(parallelize_fn=lambda module, mesh: fully_shard(module[0], mesh=mesh)))
+    with pytest.raises(ValueError, match=r"1\.weight is sharded over 1 of 3 ranks"):
+        half.setup(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    return _distance(flat(model), expected)
+
+
+def test_a_function_may_shard_all_that_trains_and_not_less(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _by_hand, init=False)) < 1e-5
+
+
+class _ShardsItself(_Trained):
+    def __init__(self, *, all_of_it: bool) -> None:
+        super().__init__()
+        self.parts = [*self.model.blocks, self.model] if all_of_it else [self.model.blocks[0]]
+
+    def configure_model(self) -> None:
+        assert self.device_mesh is not None
+        for part in self.parts:
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+def _configured(rank: int, world: int) -> float:
+    strategy = pytorch.ContextParallelFSDPStrategy(ring=world, **BY_PLAN)
+    trainer = trainer_of(rank, world, strategy, max_steps=1)
+    with trainer.init_module(empty_init=True):
+        module = _ShardsItself(all_of_it=True)
+    trainer.fit(module, DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
+    assert not any(p.is_meta for p in module.parameters())
+
+    reference = _model(1)
+    expected = flat(reference) - 0.1 * _gradients(reference)
+    module = _ShardsItself(all_of_it=True)
+    trainer = trainer_of(rank, world, pytorch.ContextParallelFSDPStrategy(ring=world, **BY_PLAN), max_steps=1)
+    trainer.fit(module, DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sharded over 1 of 3 ranks by _ShardsItself itself"):
+        trainer.fit(_ShardsItself(all_of_it=False), DataLoader(_inputs(), batch_size=2))  # type: ignore[arg-type]
+    return _distance(flat(module.model), expected)
+
+
+def test_configure_model_may_shard_all_that_trains_and_not_less(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _configured, init=False)) < 1e-5
+
+
+# What is left
+
+
+def _left(rank: int, world: int, name: str) -> tuple[set[str], list[str]]:
+    """Environment variables and threads that are new when the Trainer is through."""
+    strategy = getattr(pytorch, name)(ring=world, **BY_PLAN)
+    trainer = trainer_of(rank, world, strategy, max_steps=1)
+    environment, threads = copy.deepcopy(dict(os.environ)), set(threading.enumerate())
+    trainer.fit(_Trained(), DataLoader(_inputs(), batch_size=1))  # type: ignore[arg-type]
+    deadline = time.monotonic() + 5
+    while (left := set(threading.enumerate()) - threads) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    changed = {key for key, value in os.environ.items() if environment.get(key) != value}
+    return changed | (environment.keys() - os.environ.keys()), [thread.name for thread in left]
+
+
+@pytest.mark.parametrize("name", ["ContextParallelStrategy", "ContextParallelFSDPStrategy"])
+def test_the_trainer_leaves_no_thread_and_the_environment_as_it_was(run_ranks: RankPool, name: str) -> None:
+    for changed, threads in run_ranks(2, _left, name, init=False):
+        assert changed <= {"MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "WORLD_SIZE"}  # Lightning's own
+        assert not threads
