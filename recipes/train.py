@@ -19,6 +19,7 @@ from lightning_cp.launch import conf_dir, quiet_overrides, run_recipe
 
 def train(config: DictConfig) -> None:
     """What every rank does: build, train, sample, tell. (Imports are here: the process that starts it needs none.)"""
+    from lightning_cp.export import save_pretrained
     from lightning_cp.sampling import SamplePictures, SamplingSettings
     from lightning_cp.training.assemble import train_run
     from lightning_cp.training.records import draw_loss_curve
@@ -36,6 +37,9 @@ def train(config: DictConfig) -> None:
 
     def picture_and_tell(run: Run) -> None:
         recognised = pictures.make(run, "final")
+        if config.export:
+            with run.state.average.swapped_in(run.state.module):
+                save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run.folder.path, recognised=recognised, seconds=time.perf_counter() - started)

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
@@ -56,3 +58,24 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which takes this one's place when the context ends without an error."""
+    scratch, aside = folder.with_name(f"{_PARTIAL}{folder.name}"), folder.with_name(f"{folder.name}{_REPLACED}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+        for path in scratch.rglob("*"):
+            flush(path)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+    if folder.exists():
+        folder.rename(aside)
+    scratch.rename(folder)
+    flush(folder.parent)
+    shutil.rmtree(aside, ignore_errors=True)

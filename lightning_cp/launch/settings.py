@@ -55,6 +55,7 @@ SETTINGS = (
     Setting("resume", Either(OneOf((None,)), Text())),
     Setting("output_root", Text()),
     Setting("run_dir", Text()),
+    Setting("export", OneOf((True, False))),
     Setting("progress", OneOf((True, False))),
     Setting("num_workers", Whole(0)),
     Setting("log_every", Whole(1)),

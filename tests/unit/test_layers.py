@@ -14,7 +14,7 @@ LAYERS = (
     {"attention", "plans"},
     {"engine"},
     {"data", "training", "checkpoint", "sampling", "planning", "launch"},
-    {"strategy", "flavour", "sharded", "buckets", "meta", "fabric", "pytorch", "callbacks", "_register"},
+    {"strategy", "flavour", "sharded", "buckets", "meta", "fabric", "pytorch", "callbacks", "export", "_register"},
     {"__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
