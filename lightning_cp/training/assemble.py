@@ -48,7 +48,7 @@ class Parts:
 
     def denoiser(self) -> nn.Module:
         """With weights from torch's random numbers."""
-        module: Any = instantiate(self.config.model)
+        module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
         if self.config.activation_checkpointing == "full":
             module.transformer.enable_gradient_checkpointing()
         if self.config.activation_checkpointing == "selective":

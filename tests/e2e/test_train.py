@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.store import load_checkpoint
@@ -106,11 +107,16 @@ def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
     one_process: Finished, tmp_path: Path
 ) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
+    settings = ("checkpoint_format=distributed", "checkpoint_async=true", "activation_checkpointing=selective")
     sharded = run(
-        *(*SMALL, "strategy=cp_fsdp", "ring=2", "trainer=lightning", f"resume={half}", "max_steps=6"),
+        *(*SMALL, "strategy=cp_fsdp", "ring=2", "trainer=lightning", f"resume={half}", "max_steps=6", *settings),
+        *("export=true", "checkpoint_every=1"),
         folder=tmp_path / "sharded",
     )
     assert sharded.exit_code == 0, sharded.stderr
+    assert len(list(sharded.folder.glob("checkpoints/step_00000006/shard-*.safetensors"))) == 2
+    exported = WanTransformer3DModel.from_pretrained(sharded.folder / "transformer")
+    assert exported.num_parameters() > 1e5
     back = run(*HERE, "strategy=cp", "ulysses=2", f"resume={sharded.folder}", folder=tmp_path / "back")
     assert back.exit_code == 0, back.stderr
     assert sharded.losses + back.losses == pytest.approx(one_process.losses[4:], rel=1e-4)
