@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy, _ParallelBackwardSyncControl
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cp.buckets import settle_buckets
 from lightning_cp.flavour import ReplicatedFlavour
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.sharded import ShardedFlavour
@@ -32,7 +33,9 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         installed = self._wrap(module)
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
-        return super().setup_module(module)
+        wrapped = super().setup_module(module)
+        settle_buckets(wrapped)
+        return wrapped
 
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
@@ -40,11 +43,17 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
 
     With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.
 
-    Args: see `ShardedFlavour`.
+    Args:
+        parallelize_fn: shards a module in the place of the strategy, which then only makes its transformers parallel:
+            a function of it and `device_mesh`, as Lightning's ModelParallelStrategy takes.
+        settings: see `ShardedFlavour`.
     """
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(
+        self, *, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **settings: Any
+    ) -> None:
         super().__init__(**settings, parallelize_fn=self._parallelize)
+        self._shards_by_hand = parallelize_fn
         self._backward_sync_control = _SyncControl()
 
     @override
@@ -60,15 +69,27 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         self._give_shards(optimizer)
         return super().setup_optimizer(optimizer)
 
-    def _parallelize(self, module: nn.Module, _: Any) -> nn.Module:
+    @override
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **settings: Any) -> None:
+        """As Lightning's, but the older one stays until the new one is whole."""
+        with self._all_or_nothing(path) as scratch:
+            super().save_checkpoint(scratch, state, *args, **settings)
+
+    def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         installed = self._wrap(module)
-        self._shard_weights(module, installed)
+        parallel = module
+        if self._shards_by_hand is None:
+            self._shard_weights(module, installed)
+        else:
+            with self._following(module):
+                parallel = self._shards_by_hand(module, mesh)
+            self._check_sharded(module)
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
-        return module
+        return parallel
 
 
-class _SyncControl(_BackwardSyncControl):
+class _SyncControl(_ParallelBackwardSyncControl):
     """Lightning's own, left without effect (`enabled=False`), stops the averaging of all later gradients."""
 
     @override

@@ -200,13 +200,18 @@ class ReplicatedFlavour(ContextParallelFlavour):
         return super()._wrap(module)
 
 
-def _check_known(strategy: type[ContextParallelFlavour], settings: Mapping[str, Any]) -> None:
-    """Raises: TypeError: a setting that neither we, nor Lightning's strategy, nor PyTorch's DDP below it knows."""
-    known = {
+def known_settings(strategy: type[ContextParallelFlavour]) -> set[str]:
+    """What a strategy, or one of its bases, takes by name."""
+    return {
         name
         for kind in (*strategy.__mro__[:-1], *strategy._passes_on)
         for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     }
+
+
+def _check_known(strategy: type[ContextParallelFlavour], settings: Mapping[str, Any]) -> None:
+    """Raises: TypeError: a setting that neither we, nor Lightning's strategy, nor PyTorch's DDP below it knows."""
+    known = known_settings(strategy)
     for name in settings:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)

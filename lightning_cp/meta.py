@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
+
+from lightning_cp.strategy import class_of
 
 
 @contextmanager
@@ -29,20 +33,36 @@ def weights_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def give_storage(module: nn.Module, device: torch.device) -> None:
-    """Weights on the meta device get storage: initialised where their module knows how, else NaN until loaded."""
+    """What is on the meta device gets storage: initialised where its module knows how, else NaN until loaded."""
 
     def stored(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta else x
 
+    given = []
     for inner in module.modules():
-        empty = [name for name, x in inner.named_parameters(recurse=False) if x.is_meta]
+        empty = {name for name, x in _own(inner) if x.is_meta}
         if not empty:
             continue
         inner._apply(stored, recurse=False)  # type: ignore[no-untyped-call]
-        reset: Any = getattr(inner, "reset_parameters", None)
-        for name in empty:
-            parameter = inner._parameters[name]
-            if parameter is not None and parameter.is_floating_point():
-                parameter.fill_(torch.nan)
-        if callable(reset):
-            reset()
+        for name, x in _own(inner):
+            if name in empty and x.is_floating_point():
+                x.fill_(torch.nan)
+        given.append(inner)
+    unset = {class_of(inner).__name__ for inner in given if not _reset(inner)}
+    if unset:
+        rank_zero_warn(
+            "Parameter initialization incomplete: modules that don't define a `reset_parameters()` method for "
+            f"re-initialization: {', '.join(sorted(unset))}. What they hold is NaN until a checkpoint is loaded."
+        )
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False))
+
+
+def _reset(module: nn.Module) -> bool:
+    """Whether a module could be initialised."""
+    reset: Any = getattr(module, "reset_parameters", None)
+    if callable(reset):
+        reset()
+    return callable(reset)

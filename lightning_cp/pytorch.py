@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_cp.buckets import settle_buckets
 from lightning_cp.flavour import ReplicatedFlavour
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.sharded import ShardedFlavour
@@ -34,6 +40,12 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)
 
+    @override
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        wrapped = super()._setup_model(model)
+        settle_buckets(wrapped)
+        return wrapped
+
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     """The same with sharded weights: over all ranks, block by block, once `configure_model` is through.
@@ -49,6 +61,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
             yield
 
     @override
+    @torch.inference_mode(mode=False)  # a test within inference mode could not move what a fit has sharded
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel and shard its weights, then what Lightning does."""
         # As ModelParallelStrategy.setup, which insists on a configure_model that does the sharding.
@@ -56,6 +69,11 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         assert self.lightning_module is not None, "connected before"
         assert self.model is not None, "connected before"
         self.accelerator.setup(trainer)
+        if any(isinstance(inner, FullyShardedDataParallel) for inner in self.model.modules()):
+            raise TypeError(
+                f"found modules wrapped in FullyShardedDataParallel: {type(self).__name__} only supports the new FSDP2 "
+                "APIs in PyTorch >= 2.4; leave the module as it is, or use fully_shard"
+            )
         installed = self._wrap(self.lightning_module)
         self._shard_weights(self.lightning_module, installed, steps=_STEPS)
         self.model = self.precision_plugin.convert_module(self.model)
@@ -69,3 +87,23 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)
+
+    @override
+    @torch.inference_mode(mode=False)
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As Lightning's; optimizers of an earlier fit are only asked for to go on with one."""
+        assert self.lightning_module is not None, "connected before"
+        optimizers = self.optimizers
+        if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+            self.optimizers = []
+        try:
+            loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+            return loaded
+        finally:
+            self.optimizers = optimizers
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:
+        """As Lightning's, but the older one stays until the new one is whole."""
+        with self._all_or_nothing(filepath) as scratch:
+            super().save_checkpoint(checkpoint, scratch, *args, **settings)

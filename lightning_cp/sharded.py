@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,12 +14,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_cp.checkpoint.folder import remove, scratch_for, take_place
+from lightning_cp.checkpoint.vetting import check_harmless
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
-from lightning_cp.flavour import ContextParallelFlavour
+from lightning_cp.flavour import ContextParallelFlavour, known_settings
 from lightning_cp.meta import give_storage
+
+# What every other strategy of Lightning takes, but ModelParallelStrategy only has as attributes.
+_PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
 
 
 class ShardedFlavour(ContextParallelFlavour):
@@ -32,6 +40,8 @@ class ShardedFlavour(ContextParallelFlavour):
         mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`, beside the precision of Fabric or Trainer.
         mesh: may have an axis `fsdp`: weights are sharded along it and replicated along the others.
         save_distributed_checkpoint: Lightning's own checkpoints hold a file a rank (torch DCP), else one whole file.
+        data_parallel_size, tensor_parallel_size: of Lightning's `device_mesh`, for modules that shard themselves with
+            it: the whole world ("auto"), and 1.
         settings: see `ContextParallelFlavour`.
     """
 
@@ -42,18 +52,30 @@ class ShardedFlavour(ContextParallelFlavour):
         reshard_after_forward: bool = True,
         mp_policy: MixedPrecisionPolicy | None = None,
         save_distributed_checkpoint: bool = True,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = 1,
         **settings: Any,
     ) -> None:
         check_degree("replicate", replicate, default=1)
+        if tensor_parallel_size not in (1, "auto"):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size!r}: its ranks would get different samples; leave it at 1, "
+                "and spread a sample with ring or ulysses"
+            )
+        taken = known_settings(type(self)) & settings.keys() & _PLUGINS
+        plugins = {name: settings.pop(name) for name in taken}
         super().__init__(
             **settings,
-            data_parallel_size="auto",
+            data_parallel_size=data_parallel_size,
             tensor_parallel_size=1,
             save_distributed_checkpoint=save_distributed_checkpoint,
         )
+        for name, value in plugins.items():
+            setattr(self, name, value)
         if replicate > 1 and "fsdp" in (getattr(self.context.mesh, "mesh_dim_names", None) or ()):
             raise ValueError(f"replicate={replicate} and a mesh with an axis `fsdp` both say how weights are sharded")
         self._replicate = replicate
+        self._weights_mesh: DeviceMesh | None = None
         self._shards: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by id of the whole weight
         self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
 
@@ -61,9 +83,41 @@ class ShardedFlavour(ContextParallelFlavour):
         """Joins the other ranks, and builds the meshes of the context and of the weights."""
         if self._planned_world % self._replicate:
             raise ValueError(f"replicate={self._replicate} must divide the world of {self._planned_world} ranks")
-        self._lightning._data_parallel_size = self._planned_world
+        if self._lightning._data_parallel_size == "auto":
+            self._lightning._data_parallel_size = self._planned_world
         super().setup_environment()
-        self.weights_mesh = self._make_weights_mesh()
+        if dist.is_initialized():
+            self._weights_mesh = self._make_weights_mesh()
+
+    @property
+    def weights_mesh(self) -> DeviceMesh:
+        """Along which weights are sharded. Raises: RuntimeError: the ranks are not up yet."""
+        if self._weights_mesh is None:
+            raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
+        return self._weights_mesh
+
+    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> Any:
+        """As Lightning's. Raises: CheckpointError: a folder in DCP's format needs unpickling, which was not allowed."""
+        if settings.get("weights_only") is not False and (Path(path) / ".metadata").is_file():
+            check_harmless(Path(path))
+        return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
+
+    @contextmanager
+    def _all_or_nothing(self, path: Any) -> Iterator[Path]:
+        """Where to write a checkpoint, which then takes its place at once. Call it on every rank."""
+        target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
+        if target.is_dir() and not all(map(_is_of_dcp, target.iterdir())):
+            yield target  # somebody's folder: Lightning writes into it, or refuses
+            return
+        scratch = scratch_for(target)
+        if is_first:
+            remove(scratch)
+        self._lightning.barrier()
+        yield scratch
+        self._lightning.barrier()
+        if is_first and scratch.exists():
+            take_place(scratch, target)
+        self._lightning.barrier()
 
     def _make_weights_mesh(self) -> DeviceMesh:
         """Of dims `replicate` and `shard`, or of `shard` alone. Ranks: the whole world."""
@@ -80,12 +134,19 @@ class ShardedFlavour(ContextParallelFlavour):
     def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
         """Block by block, then the rest, but for children that do not train: they may be called by any method.
 
+        A module that is sharded already, by an earlier fit or by itself, is left so.
+
         Args: steps: methods of `module` that are called, and call its children, in the place of its forward.
         """
-        if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-            return  # by an earlier fit
+        with self._following(module):
+            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+                self._check_sharded(module)
+            elif dist.is_initialized():
+                self._shard(module, installed, steps)
+            give_storage(module, self._lightning.root_device)
+
+    def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to outputs
-        before = dict(module.named_parameters())
         frozen = _frozen(module, installed)
         whole = {parameter for child in frozen for parameter in child.parameters()}
         alike = [x for child in frozen for x in child.parameters()] + list(module.buffers())
@@ -106,9 +167,26 @@ class ShardedFlavour(ContextParallelFlavour):
         if module in tops:
             for name in steps:
                 register_fsdp_forward_method(module, name)
-        give_storage(module, self._lightning.root_device)
-        after = dict(module.named_parameters())
-        self._shards.update({id(old): (weakref.ref(old), after[name]) for name, old in before.items()})
+
+    @contextmanager
+    def _following(self, module: nn.Module) -> Iterator[None]:
+        """Notes which shard takes the place of which weight, for optimizers."""
+        before = dict(module.named_parameters())
+        yield
+        for name, shard in module.named_parameters():
+            if before.get(name, shard) is not shard:
+                self._shards[id(before[name])] = (weakref.ref(before[name]), shard)
+
+    def _check_sharded(self, module: nn.Module) -> None:
+        """Raises: ValueError: gradients of weights that train would not be averaged over all ranks."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for name, x in module.named_parameters():
+            ranks = x.device_mesh.size() if isinstance(x, DTensor) else 1
+            if x.requires_grad and ranks != world:
+                raise ValueError(
+                    f"{name} is sharded over {ranks} of {world} ranks by {type(module).__name__} itself: its gradient "
+                    "would not be averaged over all; shard with strategy.weights_mesh, or leave it to the strategy"
+                )
 
     def _make_alike(self, tensors: Iterable[Tensor]) -> None:
         """The first rank's values on all ranks: what is held more than once must not differ, whatever the seeds."""
@@ -134,6 +212,10 @@ class ShardedFlavour(ContextParallelFlavour):
                         "before its first step, or load its state after fabric.setup"
                     )
                 group["params"][i] = shard
+
+
+def _is_of_dcp(path: Path) -> bool:
+    return path.name in (".metadata", "meta.pt") or path.suffix == ".distcp"
 
 
 def _frozen(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:

@@ -113,11 +113,13 @@ class ContextParallel:
 
     def wrap(self, module: nn.Module) -> list[Installed]:
         """Make every selected transformer in `module` context-parallel. Returns: these, and those that already were."""
-        self.up()
+        selected = self._selected(module)
+        if selected:
+            self.up()
         return [
             installed_on(inner)
             or parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
-            for inner, plan in self._selected(module)
+            for inner, plan in selected
         ]
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
@@ -154,12 +156,14 @@ class ContextParallel:
 
     def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
         """One line for the log, to be asked for under the precision of the forward; None if it was said before."""
+        if self.groups is None and not installed:
+            return None  # no ranks to count
         groups = self.up()
         world = groups.data_size * groups.context_size
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
         for one in installed:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
-            line += f"; {type(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
+            line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
         if not installed and self.size > 1:
             line += "; no transformer with a plan: only what calls context_parallel_attention is parallel"
         if groups.ulysses is not None:

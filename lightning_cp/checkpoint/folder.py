@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
+from lightning_cp.checkpoint.manifest import Manifest
 
 _PARTIAL, _REPLACED = ".partial_", ".replaced"
 
@@ -37,18 +37,30 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     """
     folder, scratch = checkpoint_path(parent, manifest.step), scratch_path(parent, manifest.step)
     manifest.write(scratch)
-    flush(scratch / MANIFEST)
-    flush(scratch)
-    if folder.exists():
-        shutil.rmtree(folder.with_suffix(_REPLACED), ignore_errors=True)
-        folder.rename(folder.with_suffix(_REPLACED))
-    scratch.rename(folder)
-    flush(parent)
-    for aside in parent.glob(f"step_*{_REPLACED}"):
+    take_place(scratch, folder)
+    for aside in parent.glob(f"step_*{_REPLACED}"):  # of a writer that was killed just then
         shutil.rmtree(aside, ignore_errors=True)
     for old in [] if keep is None else sorted(parent.glob("step_*"))[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
+
+
+def take_place(scratch: Path, target: Path) -> None:
+    """Flushes a file or folder to disk and gives it its name; what had the name is moved aside, then removed."""
+    for path in (*scratch.rglob("*"), scratch):
+        flush(path)
+    aside = target.with_name(f"{target.name}{_REPLACED}")
+    remove(aside)
+    if target.exists():
+        target.rename(aside)
+    scratch.rename(target)
+    flush(target.parent)
+    remove(aside)
+
+
+def scratch_for(target: Path) -> Path:
+    """Where a file or folder is written that will then take this one's place. (torch.save refuses a leading dot.)"""
+    return target.with_name(f"{target.name}.partial")
 
 
 def flush(path: Path) -> None:
@@ -60,22 +72,23 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def remove(path: Path) -> None:
+    """A file or folder goes, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
     """A folder to write into, which takes this one's place when the context ends without an error."""
-    scratch, aside = folder.with_name(f"{_PARTIAL}{folder.name}"), folder.with_name(f"{folder.name}{_REPLACED}")
-    shutil.rmtree(scratch, ignore_errors=True)
+    scratch = scratch_for(folder)
+    remove(scratch)
     scratch.mkdir(parents=True)
     try:
         yield scratch
-        for path in scratch.rglob("*"):
-            flush(path)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        remove(scratch)
         raise
-    shutil.rmtree(aside, ignore_errors=True)
-    if folder.exists():
-        folder.rename(aside)
-    scratch.rename(folder)
-    flush(folder.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    take_place(scratch, folder)

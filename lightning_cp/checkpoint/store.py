@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_cp.checkpoint.flatten import flatten_state, independent, unflatten_state
-from lightning_cp.checkpoint.folder import flush, open_scratch, seal
+from lightning_cp.checkpoint.folder import open_scratch, seal
 from lightning_cp.checkpoint.manifest import TREES, FileEntry, Manifest, read_manifest
 
 
@@ -79,7 +79,6 @@ def _write(
     for name, state in tensors.items():
         path = scratch / f"{name}.safetensors"
         save_file(state, path)
-        flush(path)
         files[path.name] = FileEntry.of(path)
     manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
     return seal(parent, manifest, keep=keep)

@@ -142,6 +142,42 @@ def test_shards_are_saved_and_loaded_strictly_or_not(run_ranks: RankPool, tmp_pa
     assert run_ranks(3, _saved_shards, str(tmp_path), distributed, init=False) == [distributed] * 3
 
 
+def _stages(rank: int, world: int, folder: str, kind: Any, settings: dict[str, Any]) -> list[float]:
+    """Losses of tests: after a fit, of a checkpoint without optimizers, and of one with after other weights."""
+    trainer = trainer_of(rank, world, kind(ring=world, **BY_PLAN, **settings), max_steps=1)
+    module, loader = _Trained(), DataLoader(_inputs(), batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(module, loader)
+    trainer.save_checkpoint(Path(folder) / "all")
+    trainer.save_checkpoint(Path(folder) / "weights", weights_only=True)
+    with torch.inference_mode():
+        losses = [trainer.test(module, loader, verbose=False)[0]["loss"]]
+        for name in ("weights", "all"):
+            for parameter in module.parameters():
+                parameter.zero_()
+            losses.append(trainer.test(module, loader, ckpt_path=Path(folder) / name, verbose=False)[0]["loss"])
+        assert len(trainer.predict(module, loader) or []) == 1
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(module, loader, ckpt_path=Path(folder) / "all")
+    assert trainer.global_step == 2
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (pytorch.ContextParallelStrategy, {}),
+        (pytorch.ContextParallelFSDPStrategy, {}),
+        (pytorch.ContextParallelFSDPStrategy, {"save_distributed_checkpoint": False}),
+    ],
+)
+def test_one_trainer_goes_through_all_stages_with_checkpoints_that_have_optimizers_or_not(
+    run_ranks: RankPool, tmp_path: Path, kind: Any, settings: dict[str, Any]
+) -> None:
+    for first, *others in run_ranks(2, _stages, str(tmp_path), kind, settings, init=False):
+        assert first > 0.01
+        assert others == [first, first]
+
+
 # Clipping
 
 
@@ -182,8 +218,15 @@ class _Trained(LightningModule):
         loss: Tensor = self.model(batch)[0].square().mean()
         return loss
 
+    def test_step(self, batch: Tensor) -> None:
+        self.log("loss", self.model(batch)[0].square().mean(), batch_size=len(batch))
+
+    def predict_step(self, batch: Tensor) -> Tensor:
+        out: Tensor = self.model(batch)[0]
+        return out
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 def _kept(x: Tensor) -> tuple[str, str, bool]:

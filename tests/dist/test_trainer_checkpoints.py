@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import os
+import pickle
 import warnings
+from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import QUIET
+from tests.dist.test_trainer_strategy import QUIET, trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -43,11 +51,13 @@ def _weights(module: torch.nn.Module) -> Tensor:
     return torch.cat([(x.full_tensor() if isinstance(x, DTensor) else x).flatten() for x in values])
 
 
-def _train(strategy: str, steps: int, *, resume: Path | None = None, save: Path | None = None) -> Tensor:
+def _train(
+    strategy: str, steps: int, *, world: int = 2, resume: Path | None = None, save: Path | None = None
+) -> Tensor:
     module = Trains()
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=world,
         strategy=STRATEGIES[strategy](),
         max_steps=steps,
         use_distributed_sampler=False,
@@ -83,3 +93,95 @@ def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
 )
 def test_a_fit_goes_on_under_another_strategy(run_ranks: RankPool, tmp_path: Path, first: str, then: str) -> None:
     assert max(run_ranks(2, _go_on, first, then, str(tmp_path), init=False)) < 1e-3
+
+
+def _bits(rank: int, world: int, strategy: str, folder: str) -> bool:
+    warnings.simplefilter("ignore")
+    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
+    straight = _train(strategy, 4, world=world)
+    path = Path(folder) / "half.ckpt"
+    _train(strategy, 2, world=world, save=path)
+    return torch.equal(_train(strategy, 4, world=world, resume=path), straight)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "sharded"])
+def test_a_fit_that_goes_on_at_the_same_topology_has_the_same_bits(
+    run_ranks: RankPool, tmp_path: Path, strategy: str
+) -> None:
+    assert all(run_ranks(4, _bits, strategy, str(tmp_path), init=False))
+
+
+def _later(rank: int, world: int, folder: str) -> tuple[list[str], float]:
+    module = Trains()
+    checkpoint = ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=-1)
+    strategy = ContextParallelStrategy(ring=2)
+    settings = {"callbacks": [checkpoint], "enable_checkpointing": True, "plugins": [AsyncCheckpointIO()]}
+    trainer = trainer_of(rank, world, strategy, max_steps=2, **settings)
+    trainer.fit(module, DataLoader(Clips(2), batch_size=1))
+    dist.barrier()  # the first rank has waited for its writer
+    last = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+    error = max(float((last[name] - x).abs().max()) for name, x in module.state_dict().items())
+    return sorted(path.name for path in Path(folder).iterdir()), error
+
+
+def test_lightnings_asynchronous_checkpoints_work_as_ever(run_ranks: RankPool, tmp_path: Path) -> None:
+    for files, error in run_ranks(2, _later, str(tmp_path), init=False):
+        assert files == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
+        assert error == 0
+
+
+def _cut_short(rank: int, world: int, folder: str, distributed: bool) -> int:
+    """What writes the second checkpoint fails half-way, on the first rank, at what it does last."""
+    path, data = Path(folder) / "all.ckpt", DataLoader(Clips(2), batch_size=2)
+
+    def trainer_until(steps: int) -> Trainer:
+        strategy = ContextParallelFSDPStrategy(ring=2, save_distributed_checkpoint=distributed)
+        return trainer_of(rank, world, strategy, max_steps=steps)
+
+    save = torch.save
+
+    def fails(content: Any, file: Any, *_: Any) -> None:
+        if not isinstance(file, str | Path):
+            return save(content, file)  # DCP's values
+        raise OSError("disk full")
+
+    trainer = trainer_until(1)
+    trainer.fit(Trains(), data)
+    trainer.save_checkpoint(path)
+    trainer.fit_loop.epoch_loop.max_steps = 2
+    trainer.fit(trainer.lightning_module, data)
+    written = (
+        "lightning.pytorch.strategies.model_parallel.torch.save"
+        if distributed
+        else "lightning.fabric.plugins.io.torch_io._atomic_save"
+    )
+    with mock.patch(written, fails), mock.patch.object(ContextParallelFSDPStrategy, "barrier"), suppress(OSError):
+        trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), path)
+    assert Path(folder, "all.ckpt.partial").exists() == distributed
+    dist.barrier()
+    again = trainer_until(3)
+    again.fit(Trains(), data, ckpt_path=path)
+    return len(again.lightning_module.seen)  # from step 1 on
+
+
+def _strange(rank: int, world: int, folder: str) -> str:
+    trainer = trainer_of(rank, world, ContextParallelFSDPStrategy(ring=2), max_steps=1)
+    trainer.fit(Trains(), DataLoader(Clips(2), batch_size=2))
+    path = Path(folder) / "all.ckpt"
+    trainer.save_checkpoint(path)
+    if rank == 0:
+        (path / ".metadata").write_bytes(pickle.dumps(Fraction(1, 2)))
+    dist.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        trainer.fit(Trains(), DataLoader(Clips(2), batch_size=2), ckpt_path=path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_save_that_is_cut_short_leaves_the_older_one(run_ranks: RankPool, tmp_path: Path, distributed: bool) -> None:
+    assert run_ranks(2, _cut_short, str(tmp_path), distributed, init=False) == [2, 2]
+
+
+def test_a_strangers_shards_are_not_unpickled(run_ranks: RankPool, tmp_path: Path) -> None:
+    for said in run_ranks(2, _strange, str(tmp_path), init=False):
+        assert "fractions.Fraction" in said

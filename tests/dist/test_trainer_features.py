@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
@@ -98,6 +99,7 @@ def _callbacks(rank: int, world: int, folder: str) -> dict[str, Any]:
     again = TrainsWan()
     again.load_state_dict(best)
     loss = trainer.validate(again, loader, verbose=False)[0]["val_loss"]
+    dist.barrier()  # the first rank has written all
     return {
         "epochs": trainer.current_epoch,
         "best": checkpoint.best_model_path,

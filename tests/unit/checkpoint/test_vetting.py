@@ -1,0 +1,49 @@
+import os
+import pickle
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.checkpoint.vetting import check_harmless
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Runs:
+    """Code that runs when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def written(folder: Path, extra: object) -> Path:
+    state = {
+        "model": {"a": torch.randn(3), "b": torch.ones(2, dtype=torch.bfloat16)},
+        "extra": extra,
+        "lr": (0.1, None),
+    }
+    save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def test_tensors_and_plain_values_pass(tmp_path: Path) -> None:
+    check_harmless(written(tmp_path / "a", {"betas": [0.9, 0.99], "name": "x"}))
+
+
+def test_objects_and_code_are_refused_and_do_not_run(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"Fraction.*weights_only=False"):
+        check_harmless(written(tmp_path / "a", Fraction(1, 3)))
+    with pytest.raises(CheckpointError, match="mkdir"):
+        check_harmless(written(tmp_path / "b", Runs(tmp_path / "ran")))
+    folder = written(tmp_path / "c", 1)
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
+        check_harmless(folder)
+    assert not (tmp_path / "ran").exists()
