@@ -19,9 +19,9 @@ from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import TrainState, WeightAverage
 from lightning_cp.training.run import DataPlace
+from tests.dist.lightning_ranks import fabric_of
 from tests.dist.models import wan
 from tests.dist.module import Clips
-from tests.dist.test_sharded import fabric_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -17,8 +17,8 @@ from lightning_cp.checkpoint.folder import written_whole
 from lightning_cp.export import LORA_FILE, save_lora, save_pretrained
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage
+from tests.dist.lightning_ranks import fabric_of
 from tests.dist.models import TINY
-from tests.dist.test_sharded import fabric_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import copy
-import os
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric, seed_everything
+from lightning.fabric import seed_everything
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError, PlanError
 from lightning_cp.fabric import ContextParallelStrategy
+from tests.dist.lightning_ranks import fabric_of
 from tests.dist.models import TINY, wan
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def fabric_of(rank: int, world: int, strategy: Any, **settings: Any) -> Fabric:
-    """Fabric on the ranks of the pool, as a launcher's environment would present them."""
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **settings)
-    fabric.launch()
-    return fabric
 
 
 def _single(arguments: dict[str, Any], *, precision: str = "32-true") -> tuple[nn.Module, Tensor]:

@@ -21,9 +21,8 @@ from torch.utils.data import DataLoader
 
 from lightning_cp import fabric, pytorch
 from lightning_cp.engine.apply import installed_on
+from tests.dist.lightning_ranks import fabric_of, flat, trainer_of, whole
 from tests.dist.plain import PLAIN_PLAN, Plain
-from tests.dist.test_sharded import fabric_of, flat, whole
-from tests.dist.test_trainer_strategy import trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -11,16 +11,15 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.image import imread
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.callbacks import SamplingCallback
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.sampling.tiles import tile
-from lightning_cp.training.ema import whole_of
+from tests.dist.lightning_ranks import everyones, flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import everyones, trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -49,10 +48,6 @@ class Weights(Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step > len(self.after):
             self.after.append(flat(pl_module))
-
-
-def flat(module: nn.Module) -> Tensor:
-    return torch.cat([whole_of(p.detach()).flatten() for p in module.parameters()]).clone()
 
 
 def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[str, Any]:

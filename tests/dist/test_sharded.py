@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -18,9 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.pytorch import ContextParallelFSDPStrategy as TrainersStrategy
+from tests.dist.lightning_ranks import QUIET, everyones, fabric_of, flat, present_rank, whole
 from tests.dist.models import wan
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import QUIET, everyones
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,23 +27,6 @@ ARGUMENTS = {
     "encoder_hidden_states": torch.randn(4, 7, 16, generator=torch.Generator().manual_seed(3)),
     "timestep": torch.tensor([4, 9, 44, 700]),
 }
-
-
-def fabric_of(rank: int, world: int, strategy: Any, **settings: Any) -> Fabric:
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **settings)
-    fabric.launch()
-    return fabric
-
-
-def whole(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.full_tensor() if isinstance(x, DTensor) else x
-
-
-def flat(module: nn.Module, *, gradients: bool = False) -> Tensor:
-    return torch.cat([whole(p.grad if gradients else p.detach()).flatten() for p in module.parameters()])
 
 
 def held_bytes(module: nn.Module) -> int:
@@ -103,8 +84,7 @@ def test_gradients_are_those_of_one_process_and_weights_are_shared(
 
 
 def _fit(rank: int, world: int, settings: dict[str, Any], accumulate: int) -> float:
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
+    present_rank(rank, world)
     module, data = TrainsWan(), Clips(16)
     trainer = Trainer(
         accelerator="cpu",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pickle
-import warnings
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -18,13 +16,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
+from tests.dist.lightning_ranks import QUIET, flat, present_rank, trainer_of
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import QUIET, trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -46,11 +43,6 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def _weights(module: torch.nn.Module) -> Tensor:
-    values = (p.detach() for p in module.parameters())
-    return torch.cat([(x.full_tensor() if isinstance(x, DTensor) else x).flatten() for x in values])
-
-
 def _train(
     strategy: str, steps: int, *, world: int = 2, resume: Path | None = None, save: Path | None = None
 ) -> Tensor:
@@ -67,12 +59,11 @@ def _train(
     trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
     if save is not None:
         trainer.save_checkpoint(save)
-    return _weights(module)
+    return flat(module)
 
 
 def _go_on(rank: int, world: int, first: str, then: str, folder: str) -> float:
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
+    present_rank(rank, world)
     straight = _train(first, 4)
     path = Path(folder) / "half.ckpt"
     half = _train(first, 2, save=path)
@@ -96,8 +87,7 @@ def test_a_fit_goes_on_under_another_strategy(run_ranks: RankPool, tmp_path: Pat
 
 
 def _bits(rank: int, world: int, strategy: str, folder: str) -> bool:
-    warnings.simplefilter("ignore")
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
+    present_rank(rank, world)
     straight = _train(strategy, 4, world=world)
     path = Path(folder) / "half.ckpt"
     _train(strategy, 2, world=world, save=path)

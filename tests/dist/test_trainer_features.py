@@ -15,16 +15,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_cp.pytorch import ContextParallelStrategy
+from tests.dist.lightning_ranks import everyones, flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import everyones, trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3
-
-
-def _weights(module: nn.Module) -> Tensor:
-    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
 
 
 def _reference(seen: list[list[int]], *, clip: Callable[[Any], object], dtype: torch.dtype, autocast: bool) -> Tensor:
@@ -40,7 +36,7 @@ def _reference(seen: list[list[int]], *, clip: Callable[[Any], object], dtype: t
         clip(module.parameters())
         optimizer.step()
         optimizer.zero_grad()
-    return _weights(module)
+    return flat(module)
 
 
 def _feature(rank: int, world: int, name: str) -> float:
@@ -62,8 +58,8 @@ def _feature(rank: int, world: int, name: str) -> float:
     seen = [a + b for a, b in zip(first, second, strict=True)]
     dtype = torch.bfloat16 if name == "bf16-true" else torch.float32
     expected = _reference(seen, clip=clip, dtype=dtype, autocast=name == "bf16-mixed")
-    start = _weights(TrainsWan().to(dtype))
-    return float((_weights(module) - expected).norm() / (expected - start).norm())
+    start = flat(TrainsWan().to(dtype))
+    return float((flat(module) - expected).norm() / (expected - start).norm())
 
 
 @pytest.mark.parametrize(

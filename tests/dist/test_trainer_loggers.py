@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from lightning_cp.pytorch import ContextParallelStrategy
+from tests.dist.lightning_ranks import everyones, trainer_of
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import everyones, trainer_of
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -120,6 +120,7 @@ def _to_wandb(rank: int, world: int, folder: str) -> tuple[list[float], list[str
     return losses, [" ".join(process.cmdline()) for process in left]
 
 
+@pytest.mark.full  # it starts a service of its own, which takes its time on a busy machine
 def test_wandb_gets_one_offline_run(run_ranks: RankPool, tmp_path: Path) -> None:
     (losses, left), *others = run_ranks(4, _to_wandb, str(tmp_path), init=False)
     assert not left

@@ -2,53 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.pytorch import ContextParallelStrategy
+from tests.dist.lightning_ranks import QUIET, everyones, flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-QUIET = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-}
-
-
-def trainer_of(rank: int, world: int, strategy: Any, **settings: Any) -> Trainer:
-    """A Trainer on the ranks of the pool, as a launcher's environment would present them."""
-    warnings.simplefilter("ignore")  # Lightning has much advice
-    os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
-    return Trainer(accelerator="cpu", devices=world, strategy=strategy, **{**QUIET, **settings})
-
-
-def everyones(own: Any) -> list[Any]:
-    """`own` of every rank, in rank order."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, own)
-    return gathered
-
-
-def _weights(module: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> float:
     seed_everything(1, verbose=False)
     module, data = TrainsWan(), Clips(16)
-    start = _weights(module)
+    start = flat(module)
     trainer = trainer_of(
         *(rank, world, ContextParallelStrategy(ring=ring, ulysses=ulysses)),
         max_steps=3,
@@ -63,10 +36,10 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> flo
     seen = everyones(module.seen)
     for first in range(0, world, ring * ulysses):
         assert all(peers == seen[first] for peers in seen[first : first + ring * ulysses])
-    found = _weights(module)
+    found = flat(module)
 
     reference = TrainsWan()
-    assert torch.equal(_weights(reference), start)
+    assert torch.equal(flat(reference), start)
     optimizer = torch.optim.SGD(reference.parameters(), lr=module.lr)
     groups = seen[:: ring * ulysses]
     for step in range(3):
@@ -77,7 +50,7 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> flo
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    expected = _weights(reference)
+    expected = flat(reference)
     assert float((expected - start).norm()) > 1e-2
     return float((found - expected).norm() / (expected - start).norm())
 

@@ -18,8 +18,8 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import DataLoader, default_collate
 
 from lightning_cp import fabric, pytorch
+from tests.dist.lightning_ranks import QUIET, everyones
 from tests.dist.module import Clips, TrainsWan
-from tests.dist.test_trainer_strategy import QUIET, everyones
 from tests.harness import RankPool
 
 pytestmark = [
