@@ -26,7 +26,7 @@ def save_pretrained(
 
     Args:
         transformer: a diffusers model.
-        folder: is replaced when all is written.
+        folder: an older model in it is replaced when all is written; other files stay.
         dtype: of the file's floating-point weights; None keeps those of the model.
         how: passed on to diffusers' `save_pretrained` (`max_shard_size`, `variant`).
     Raises:
@@ -45,7 +45,7 @@ def save_pretrained(
         with torch.device("meta"):
             plain = type(model).from_config(model.config)
         plain.load_state_dict(state, strict=True, assign=True)
-        with written_whole(Path(folder)) as scratch:
+        with written_whole(Path(folder), replaces="diffusion_pytorch_model*") as scratch:
             plain.save_pretrained(scratch, safe_serialization=True, **how)
 
     _on_first_rank(write)
@@ -63,7 +63,7 @@ def save_lora(
 
     Args:
         transformer: a diffusers model with adapters, as `add_adapter` gives it one; see `save_pretrained`.
-        folder: is replaced when all is written.
+        folder: an older adapter in it is replaced when all is written; other files stay.
         adapter: its name.
         component: of the pipeline that it belongs to.
         dtype: of the file's weights; None keeps those of the model.

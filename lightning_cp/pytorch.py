@@ -90,14 +90,16 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
 
     @override
     @torch.inference_mode(mode=False)
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(  # type: ignore[override]  # `path` to Fabric
+        self, checkpoint_path: Any, *args: Any, **settings: Any
+    ) -> dict[str, Any]:
         """As Lightning's; optimizers of an earlier fit are only asked for to go on with one."""
         assert self.lightning_module is not None, "connected before"
         optimizers = self.optimizers
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.optimizers = []
         try:
-            loaded: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **settings)
             return loaded
         finally:
             self.optimizers = optimizers

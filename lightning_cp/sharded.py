@@ -98,16 +98,18 @@ class ShardedFlavour(ContextParallelFlavour):
 
     def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> Any:
         """As Lightning's. Raises: CheckpointError: a folder in DCP's format needs unpickling, which was not allowed."""
-        if settings.get("weights_only") is not False and (Path(path) / ".metadata").is_file():
-            check_harmless(Path(path))
+        path = Path(self._lightning.broadcast(path))  # before it is looked at, so that no rank goes on alone
+        if settings.get("weights_only") is not False and (path / ".metadata").is_file():
+            check_harmless(path)
         return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
         """Where to write a checkpoint, which then takes its place at once. Call it on every rank."""
         target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
-        if target.is_dir() and not all(map(_is_of_dcp, target.iterdir())):
-            yield target  # somebody's folder: Lightning writes into it, or refuses
+        theirs = target.is_dir() and not all(map(_is_of_dcp, target.iterdir()))
+        if theirs or not dist.is_initialized():
+            yield target  # somebody's folder, into which Lightning writes or refuses to; or no ranks to agree with
             return
         scratch = scratch_for(target)
         if is_first:

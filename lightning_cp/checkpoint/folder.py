@@ -1,5 +1,6 @@
 """How a checkpoint's folder comes to be: it gets its name when all of it is written and flushed to disk."""
 
+import ctypes
 import os
 import shutil
 from collections.abc import Iterator
@@ -40,22 +41,40 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     take_place(scratch, folder)
     for aside in parent.glob(f"step_*{_REPLACED}"):  # of a writer that was killed just then
         shutil.rmtree(aside, ignore_errors=True)
-    for old in [] if keep is None else sorted(parent.glob("step_*"))[:-keep]:
+    others = sorted(path for path in parent.glob("step_*") if path != folder)  # some may be of later steps
+    for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old, ignore_errors=True)
     return folder
 
 
 def take_place(scratch: Path, target: Path) -> None:
-    """Flushes a file or folder to disk and gives it its name; what had the name is moved aside, then removed."""
+    """Flushes a file or folder to disk and gives it its name; what had the name goes.
+
+    The name always belongs to something whole, where the system can exchange two names; elsewhere, for a moment, an
+    older folder has its name with `.replaced` behind it.
+    """
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     aside = target.with_name(f"{target.name}{_REPLACED}")
     remove(aside)
-    if target.exists():
-        target.rename(aside)
-    scratch.rename(target)
+    if target.is_dir() and exchange(scratch, target):
+        aside = scratch
+    else:
+        if target.is_dir():
+            target.rename(aside)
+        scratch.replace(target)
     flush(target.parent)
     remove(aside)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchanges the names of two files or folders at once. Returns: whether the system could (Linux, most disks)."""
+    try:
+        rename = ctypes.CDLL(None, use_errno=True).renameat2
+    except (OSError, AttributeError):
+        return False
+    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
 
 def scratch_for(target: Path) -> Path:
@@ -81,8 +100,11 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write into, which takes this one's place when the context ends without an error."""
+def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
+    """A folder to write into, whose files take their places in this one when the context ends without an error.
+
+    Args: replaces: files of these names (a pattern) that were not written again go; others stay.
+    """
     scratch = scratch_for(folder)
     remove(scratch)
     scratch.mkdir(parents=True)
@@ -91,4 +113,13 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except BaseException:
         remove(scratch)
         raise
-    take_place(scratch, folder)
+    if not folder.exists():
+        take_place(scratch, folder)
+        return
+    written = [path.name for path in scratch.iterdir()]
+    for name in written:
+        take_place(scratch / name, folder / name)
+    for old in folder.glob(replaces) if replaces else ():
+        if old.name not in written:
+            remove(old)
+    scratch.rmdir()

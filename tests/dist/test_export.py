@@ -126,12 +126,15 @@ def test_what_cannot_be_written_is_told_on_every_rank(run_ranks: RankPool, tmp_p
         assert "NotADirectoryError" in said
 
 
-def test_an_export_that_fails_leaves_the_older_one(tmp_path: Path) -> None:
-    for text in ("old", "new"):
-        with written_whole(tmp_path / "model") as scratch:
-            (scratch / "file").write_text(text)
-    with suppress(OSError), written_whole(tmp_path / "model") as scratch:
-        (scratch / "file").write_text("half")
+def test_an_export_that_fails_leaves_the_older_one_and_none_touches_other_files(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    for names in ("ab", "a"):
+        with written_whole(folder, replaces="w_*") as scratch:
+            for name in names:
+                (scratch / f"w_{name}").write_text(names)
+        (folder / "README").write_text("mine")
+    with suppress(OSError), written_whole(folder) as scratch:
+        (scratch / "w_a").write_text("half")
         raise OSError("disk full")
-    assert (tmp_path / "model" / "file").read_text() == "new"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {"w_a": "a", "README": "mine"}
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

@@ -111,7 +111,7 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
         optimizer.zero_grad()
     assert not torch.equal(flat(model), values)
     state["steps"] = 0
-    assert not ours.load(path, state)
+    assert not ours.load(path if rank == 0 else Path("nowhere"), state)  # the first rank says from where
     assert state["steps"] == 1
     assert torch.equal(flat(model), values)
     assert torch.equal(_moments(optimizer), moments)
@@ -133,7 +133,13 @@ def _saved_shards(rank: int, world: int, folder: str, distributed: bool) -> bool
         with pytest.raises(KeyError, match="does not exist in the loaded checkpoint"):
             ours.load(Path(folder) / "biases", {"model": wrapped})
         ours.load(Path(folder) / "biases", {"model": wrapped}, strict=False)
-    return path.is_dir()
+    is_folder = path.is_dir()
+    ours.strategy._save_distributed_checkpoint = not distributed
+    ours.save(path, state)
+    ours.load(path, state)
+    assert torch.equal(flat(model), values)
+    assert path.is_dir() != is_folder, "what had the name goes, also where it was of the other kind"
+    return is_folder
 
 
 @pytest.mark.parametrize("distributed", [True, False])

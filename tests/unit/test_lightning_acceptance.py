@@ -283,6 +283,19 @@ def test_sharded_checkpoints_need_one_model_that_was_set_up(tmp_path: Path) -> N
         strategy.save_checkpoint(tmp_path, {"model": module}, filter={"model": lambda name, _: "bias" in name})
 
 
+def test_a_folder_without_a_checkpoint_is_not_loaded(tmp_path: Path) -> None:
+    model = mock.Mock(spec=nn.Module)
+    trainers: Any = pytorch.ContextParallelFSDPStrategy()
+    trainers.model, trainers._lightning_module = model, mock.Mock(strict_loading=True)
+    with (
+        mock.patch("lightning.fabric.strategies.model_parallel._has_dtensor_modules", return_value=True),
+        pytest.raises(ValueError, match="does not point to a valid checkpoint"),
+    ):
+        trainers.load_checkpoint(checkpoint_path=tmp_path)
+    with pytest.raises(ValueError, match="must be a single file containing the full state dict"):
+        fabric.ContextParallelFSDPStrategy().load_checkpoint(path=tmp_path, state=model)
+
+
 def test_a_folder_of_something_else_is_not_overwritten_by_one_file(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
     for kind in SHARDED:

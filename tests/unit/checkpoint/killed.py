@@ -55,10 +55,11 @@ def dies_at(moment: int) -> None:
 
         return dies_or_calls
 
-    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+    for name in ("fsync", "rename", "replace", "mkdir", "unlink", "rmdir"):
         setattr(os, name, counted(getattr(os, name)))
     Manifest.write = counted(Manifest.write)  # type: ignore[method-assign]
     shutil.rmtree = counted(shutil.rmtree)
+    folders.exchange = counted(folders.exchange)
     folders.shutil.rmtree = shutil.rmtree  # type: ignore[attr-defined]
 
 
@@ -113,6 +114,8 @@ def main() -> None:
     if sys.argv[3] == "moments":
         for step in (5, 6):
             print(*at_every_moment(parent, save, step=step))
+        folders.exchange = lambda *_: False
+        print(*at_every_moment(parent, save, step=5))
     else:
         print(*at_random_times(parent, save))
 

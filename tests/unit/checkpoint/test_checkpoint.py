@@ -102,6 +102,12 @@ def test_only_the_newest_are_kept_and_a_step_can_be_written_again(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000002", "step_00000010"]
 
 
+def test_what_was_just_written_is_kept_beside_later_steps_of_an_older_run(tmp_path: Path) -> None:
+    for step in (8, 9, 3):
+        save(tmp_path, step, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003", "step_00000009"]
+
+
 def test_the_newest_by_time_is_found_at_the_depth_of_runs_and_sweeps(tmp_path: Path) -> None:
     save(tmp_path / "2026-01-01" / "10-00-00" / "checkpoints", 900)
     newest = save(tmp_path / "multirun" / "2026-01-01" / "0" / "checkpoints", 5)
