@@ -12,13 +12,14 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     that wrote it. Here that first backward is of zeros, in the reverse order of the parameters, before training.
 
     Where DDP keeps its first layout (`find_unused_parameters`), or watches the first step of training
-    (`static_graph`), nothing is done.
+    (`static_graph`), or where parameters have hooks of their own, which would see these gradients, nothing is done.
 
     Ranks: the whole world.
     """
-    if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1:
-        return
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in parameters)
+    if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1 or hooked:
+        return
     gradients = [parameter.grad for parameter in parameters]
     ddp.zero_grad(set_to_none=True)
     with torch.enable_grad():

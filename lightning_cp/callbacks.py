@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -67,6 +68,11 @@ class SamplingCallback(Callback):
         self._drawn = -1
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        callbacks.sort(key=lambda one: one is self)  # behind the one that averages, whose step comes first
+
+    @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Raises: ValueError: both this callback and another one average the weights."""
         if self._decay is not None:
@@ -98,7 +104,7 @@ class SamplingCallback(Callback):
     @override
     def state_dict(self) -> dict[str, Any]:
         if self._average is None:
-            return {}
+            return self._saved or {}
         return {name: whole_of(x).cpu() for name, x in self._average.state_dict().items()}
 
     @override
@@ -108,20 +114,22 @@ class SamplingCallback(Callback):
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drawn = trainer.global_step
         ranks, place = TrainerRanks(trainer), DataPlace.of(trainer.strategy)
-        with isolate_rng(), _evaluating(pl_module), self._averaged(trainer, pl_module), torch.no_grad():
+        with isolate_rng(), _evaluating(pl_module), self.averaged(trainer, pl_module), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + place.rank)
             with trainer.precision_plugin.forward_context():
-                own = self._sample(pl_module, generator).detach()
+                own = self._sample(pl_module, generator)
+        _check_alike(own)
         everyones = torch.zeros(place.size, *own.shape, device=ranks.device)
         if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
-            everyones[place.rank] = own
+            everyones[place.rank] = own.detach()
         samples = ranks.all_reduce(everyones, reduce_op="sum").flatten(0, 1)
         folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
         if trainer.is_global_zero:
             self._write(trainer, tile(samples, value_range=self._range), folder)
 
     @contextmanager
-    def _averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+    def averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+        """The module has the averaged weights inside the context: to export them, say. Call it on every rank."""
         other = _averaging(trainer)
         if other is not None and other._average_model is not None:
             other._swap_models(pl_module)
@@ -141,6 +149,21 @@ class SamplingCallback(Callback):
                 logger.experiment.add_image("samples", picture.numpy(), step, dataformats="HWC")
             if isinstance(logger, WandbLogger):
                 logger.log_image("samples", [picture.numpy()], step)
+
+
+def _check_alike(own: object) -> None:
+    """Raises, on every rank: ValueError: some rank drew no pictures, or others in number or size."""
+    shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+    shapes = [shape]
+    if dist.is_initialized():
+        shapes = [shape] * dist.get_world_size()
+        dist.all_gather_object(shapes, shape)
+    valid = isinstance(shape, tuple) and len(shape) in (4, 5) and shape[1] in (1, 3, 4) and all(shape)
+    if len(set(shapes)) > 1 or not valid:
+        told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(shapes))
+        raise ValueError(
+            f"sample(...) gave {told}; must be [n, c, h, w] or [n, c, f, h, w], c 1, 3 or 4, the same on all ranks"
+        )
 
 
 def _averaging(trainer: Trainer) -> WeightAveraging | None:

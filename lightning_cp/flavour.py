@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.config import RotateMethod
 from lightning_cp.engine.apply import Installed
@@ -134,10 +136,12 @@ class ContextParallelFlavour:
         Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone.
         """
         dataset = getattr(dataloader, "dataset", None)
-        divided = self.data_size == 1 or getattr(dataset, "sharded_by_data_rank", False)
-        if isinstance(dataset, IterableDataset) and not divided:
+        source = dataset if isinstance(dataloader, DataLoader) else dataloader
+        divided = any(getattr(one, "sharded_by_data_rank", False) for one in (dataloader, dataset))
+        by_index = isinstance(dataloader, DataLoader) and not isinstance(dataset, IterableDataset)
+        if self.data_size > 1 and not by_index and not divided:
             raise ValueError(
-                f"{type(dataset).__name__} is iterable, so it cannot be divided over {self.data_size} data ranks from "
+                f"{type(source).__name__} is iterable, so it cannot be divided over {self.data_size} data ranks from "
                 "outside: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
                 "sharded_by_data_rank = True on it"
             )
@@ -193,6 +197,16 @@ class ReplicatedFlavour(ContextParallelFlavour):
     """
 
     _passes_on = (DistributedDataParallel,)
+
+    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> Any:
+        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
+        path = self._lightning.broadcast(path)
+        if (Path(path) / ".metadata").is_file():
+            raise CheckpointError(
+                f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
+                "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
+            )
+        return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module):

@@ -21,7 +21,7 @@ def weights_on_meta() -> Iterator[None]:
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None:
+        if parameter is not None and not parameter.is_meta:  # one that is was registered before: tied weights stay tied
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
@@ -38,12 +38,17 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
     def stored(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta else x
 
-    given = []
+    given, tied = [], dict[nn.Parameter, nn.Parameter | None]()
     for inner in module.modules():
+        for name, parameter in inner._parameters.items():
+            if parameter in tied:
+                inner._parameters[name] = tied[parameter]
+        without = {name: x for name, x in inner._parameters.items() if x is not None and x.is_meta}
         empty = {name for name, x in _own(inner) if x.is_meta}
         if not empty:
             continue
         inner._apply(stored, recurse=False)  # type: ignore[no-untyped-call]
+        tied.update({x: inner._parameters[name] for name, x in without.items()})
         for name, x in _own(inner):
             if name in empty and x.is_floating_point():
                 x.fill_(torch.nan)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -25,7 +27,7 @@ from lightning_cp.sharded import ShardedFlavour
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
+class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):  # type: ignore[misc]
     """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
 
     Args: see `ReplicatedFlavour`.
@@ -69,6 +71,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         assert self.lightning_module is not None, "connected before"
         assert self.model is not None, "connected before"
         self.accelerator.setup(trainer)
+        self._refuse_what_needs_whole_weights(trainer)
         if any(isinstance(inner, FullyShardedDataParallel) for inner in self.model.modules()):
             raise TypeError(
                 f"found modules wrapped in FullyShardedDataParallel: {type(self).__name__} only supports the new FSDP2 "
@@ -87,6 +90,20 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
             _optimizers_to_device(self.optimizers, self.root_device)
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)
+
+    def _refuse_what_needs_whole_weights(self, trainer: Trainer) -> None:
+        """Raises: ValueError: a callback or plug-in that would fail later, or be passed over."""
+        callbacks: list[object] = trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []  # type: ignore[attr-defined]
+        averaging = [type(one).__name__ for one in callbacks if isinstance(one, WeightAveraging)]
+        if averaging:
+            raise ValueError(
+                f"{averaging[0]} cannot average sharded weights: use SamplingCallback(ema_decay=...) of "
+                "lightning_cp.callbacks"
+            )
+        if self._save_distributed_checkpoint and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            raise ValueError(
+                "AsyncCheckpointIO needs save_distributed_checkpoint=False: a file a rank is written at once"
+            )
 
     @override
     @torch.inference_mode(mode=False)
@@ -107,5 +124,8 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:
         """As Lightning's, but the older one stays until the new one is whole."""
+        if not self._save_distributed_checkpoint:  # Lightning's own writes a file at once, perhaps later
+            super().save_checkpoint(checkpoint, filepath, *args, **settings)
+            return
         with self._all_or_nothing(filepath) as scratch:
             super().save_checkpoint(checkpoint, scratch, *args, **settings)

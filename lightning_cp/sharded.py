@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.folder import remove, scratch_for, take_place
+from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.vetting import check_harmless
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -101,7 +103,11 @@ class ShardedFlavour(ContextParallelFlavour):
         path = Path(self._lightning.broadcast(path))  # before it is looked at, so that no rank goes on alone
         if settings.get("weights_only") is not False and (path / ".metadata").is_file():
             check_harmless(path)
-        return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
+        try:
+            return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
+        except CheckpointException as error:  # no Exception, so that `except Exception` would let it through
+            told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
+            raise CheckpointError(f"{path} cannot be loaded: {told}") from error
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
@@ -159,6 +165,7 @@ class ShardedFlavour(ContextParallelFlavour):
         if steps and any(True for _ in module.parameters(recurse=False)):
             tops.append(module)
         for unit in (*_blocks(module, installed, without=frozen), *tops):
+            _check_one_dtype(unit, without=whole)
             fully_shard(
                 unit,
                 mesh=self.weights_mesh,
@@ -214,6 +221,20 @@ class ShardedFlavour(ContextParallelFlavour):
                         "before its first step, or load its state after fabric.setup"
                     )
                 group["params"][i] = shard
+
+
+def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
+    """Raises: ValueError: FSDP2 would refuse it in the first forward."""
+    kinds: dict[torch.dtype, str] = {}
+    for name, x in unit.named_parameters():
+        if x not in without and not isinstance(x, DTensor):
+            kinds.setdefault(x.dtype, name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+        raise ValueError(
+            f"{type(unit).__name__} holds weights of several types ({found}), which cannot be sharded together: bring "
+            "it to one with .to(dtype) (and leave lower precision to `precision` or `mp_policy`), or use strategy cp"
+        )
 
 
 def _is_of_dcp(path: Path) -> bool:

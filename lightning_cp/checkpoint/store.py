@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -78,7 +79,10 @@ def _write(
     files = {}
     for name, state in tensors.items():
         path = scratch / f"{name}.safetensors"
-        save_file(state, path)
+        try:
+            save_file(state, path)
+        except SafetensorError as error:
+            raise OSError(f"{path} could not be written: {error}") from error
         files[path.name] = FileEntry.of(path)
     manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
     return seal(parent, manifest, keep=keep)

@@ -50,6 +50,10 @@ def check_harmless(folder: Path) -> None:
                 with (folder / stored.relative_path).open("rb") as file:
                     file.seek(stored.offset)
                     torch.load(io.BytesIO(file.read(stored.length)), weights_only=True)
+    except (AttributeError, EOFError, IndexError, KeyError, TypeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            f"{folder} is cut short: its {_METADATA} or what it names cannot be read ({error!r})"
+        ) from error
     except pickle.UnpicklingError as error:
         what = re.search(r"GLOBAL (\S+)|^(\S+)$", str(error))  # torch's text, or that of the reader below
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,17 @@ def selective_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
 
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
+    Blocks may be compiled one by one. (Dynamo's `optimize_ddp` is turned off for that.)
+
     Returns: what the function returns.
     """
+    _compile_blocks_whole()
     return checkpoint(function, *args, use_reentrant=False, context_fn=save_attention, **kwargs)
+
+
+def _compile_blocks_whole() -> None:
+    """Tell dynamo not to split what is compiled inside a DDP module by gradient buckets: it cannot split what is
+    checkpointed selectively, and each block is a graph of its own already."""
+    config = sys.modules.get("torch._dynamo.config")
+    if config is not None:
+        config.optimize_ddp = False  # type: ignore[attr-defined]

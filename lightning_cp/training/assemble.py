@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -75,6 +76,7 @@ class Parts:
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
             worker_init_fn=worker_init_fn(self.config.seed, place.rank),
+            generator=torch.Generator().manual_seed(self.config.seed),  # iter() draws from it
         )
 
     def start(

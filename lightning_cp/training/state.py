@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -75,7 +76,12 @@ class TrainState:
         options = StateDictOptions(full_state_dict=not is_sharded)
         set_model_state_dict(self.module, saved.states["model"], options=options)
         self.average.load_state_dict(saved.states["average"])
+        chosen = [
+            {key: x for key, x in group.items() if key != "params"} for group in self._bare_optimizer.param_groups
+        ]
         set_optimizer_state_dict(self.module, self._bare_optimizer, saved.states["optimizer"], options=options)
+        for group, own in zip(self._bare_optimizer.param_groups, chosen, strict=True):
+            group.update(own)  # the settings of this run, which may be others
         restore_random_state(saved.states.get("random", []))
         self.step = saved.step
 
@@ -83,9 +89,19 @@ class TrainState:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
         return {
             "model": get_model_state_dict(self.module, options=options),
-            "average": {name: x if shards else whole_of(x) for name, x in self.average.state_dict().items()},
+            "average": self.average.state_dict() if shards else self._whole_average(),
             "optimizer": get_optimizer_state_dict(self.module, self._bare_optimizer, options=options),
         }
+
+    def _whole_average(self) -> dict[str, Tensor]:
+        """On the first rank, on the CPU, one tensor gathered at a time; nothing on the others."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        average: dict[str, Tensor] = {}
+        for name, x in self.average.state_dict().items():
+            whole = whole_of(x)
+            if first:
+                average[name] = whole.cpu()
+        return average
 
     @property
     def _bare_optimizer(self) -> Optimizer:

@@ -169,7 +169,17 @@ def _both(rank: int, world: int) -> str:
     return str(caught.value)
 
 
-def test_two_averages_are_refused(run_ranks: RankPool) -> None:
+def _unlike(rank: int, world: int) -> str:
+    pictures = SamplingCallback(lambda *_: torch.zeros(2 + rank // 2, 1, 4, 4), every_n_train_steps=1)
+    trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_steps=1, callbacks=[pictures])
+    with pytest.raises(ValueError, match="sample") as caught:
+        trainer.fit(TrainsWan(), DataLoader(Clips(4), batch_size=2))
+    return str(caught.value)
+
+
+def test_two_averages_and_unlike_pictures_are_refused(run_ranks: RankPool) -> None:
+    for said in run_ranks(4, _unlike, init=False):
+        assert "rank 1: (2, 1, 4, 4), rank 2: (3, 1, 4, 4)" in said
     assert all("ema_decay=0.9" in said for said in run_ranks(2, _both, init=False))
     with pytest.raises(ValueError, match="every_n_train_steps=0"):
         SamplingCallback(lambda *_: torch.zeros(0), every_n_train_steps=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.pytorch import ContextParallelFSDPStrategy as TrainersStrategy
-from tests.dist.lightning_ranks import QUIET, everyones, fabric_of, flat, present_rank, whole
+from tests.dist.lightning_ranks import QUIET, everyones, fabric_of, flat, present_rank, trainer_of, whole
 from tests.dist.models import wan
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
@@ -307,3 +309,68 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], names: str) 
     for kind in (ContextParallelFSDPStrategy, TrainersStrategy):
         with pytest.raises((ValueError, TypeError), match=names):
             kind(**settings)
+
+
+class _Tied(nn.Module):
+    """One weight, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(4, 6), nn.Linear(6, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(x))
+        return out
+
+
+def _tied(rank: int, world: int) -> tuple[int, float]:
+    reference = _Tied()
+    state = {name: x.clone() for name, x in reference.state_dict().items()}
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+    with fabric.init_module(empty_init=True):
+        model = _Tied()
+    wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    fabric.load_raw(_saved(state), wrapped)
+    for module, trained in ((wrapped, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.5))):
+        module(torch.arange(4)).square().sum().backward()
+        trained.step()
+    return len(list(model.parameters())), float((flat(model) - flat(reference)).abs().max())
+
+
+def _saved(state: dict[str, Tensor]) -> Path:
+    path = Path(tempfile.mkdtemp()) / "weights.pt"
+    torch.save(state, path)
+    return path
+
+
+def test_tied_weights_stay_tied_without_storage(run_ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    for count, error in run_ranks(2, _tied, init=False):
+        assert count == 1
+        assert error < 1e-6
+
+
+def _mixed_dtypes(rank: int, world: int) -> str:
+    model = wan().build().to(torch.bfloat16)
+    model.blocks[0].norm2.float()
+    with pytest.raises(ValueError, match="cannot be sharded together") as caught:
+        fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world)).setup(model)
+    return str(caught.value)
+
+
+def test_weights_of_several_types_are_refused_by_name(run_ranks: RankPool) -> None:
+    for said in run_ranks(2, _mixed_dtypes, init=False):
+        assert "bfloat16" in said
+        assert "norm2.weight in float32" in said
+
+
+def _no_average(rank: int, world: int) -> str:
+    trainer = trainer_of(rank, world, TrainersStrategy(ring=world), max_steps=1, callbacks=[EMAWeightAveraging()])
+    with pytest.raises(ValueError, match="SamplingCallback") as caught:
+        trainer.fit(TrainsWan(), DataLoader(Clips(2)))
+    return str(caught.value)
+
+
+def test_averages_that_would_fail_later_are_refused_at_once(run_ranks: RankPool) -> None:
+    assert all("EMAWeightAveraging" in said for said in run_ranks(2, _no_average, init=False))

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_cp import selective_checkpoint
 from lightning_cp.pytorch import ContextParallelStrategy
 from tests.dist.lightning_ranks import everyones, flat, trainer_of
 from tests.dist.module import Clips, TrainsWan
@@ -49,9 +50,16 @@ def _feature(rank: int, world: int, name: str) -> float:
     if name in ("bf16-mixed", "bf16-true"):
         settings = {"precision": name}
     if name == "activation checkpointing":
+        module.train()
         module.transformer.enable_gradient_checkpointing()
-    if name == "compiled blocks":
-        module.transformer.compile_repeated_blocks(backend="aot_eager")
+    if name == "selective checkpointing":
+        module.train()
+        module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+    if name.startswith("compiled blocks"):
+        module.train()
+        if name.endswith("checkpointed"):
+            module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+        module.transformer.compile_repeated_blocks(fullgraph=True, backend="aot_eager")
     trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_steps=STEPS, **settings)
     trainer.fit(module, DataLoader(Clips(16), batch_size=2))
     first, second = everyones(module.seen)[::2]
@@ -69,7 +77,9 @@ def _feature(rank: int, world: int, name: str) -> float:
         ("bf16-mixed", 0.05),
         ("bf16-true", 0.2),
         ("activation checkpointing", 1e-4),
+        ("selective checkpointing", 1e-4),
         pytest.param("compiled blocks", 1e-4, marks=pytest.mark.full),
+        ("compiled blocks, checkpointed", 1e-4),
     ],
 )
 def test_a_feature_trains_as_in_one_process(run_ranks: RankPool, name: str, tolerance: float) -> None:

@@ -101,6 +101,25 @@ def _stream(rank: int, world: int) -> str:
     return str(caught.value)
 
 
+class _Shards:
+    """A loader of some other library, or a generator."""
+
+    def __iter__(self) -> Any:
+        return iter([Clips(4)[0]])
+
+
+def _other_loader(rank: int, world: int) -> str:
+    trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_steps=1)
+    with pytest.raises(ValueError, match="data ranks") as caught:
+        trainer.fit(TrainsWan(), _Shards())
+    return str(caught.value)
+
+
+def test_a_loader_that_is_no_dataloader_is_not_silently_duplicated(run_ranks: RankPool) -> None:
+    for said in run_ranks(4, _other_loader, init=False):
+        assert said.startswith("_Shards is iterable")
+
+
 def test_an_iterable_dataset_is_not_silently_duplicated(run_ranks: RankPool) -> None:
     assert all("_Stream is iterable" in message for message in run_ranks(2, _stream, init=False))
 

@@ -47,3 +47,7 @@ def test_objects_and_code_are_refused_and_do_not_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"posix\.mkdir"):
         check_harmless(folder)
     assert not (tmp_path / "ran").exists()
+    for content in (pickle.dumps({"a": 1}), b""):
+        (folder / ".metadata").write_bytes(content)
+        with pytest.raises(CheckpointError, match="cut short"):
+            check_harmless(folder)

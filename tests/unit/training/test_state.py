@@ -48,6 +48,16 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(average, resumed.average.state_dict()[name])
 
 
+def test_settings_of_the_optimizer_are_those_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    first, resumed = make_state(), make_state()
+    advance(first, 2)
+    resumed.optimizer.param_groups[0].update(weight_decay=0.5, betas=(0.5, 0.6))
+    resumed.load(save_checkpoint(tmp_path, first.snapshot()))
+    (group,) = resumed.optimizer.param_groups
+    assert (group["weight_decay"], group["betas"], group["lr"]) == (0.5, (0.5, 0.6), 0.05)
+    assert len(resumed.optimizer.state) == 4
+
+
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     state = make_state()
     folder = save_checkpoint(tmp_path, state.snapshot())
