@@ -37,6 +37,12 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         settle_buckets(wrapped)
         return wrapped
 
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> dict[str, Any]:
+        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
+        self._refuse_shards(path)
+        return super().load_checkpoint(path, *args, **settings)
+
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.

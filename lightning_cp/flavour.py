@@ -198,15 +198,13 @@ class ReplicatedFlavour(ContextParallelFlavour):
 
     _passes_on = (DistributedDataParallel,)
 
-    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> Any:
-        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
-        path = self._lightning.broadcast(path)
+    def _refuse_shards(self, path: Any) -> None:
+        """Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
         if (Path(path) / ".metadata").is_file():
             raise CheckpointError(
                 f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
                 "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
             )
-        return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module):

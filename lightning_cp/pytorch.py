@@ -27,7 +27,7 @@ from lightning_cp.sharded import ShardedFlavour
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):  # type: ignore[misc]
+class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
     """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
 
     Args: see `ReplicatedFlavour`.
@@ -47,6 +47,12 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):  # type: ignore[m
         wrapped = super()._setup_model(model)
         settle_buckets(wrapped)
         return wrapped
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **settings: Any) -> dict[str, Any]:
+        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
+        self._refuse_shards(checkpoint_path)
+        return super().load_checkpoint(checkpoint_path, *args, **settings)
 
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):

@@ -51,16 +51,17 @@ def take_place(scratch: Path, target: Path) -> None:
     """Flushes a file or folder to disk and gives it its name; what had the name goes.
 
     The name always belongs to something whole, where the system can exchange two names; elsewhere, for a moment, an
-    older folder has its name with `.replaced` behind it.
+    older one has its name with `.replaced` behind it.
     """
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     aside = target.with_name(f"{target.name}{_REPLACED}")
     remove(aside)
-    if target.is_dir() and exchange(scratch, target):
+    in_the_way = target.is_dir() or (scratch.is_dir() and target.exists())  # only a file takes a file's name at once
+    if in_the_way and exchange(scratch, target):
         aside = scratch
     else:
-        if target.is_dir():
+        if in_the_way:
             target.rename(aside)
         scratch.replace(target)
     flush(target.parent)

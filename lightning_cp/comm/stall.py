@@ -44,6 +44,19 @@ class Status:
         return cls(Place(**fields["place"]), fields["for_s"], fields["waits"], fields["beat"])
 
 
+class _WatchThread(threading.Thread):
+    """Can be ended from outside, as Lightning's test suite does with daemon threads that it finds."""
+
+    def __init__(self, ended: threading.Event, job: Callable[..., None], args: tuple[object, ...]) -> None:
+        super().__init__(target=job, args=args, name="lightning_cp_stall_watch", daemon=True)
+        self._watch_ended = ended
+
+    def stop(self) -> None:
+        """Ends the watch, and waits for this thread unless it hangs with the network."""
+        self._watch_ended.set()
+        self.join(10)
+
+
 class StallWatch:
     """Tells once for each stall, on every rank that waits and on the first.
 
@@ -74,15 +87,15 @@ class StallWatch:
         self._gpu = torch.cuda.current_device() if dist.get_backend() == "nccl" else None
         self._own = Status(Place("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_WatchThread] = []
 
     def start(self) -> None:
         """Begins to watch the thread that calls this."""
         watched = threading.get_ident()
         jobs = [(self._observe, (watched,))] + ([(self._exchange, ())] if self._store is not None else [])
-        for job, args in jobs:
-            self._threads.append(threading.Thread(target=job, args=args, name="lightning_cp_stall_watch", daemon=True))
-            self._threads[-1].start()
+        self._threads = [_WatchThread(self._ended, job, args) for job, args in jobs]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         """Ends it. Does not wait for a thread that hangs with the network."""

@@ -91,7 +91,10 @@ LATER = {"format": "distributed", "later": True}
     ("saved", "how", "resumed"),
     [
         ((4, "cp_fsdp", {"ring": 2}), LATER, [(1, "", {}), (2, "cp", {"ulysses": 2}), (3, "cp_fsdp", {"ring": 3})]),
-        ((4, "cp_fsdp", {"ulysses": 2, "replicate": 2}), SHARDS, [(2, "cp_fsdp", {"ring": 2})]),
+        pytest.param(
+            *((4, "cp_fsdp", {"ulysses": 2, "replicate": 2}), SHARDS, [(2, "cp_fsdp", {"ring": 2})]),
+            marks=pytest.mark.full,
+        ),
         ((2, "cp", {"ring": 2}), LATER, [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})]),
         ((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})]),
         ((4, "cp_fsdp", {"ring": 2}), {**WHOLE, "later": True}, [(2, "cp_fsdp", {"ring": 2}), (1, "", {})]),

@@ -101,7 +101,14 @@ def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[
 
 
 @pytest.mark.parametrize(
-    ("kind", "average"), [("cp", "none"), ("cp", "lightning"), ("cp", "own"), ("cp_fsdp", "own"), ("cp_fsdp", "none")]
+    ("kind", "average"),
+    [
+        pytest.param("cp", "none", marks=pytest.mark.full),
+        ("cp", "lightning"),
+        ("cp", "own"),
+        ("cp_fsdp", "own"),
+        pytest.param("cp_fsdp", "none", marks=pytest.mark.full),
+    ],
 )
 def test_pictures_show_the_average_and_leave_training_alone(
     run_ranks: RankPool, tmp_path: Path, kind: str, average: str
@@ -153,7 +160,7 @@ def _resumed(rank: int, world: int, folder: str, kind: str) -> float:
     return max(float((straight[name] - resumed[name]).abs().max()) for name in straight)
 
 
-@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+@pytest.mark.parametrize("kind", [pytest.param("cp", marks=pytest.mark.full), "cp_fsdp"])
 def test_the_callbacks_average_is_saved_and_goes_on(run_ranks: RankPool, tmp_path: Path, kind: str) -> None:
     assert max(run_ranks(2, _resumed, str(tmp_path), kind, init=False)) < 1e-6
 

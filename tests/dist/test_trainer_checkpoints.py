@@ -159,6 +159,8 @@ def _strange(rank: int, world: int, folder: str) -> str:
     trainer.fit(Trains(), DataLoader(Clips(2), batch_size=2))
     path = Path(folder) / "all.ckpt"
     trainer.save_checkpoint(path)
+    with pytest.raises(CheckpointError, match="save_distributed_checkpoint=False"):
+        trainer_of(rank, world, ContextParallelStrategy(ring=2)).fit(Trains(), DataLoader(Clips(2)), ckpt_path=path)
     if rank == 0:
         (path / ".metadata").write_bytes(pickle.dumps(Fraction(1, 2)))
     dist.barrier()

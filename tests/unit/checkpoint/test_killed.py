@@ -23,6 +23,7 @@ def test_at_every_call_that_changes_the_disk(tmp_path: Path, format: str) -> Non
     assert len(over) > 10
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", ["full", "distributed"])
 def test_at_random_times(tmp_path: Path, format: str) -> None:
     (steps,) = steps_after_kills(tmp_path, format, "times")
