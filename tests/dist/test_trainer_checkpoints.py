@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from diffusers import WanTransformer3DModel
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import QUIET, flat, present_rank, trainer_of
+from tests.dist.models import wan
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
 
@@ -177,3 +179,41 @@ def test_a_save_that_is_cut_short_leaves_the_older_one(run_ranks: RankPool, tmp_
 def test_a_strangers_shards_are_not_unpickled(run_ranks: RankPool, tmp_path: Path) -> None:
     for said in run_ranks(2, _strange, str(tmp_path), init=False):
         assert "fractions.Fraction" in said
+
+
+class _FromConfig(LightningModule):
+    """Like `Trains`, with a transformer that is made from its configuration alone."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.transformer = WanTransformer3DModel.from_config(config)
+
+    def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
+        out = self.transformer(batch["clip"], 100 + batch["index"], batch["text"], return_dict=False)[0]
+        return out.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def _made_empty(rank: int, world: int, folder: str) -> tuple[bool, bool]:
+    data, path, config = DataLoader(Clips(2), batch_size=2), Path(folder) / "all.ckpt", wan().build().config
+
+    def fitted(steps: int, module: LightningModule | None, resume: Path | None = None) -> tuple[Trainer, Tensor, bool]:
+        trainer = trainer_of(rank, world, ContextParallelFSDPStrategy(ring=2), max_steps=steps)
+        if module is None:
+            with trainer.init_module(empty_init=True):
+                module = _FromConfig(config)
+        nowhere = all(p.is_meta for p in module.parameters())
+        trainer.fit(module, data, ckpt_path=resume)
+        return trainer, flat(module), nowhere
+
+    trainer, *_ = fitted(1, _FromConfig(config))
+    trainer.save_checkpoint(path)
+    _, straight, _ = fitted(2, _FromConfig(config), path)
+    _, resumed, nowhere = fitted(2, None, path)
+    return nowhere, torch.equal(straight, resumed)
+
+
+def test_a_module_made_without_storage_goes_on_from_a_checkpoint(run_ranks: RankPool, tmp_path: Path) -> None:
+    assert run_ranks(2, _made_empty, str(tmp_path), init=False) == [(True, True)] * 2
