@@ -70,7 +70,8 @@ class SamplingCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        callbacks.sort(key=lambda one: one is self)  # behind the one that averages, whose step comes first
+        # Behind the one that averages, whose step comes first. A new list: the Trainer is going through the old one.
+        trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

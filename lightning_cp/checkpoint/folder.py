@@ -41,7 +41,7 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     take_place(scratch, folder)
     for aside in parent.glob(f"step_*{_REPLACED}"):  # of a writer that was killed just then
         shutil.rmtree(aside, ignore_errors=True)
-    others = sorted(path for path in parent.glob("step_*") if path != folder)  # some may be of later steps
+    others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # some may be of later steps
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
         shutil.rmtree(old, ignore_errors=True)
     return folder

@@ -96,6 +96,8 @@ class Parts:
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
             state.load(Path(self.config.resume))
+            if ranks.is_global_zero:
+                print(f"Goes on after step {state.step}, from {self.config.resume}", flush=True)
         return Run(ranks, state, folder, place, request)
 
     def steps(self, run: Run, stack: ExitStack, *, after_step: Callable[[Run], None] | None) -> Steps:
