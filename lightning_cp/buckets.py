@@ -4,7 +4,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
-def settle_buckets(ddp: DistributedDataParallel) -> None:
+def settle_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
     """Lays out the buckets of gradients for good, with one backward that costs nothing.
 
     DDP lays them out anew after its first backward, and with the layout the order changes in which ranks are added:
@@ -14,12 +14,13 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     Where DDP keeps its first layout (`find_unused_parameters`), or watches the first step of training
     (`static_graph`), or where parameters have hooks of their own, which would see these gradients, nothing is done.
 
+    Returns: the same.
     Ranks: the whole world.
     """
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
     hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) or p._backward_hooks for p in parameters)
     if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1 or hooked:
-        return
+        return ddp
     gradients = [parameter.grad for parameter in parameters]
     ddp.zero_grad(set_to_none=True)
     with torch.enable_grad():
@@ -30,3 +31,4 @@ def settle_buckets(ddp: DistributedDataParallel) -> None:
     ddp.reducer._rebuild_buckets()
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
+    return ddp

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
 from lightning_cp.training.ema import WeightAverage, whole_of
 from lightning_cp.training.ranks import TrainerRanks
@@ -120,10 +121,7 @@ class SamplingCallback(Callback):
             with trainer.precision_plugin.forward_context():
                 own = self._sample(pl_module, generator)
         _check_alike(own)
-        everyones = torch.zeros(place.size, *own.shape, device=ranks.device)
-        if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
-            everyones[place.rank] = own.detach()
-        samples = ranks.all_reduce(everyones, reduce_op="sum").flatten(0, 1)
+        samples = gather_shares(ranks, own.detach().float(), place)
         folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
         if trainer.is_global_zero:
             self._write(trainer, tile(samples, value_range=self._range), folder)

@@ -33,9 +33,7 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         installed = self._wrap(module)
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
-        wrapped = super().setup_module(module)
-        settle_buckets(wrapped)
-        return wrapped
+        return settle_buckets(super().setup_module(module))
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> dict[str, Any]:

@@ -44,9 +44,7 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        wrapped = super()._setup_model(model)
-        settle_buckets(wrapped)
-        return wrapped
+        return settle_buckets(super()._setup_model(model))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **settings: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.folder import remove, scratch_for, take_place
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.shards import told_as
 from lightning_cp.checkpoint.vetting import check_harmless
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -103,11 +103,8 @@ class ShardedFlavour(ContextParallelFlavour):
         path = Path(self._lightning.broadcast(path))  # before it is looked at, so that no rank goes on alone
         if settings.get("weights_only") is not False and (path / ".metadata").is_file():
             check_harmless(path)
-        try:
+        with told_as(CheckpointError, f"{path} cannot be loaded"):
             return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
-        except CheckpointException as error:  # no Exception, so that `except Exception` would let it through
-            told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
-            raise CheckpointError(f"{path} cannot be loaded: {told}") from error
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:

@@ -32,10 +32,7 @@ def open_scratch(parent: Path, step: int) -> Path:
 
 
 def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
-    """Gives what was written its name, and then lets go of all but the newest `keep` checkpoints.
-
-    One of the same step is moved aside first, under a name by which it is still found if this process is killed then.
-    """
+    """Gives what was written its name, and then lets go of all but the newest `keep` checkpoints."""
     folder, scratch = checkpoint_path(parent, manifest.step), scratch_path(parent, manifest.step)
     manifest.write(scratch)
     take_place(scratch, folder)

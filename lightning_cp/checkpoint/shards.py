@@ -22,7 +22,14 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
 from lightning_cp.checkpoint.folder import checkpoint_path, flush, open_scratch, scratch_path, seal
-from lightning_cp.checkpoint.manifest import TREES, FileEntry, Manifest, check_same_tensors, read_manifest
+from lightning_cp.checkpoint.manifest import (
+    TREES,
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    check_same_tensors,
+    read_manifest,
+)
 from lightning_cp.checkpoint.store import Checkpoint
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a run of one process
@@ -36,7 +43,7 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
     Args and returns: as of `save_checkpoint`.
     """
     tensors, writer = _plan(parent, checkpoint, keep)
-    with _told_as_error():
+    with told_as(OSError, "the checkpoint could not be written"):
         save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     return checkpoint_path(parent, checkpoint.step)
 
@@ -54,7 +61,7 @@ def save_shards_later(
     assert isinstance(pending, Future), "torch's default stager copies at once"
 
     def wait() -> None:
-        with _told_as_error():
+        with told_as(OSError, "the checkpoint could not be written"):
             pending.result()
 
     return wait
@@ -80,18 +87,19 @@ def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
         there[name] = tuple(x.size)
     check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, there, folder)
-    load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    with told_as(CheckpointError, f"{folder} cannot be loaded"):
+        load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     return Checkpoint(manifest.step, unflatten_state(tensors, manifest.facts[TREES][SHARDS]), manifest.plain_facts)
 
 
 @contextmanager
-def _told_as_error() -> Iterator[None]:
-    """DCP raises a BaseException, which `except Exception` lets through. Raises: OSError: in its stead."""
+def told_as(kind: type[Exception], what: str) -> Iterator[None]:
+    """DCP raises a BaseException, which `except Exception` lets through. Raises: `kind`: in its stead."""
     try:
         yield
     except CheckpointException as error:
         told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
-        raise OSError(f"the checkpoint could not be written: {told}") from error
+        raise kind(f"{what}: {told}") from error
 
 
 def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:

@@ -36,5 +36,5 @@ def _compile_blocks_whole() -> None:
     """Tell dynamo not to split what is compiled inside a DDP module by gradient buckets: it cannot split what is
     checkpointed selectively, and each block is a graph of its own already."""
     config = sys.modules.get("torch._dynamo.config")
-    if config is not None:
+    if config is not None and config.optimize_ddp:  # each block calls this: written once
         config.optimize_ddp = False  # type: ignore[attr-defined]

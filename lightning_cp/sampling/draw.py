@@ -72,8 +72,17 @@ def draw_samples(
         between=between,
     )
     model.train(was_training)
-    everyone = torch.zeros((place.size * share, *shape), device=pixels.device, dtype=pixels.dtype)
-    if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
-        everyone[first : first + share] = pixels
-    gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
+    gathered = gather_shares(ranks, pixels, place)
     return Samples(gathered[: settings.count].cpu(), torch.arange(settings.count) % num_classes)
+
+
+def gather_shares(ranks: Ranks, share: Tensor, place: DataPlace) -> Tensor:
+    """The shares of all data ranks, [n, ...] each, one after another, on every rank: [size * n, ...].
+
+    Ranks: the whole world, with shares of one shape.
+    """
+    everyone = torch.zeros(place.size, *share.shape, device=ranks.device, dtype=share.dtype)
+    if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
+        everyone[place.rank] = share
+    gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
+    return gathered.flatten(0, 1)

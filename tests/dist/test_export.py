@@ -26,9 +26,13 @@ KINDS: dict[str, Any] = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParall
 PIPELINES = {"wan": WanPipeline, "flux": FluxPipeline}
 
 
+def _arguments(name: str) -> dict[str, Any]:
+    return {k: x.float() if x.is_floating_point() else x for k, x in TINY[name].arguments().items()}
+
+
 def _trained(fabric: Any, name: str, model: torch.nn.Module) -> tuple[Any, Tensor]:
     """One step. Returns: the wrapped model and its output after it."""
-    arguments = {k: x.float() if x.is_floating_point() else x for k, x in TINY[name].arguments().items()}
+    arguments = _arguments(name)
     wanted = [p for p in model.parameters() if p.requires_grad]
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(wanted, lr=0.1))
     fabric.backward(wrapped(**arguments, return_dict=False)[0].square().mean())
@@ -60,7 +64,7 @@ def test_a_whole_model_is_what_from_pretrained_loads(run_ranks: RankPool, tmp_pa
     results = run_ranks(3, _whole, tmp_path, kind, name, init=False)
     assert all(there for *_, there in results)
     model = type(TINY[name].build()).from_pretrained(tmp_path / "model")
-    arguments = {k: x.float() if x.is_floating_point() else x for k, x in TINY[name].arguments().items()}
+    arguments = _arguments(name)
     out = model(**arguments, return_dict=False)[0]
     untrained = TINY[name].build().float()(**arguments, return_dict=False)[0]
     assert (out - results[0][0]).abs().max() < 1e-4
@@ -98,7 +102,7 @@ def test_an_adapter_is_what_load_lora_weights_loads(run_ranks: RankPool, tmp_pat
     assert "(mine)" in whole
     assert "has mine" in other
     model: Any = TINY[name].build().float()
-    arguments = {k: x.float() if x.is_floating_point() else x for k, x in TINY[name].arguments().items()}
+    arguments = _arguments(name)
     before = model(**arguments, return_dict=False)[0]
     parts = {"vae": None, "text_encoder": None, "tokenizer": None, "transformer": model}
     if name == "flux":
