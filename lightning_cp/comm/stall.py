@@ -6,6 +6,7 @@ without moving. The other leaves that in a store which all ranks read, and may h
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 import threading
@@ -21,6 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
+
+_PATIENCE = timedelta(seconds=10)  # with the store
 
 
 @dataclass
@@ -52,9 +55,9 @@ class _WatchThread(threading.Thread):
         self._watch_ended = ended
 
     def stop(self) -> None:
-        """Ends the watch, and waits for this thread unless it hangs with the network."""
+        """Ends the watch, and waits for this thread: `_PATIENCE` at the longest, where the network hangs."""
         self._watch_ended.set()
-        self.join(10)
+        self.join(_PATIENCE.total_seconds())
 
 
 class StallWatch:
@@ -98,8 +101,10 @@ class StallWatch:
             thread.start()
 
     def stop(self) -> None:
-        """Ends it. Does not wait for a thread that hangs with the network."""
+        """Ends it and its threads: one that is still in the store when Python ends would abort the process."""
         self._ended.set()
+        for thread in self._threads:
+            thread.stop()
 
     def _observe(self, watched: int) -> None:
         seen: Hashable = None
@@ -183,16 +188,16 @@ def watch_stalls(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return None
-    patience, store, port = timedelta(seconds=10), None, [0]
+    store, port = None, [0]
     if rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=patience)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
         for each in range(world):
             store.set(str(each), "")
         port = [store.port]
     dist.broadcast_object_list(port, src=0)
     if store is None:
         try:
-            store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=patience)
+            store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=_PATIENCE)
         except RuntimeError:  # a firewall: this rank will tell of itself alone
             store = None
     dist.all_gather_object([False] * world, True)  # the first rank may end at once, and its store with it
@@ -205,7 +210,7 @@ def watch_stalls(
 
 
 def stop_watch() -> None:
-    """Ends this process' watch, where there is one: before its process group is destroyed, say."""
+    """Ends this process' watch, where there is one: before its process group is destroyed, and before Python ends."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -213,6 +218,7 @@ def stop_watch() -> None:
 
 
 _watch: StallWatch | None = None
+atexit.register(stop_watch)
 
 
 def _waiting_frame(watched: int) -> FrameType | None:
