@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
     from lightning_cp.attention import context_parallel_attention
-    from lightning_cp.engine import apply_context_parallel, remove_context_parallel
+    from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ContextParallelOutput",
     "ParallelConfig",
     "apply_context_parallel",
+    "check_plan",
     "context_parallel_attention",
     "remove_context_parallel",
     "save_attention",
@@ -32,6 +33,7 @@ _HOMES = {
     "ContextParallelOutput": "diffusers.models._modeling_parallel",
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",
+    "check_plan": "lightning_cp.engine",
     "remove_context_parallel": "lightning_cp.engine",
     "save_attention": "lightning_cp.engine.recompute",
     "selective_checkpoint": "lightning_cp.engine.recompute",

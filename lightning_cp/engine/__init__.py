@@ -1,5 +1,14 @@
 """Runs models context-parallel: installs a plan on a model, leads its attention through ours, and takes it off."""
 
 from lightning_cp.engine.apply import apply_context_parallel, installed_on, parallelize, remove_context_parallel
+from lightning_cp.engine.check import Difference, PlanCheck, check_plan
 
-__all__ = ["apply_context_parallel", "installed_on", "parallelize", "remove_context_parallel"]
+__all__ = [
+    "Difference",
+    "PlanCheck",
+    "apply_context_parallel",
+    "check_plan",
+    "installed_on",
+    "parallelize",
+    "remove_context_parallel",
+]

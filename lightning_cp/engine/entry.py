@@ -11,21 +11,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
+from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.kernels import kernel_of_backend
-from lightning_cp.plans import Streams
+from lightning_cp.plans import Attention, Streams
 
 Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
 
 
 @dataclass(eq=False)
 class Entry:
-    """Attention over some streams of a session; `streams` None: found out from the lengths (diffusers-format plans)."""
+    """Attention of a session; `kind` None: found out from the lengths (diffusers-format plans)."""
 
     session: Session
-    streams: Streams | None
+    kind: Attention | None
     original: Callable[..., Tensor] | None = None  # diffusers' dispatcher, where the model is one of diffusers'
 
     def __deepcopy__(self, memo: object) -> Entry:
@@ -48,7 +49,7 @@ class Entry:
     ) -> Tensor:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
         # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
-        local = self.streams is None and parallel_config is None
+        local = self.kind is None and parallel_config is None
         sizes = None if local else self._sizes(query.shape[1], key.shape[1])
         if sizes is None:
             self._touch()
@@ -120,7 +121,7 @@ class Entry:
                 f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
             )
         out = attend_across(
-            *(query, key, value, mask),
+            *(query, key, value, mask if mask is None else self._as_given(mask)),
             causal=causal,
             scale=scale,
             grouped=True,
@@ -137,17 +138,37 @@ class Entry:
 
         Raises: PlanError: the plan's streams are not what came.
         """
-        if self.streams is None:
+        if self.kind is None:
             return find_sizes(self.session, queries, keys)
+        if self.kind.ragged:
+            return [], []
         call = self.session.current()
-        lengths = call.sizes(self.streams)
-        own = lengths[call.groups.context_rank]
-        if queries != own or keys != own:
+        rank = call.groups.context_rank
+        lengths = call.sizes(self.kind.queries), call.sizes(self._keys)
+        if (queries, keys) != (lengths[0][rank], lengths[1][rank]):
             raise PlanError(
-                f"attention over {' + '.join(self.streams)} got {queries} queries and {keys} keys, but this rank holds "
-                f"{own} of these tokens: the plan does not fit this model"
+                f"attention of {' + '.join(self.kind.queries)} to {' + '.join(self._keys)} got {queries} queries and "
+                f"{keys} keys, but this rank holds {lengths[0][rank]} and {lengths[1][rank]} of these tokens: the plan "
+                "does not fit this model"
             )
-        return lengths, lengths
+        return lengths
+
+    @property
+    def _keys(self) -> Streams:
+        assert self.kind is not None, "asked of a plan that says its streams"
+        return self.kind.queries if self.kind.keys is None else self.kind.keys
+
+    def _as_given(self, mask: Tensor) -> Tensor:
+        """A mask that was made for local queries and keys, as one that goes with keys, or with rows of all keys."""
+        if self.kind is None or self.kind.mask == "given":
+            return mask
+        if self.kind.mask == "keys":
+            return mask[..., :1, :]
+        own, call = mask.diagonal(dim1=-2, dim2=-1), self.session.current()
+        values = own if own.is_floating_point() else own.to(torch.uint8)
+        everyone = gather(values, values.ndim - 1, call.sizes(self._keys), call.groups.name).to(own.dtype)
+        rows: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
+        return rows
 
     def _touch(self) -> None:
         self.session.current().intercepted = True

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.cutting import check_dim, cut, cut_always, join
 from lightning_cp.engine.entry import candidates, find_sizes
 from lightning_cp.engine.peers import compare_peers
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
-from lightning_cp.engine.session import Call, Session, check_dim, cut, cut_always, join
+from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import Spec, Split
 
@@ -31,7 +32,7 @@ class Shared:
 
 @dataclass(eq=False)
 class ArgumentHook(Shared):
-    """Splits arguments before a module's forward."""
+    """Splits arguments before a module's forward, or makes them whole."""
 
     session: Session
     rule: Arguments
@@ -55,6 +56,8 @@ class ArgumentHook(Shared):
         where = f"{self.name}({name})"
         if self.rule.always:
             return cut_always(value, spec, name=where, session=self.session)
+        if self.rule.joins:
+            return join(value, spec, name=where, session=self.session)
         return cut(value, spec, name=where, session=self.session, strict=self.rule.is_block)
 
 
@@ -68,8 +71,11 @@ class OutputHook(Shared):
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         rule, session = self.rule, self.session
         NOTES.enter(module)
+        name = f"the output of {rule.path}"
+        if not rule.always and rule.gathers:
+            return join(output, rule.spec, name=name, session=session)
         if not rule.always:
-            return join(output, rule.spec, name=rule.path, session=session)
+            return cut(output, rule.spec, name=name, session=session, strict=True)
         assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
         values = [output] if isinstance(output, Tensor) else list(output)
         if rule.gathers and len(values) != len(rule.spec):

@@ -14,7 +14,7 @@ from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.rules import Rules, submodule, unwrapped
 from lightning_cp.engine.seam import Seam
 from lightning_cp.engine.session import Session
-from lightning_cp.plans import Streams
+from lightning_cp.plans import Attention
 
 Undo = Callable[[], None]
 
@@ -83,17 +83,18 @@ class _Moving(Shared):
 
 
 def _install_attention(module: nn.Module, rules: Rules, session: Session, dispatcher: Any, undo: list[Undo]) -> None:
-    seams: dict[Streams | None, Seam] = {}
-    for path, streams in rules.attention.items():
-        if streams not in seams:
-            entry = Entry(session, streams, dispatcher)
-            seams[streams] = Seam(entry.dispatch, entry.sdpa)
-        undo.append(seams[streams].intercept(submodule(module, path), mark=session.config if streams is None else None))
+    seams: dict[Attention | None, Seam] = {}
+    for path, kind in rules.attention.items():
+        if kind not in seams:
+            entry = Entry(session, kind, dispatcher)
+            seams[kind] = Seam(entry.dispatch, entry.sdpa)
+        undo.append(seams[kind].intercept(submodule(module, path), mark=session.config if kind is None else None))
 
 
 def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.Module, ScopeHook]]:
-    """Every module between the model and its attention; blocks of a plan are checked for interception."""
+    """Every module between the model and its attention; blocks with any across ranks are checked for interception."""
     blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
+    across = {path for path in blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
     paths = set(blocks)
     for path in rules.attention:
         atoms = path.split(".")
@@ -107,7 +108,7 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.
             continue
         parents = {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
         has_scope_above = any(not isinstance(submodule(module, p), nn.ModuleList) for p in parents)
-        scopes.append((scope, hooks[not has_scope_above, path in blocks]))
+        scopes.append((scope, hooks[not has_scope_above, path in across]))
     return scopes
 
 

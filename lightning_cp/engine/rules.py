@@ -12,14 +12,14 @@ from torch import nn
 
 from lightning_cp.engine.seam import attends
 from lightning_cp.errors import PlanError
-from lightning_cp.plans import Pad, Plan, Spec, Split, Streams
+from lightning_cp.plans import Attention, Pad, Plan, Spec, Split
 
 _ENTRIES = "diffusers.models._modeling_parallel"
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of some modules that are split before their forward.
+    """Arguments of some modules that are split, or made whole, before their forward.
 
     paths: of the modules. positions: index of each argument in the forward's signature.
     """
@@ -28,6 +28,7 @@ class Arguments:
     specs: Mapping[str, Spec]
     positions: Mapping[str, int]
     is_block: bool = False
+    joins: bool = False
     always: bool = False  # split whatever comes (diffusers' format), rather than what is still whole
 
 
@@ -45,12 +46,12 @@ class Outputs:
 class Rules:
     """A plan, compiled for one model.
 
-    attention: streams by path of each module that attends across ranks (None: to be found out).
+    attention: by path of each module that attends across ranks (None: to be found out).
     """
 
     arguments: tuple[Arguments, ...]
     outputs: tuple[Outputs, ...]
-    attention: Mapping[str, Streams | None]
+    attention: Mapping[str, Attention | None]
     main: str
     required: Mapping[str, str]
     refused: Mapping[str, str]
@@ -94,36 +95,67 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _from_plan(module: nn.Module, plan: Plan) -> Rules:
+    for (setting, value), variant in plan.variants.items():
+        if getattr(getattr(module, "config", None), setting, None) == value:
+            return _from_plan(module, variant)
     for name in plan.required:
         _position(type(module).__name__, module, name)
     arguments = [_arguments(module, ("",), plan.inputs)] if plan.inputs else []
-    attention: dict[str, Streams | None] = {}
+    outputs = [Outputs(path, spec, gathers=True) for path, spec in _expanded(module, plan.gather)]
+    outputs += [Outputs(path, spec, gathers=False) for path, spec in _expanded(module, plan.split_outputs)]
+    for path, whole in _expanded(module, plan.whole):
+        arguments.append(_arguments(module, (path,), whole.arguments, joins=True))
+        outputs.append(Outputs(path, whole.output, gathers=False))
+    attention: dict[str, Attention | None] = {}
     for stack, specs in plan.blocks.items():
-        blocks = submodule(module, stack)
-        if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-            raise PlanError(
-                f"the plan names {stack!r} as a list of blocks, but it is a {type(blocks).__name__} without any"
-            )
-        paths = tuple(f"{stack}.{i}" for i in range(len(blocks)))
-        arguments.append(_arguments(module, paths, specs, is_block=True))
+        paths = _stack(module, stack)
+        if paths:
+            arguments.append(_arguments(module, paths, specs, is_block=True))
         for path in paths:
             attention.update(_attention(submodule(module, path), path, plan))
-    outputs = [Outputs(path, spec, gathers=True) for path, spec in plan.gather.items()]
-    for output in outputs:
-        submodule(module, output.path)
+    aside = tuple(path for path, _ in _expanded(module, plan.whole))
+    attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(tuple(f"{a}." for a in aside))}
     return Rules(tuple(arguments), tuple(outputs), attention, plan.main, plan.required, plan.refused, plan.pads)
 
 
-def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Streams]]:
-    found = False
+def _expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(path, entry) for pattern, entry in table.items() for path in _expand(module, pattern)]
+
+
+def _stack(module: nn.Module, pattern: str) -> tuple[str, ...]:
+    """Paths of the blocks that "blocks", or "blocks[a:b]", names."""
+    stack, _, bounds = pattern.partition("[")
+    blocks = submodule(module, stack)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise PlanError(
+            f"the plan names {stack!r} as a list of blocks, but it is a {type(blocks).__name__} without any"
+        )
+    first, _, last = bounds.rstrip("]").partition(":")
+    start, stop = _bound(module, first, len(blocks), default=0), _bound(module, last, len(blocks), default=len(blocks))
+    return tuple(f"{stack}.{i}" for i in range(start, stop))
+
+
+def _bound(module: nn.Module, text: str, blocks: int, *, default: int) -> int:
+    name = text.lstrip("-")
+    if not name:
+        return default
+    value = int(name) if name.isdigit() else getattr(module, name, None)
+    if not isinstance(value, int) or value > blocks:
+        raise PlanError(f"the plan bounds a list of {blocks} blocks by {text!r}, which {type(module).__name__} has not")
+    return blocks - value if text.startswith("-") else value
+
+
+def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Attention]]:
+    found, stack = False, path.rpartition(".")[0]
     for name, inner in block.named_modules():
         if not attends(inner):
             continue
         found = True
-        keys = [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
-        streams = plan.attention[keys[0]] if keys else plan.streams
-        if streams:
-            yield f"{path}.{name}" if name else path, streams
+        keys = [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack}.{name}", key)]
+        keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+        entry = plan.attention[keys[0]] if keys else plan.streams
+        if entry:
+            yield f"{path}.{name}" if name else path, entry if isinstance(entry, Attention) else Attention(entry)
     if not found:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
@@ -206,11 +238,12 @@ def _arguments(
     specs: Mapping[str, Spec],
     *,
     is_block: bool = False,
+    joins: bool = False,
     always: bool = False,
 ) -> Arguments:
     where = submodule(module, paths[0])
     positions = {name: _position(paths[0] or type(module).__name__, where, name) for name in specs}
-    return Arguments(paths, dict(specs), positions, is_block, always)
+    return Arguments(paths, dict(specs), positions, is_block, joins, always)
 
 
 def _position(path: str, module: nn.Module, name: str) -> int:

@@ -1,19 +1,26 @@
-"""Which plan belongs to which model class."""
+"""Which plan belongs to which model class: every other file of this folder has a table of them, `PLANS`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pkgutil
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from types import MappingProxyType
 
-from lightning_cp.plans import cogvideox, flux, hunyuan_video, ltx, pixart, qwen_image, sd3, wan
 from lightning_cp.plans.plan import Plan
 
-_FAMILIES = (cogvideox, flux, hunyuan_video, ltx, pixart, qwen_image, sd3, wan)
+_NOT_FAMILIES = ("plan", "registry")
+
+
+def _registered() -> Iterator[tuple[str, Plan]]:
+    package = __name__.rpartition(".")[0]
+    for module in pkgutil.iter_modules(import_module(package).__path__):
+        if module.name not in _NOT_FAMILIES:
+            yield from import_module(f"{package}.{module.name}").PLANS.items()
+
 
 # By name, so that diffusers is imported only by those who use it; the class must come from diffusers.
-REGISTERED: Mapping[str, Plan] = MappingProxyType(
-    {name: plan for family in _FAMILIES for name, plan in family.PLANS.items()}
-)
+REGISTERED: Mapping[str, Plan] = MappingProxyType(dict(_registered()))
 
 
 def registered_plan(kind: type) -> Plan | None:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-
-@contextmanager
-def nothing_narrowed() -> Iterator[None]:
-    """Within this, models that cast parts to float32 whatever their dtype cast them to float64."""
-    to = Tensor.to
-
-    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
-        return to(x, *args, **kwargs)
-
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
-        yield
+from lightning_cp.engine.check import nothing_narrowed
 
 
 def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tests.dist.models import wan
+from tests.models.wan import wan
 
 
 class Clips(Dataset[dict[str, Tensor]]):

@@ -20,9 +20,9 @@ from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStra
 from lightning_cp.training import TrainState, WeightAverage
 from lightning_cp.training.run import DataPlace
 from tests.dist.lightning_ranks import fabric_of
-from tests.dist.models import wan
 from tests.dist.module import Clips
 from tests.harness import RankPool
+from tests.models.wan import wan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS: dict[str, Any] = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParallelFSDPStrategy}

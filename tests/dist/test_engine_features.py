@@ -21,10 +21,12 @@ from lightning_cp.attention import call, operator, ring
 from lightning_cp.comm import messages, rotation
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
-from tests.dist.models import TINY, flux, wan
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.dist.test_counting import counted
 from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.flux import flux
+from tests.models.wan import wan
 
 _EXACT = 1e-9
 
@@ -241,7 +243,7 @@ def test_backends_set_before_and_after_select_our_kernel_or_raise(run_ranks: Ran
 _ENVIRONMENT = """
 import torch
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from tests.dist.models import wan
+from tests.models.wan import wan
 from tests.dist.test_engine_features import kernels_used
 model = wan().build()
 try:

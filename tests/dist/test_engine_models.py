@@ -20,9 +20,13 @@ from lightning_cp import (
 )
 from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
 from tests.dist.compare import averaged, outcome, worst
-from tests.dist.models import THEIR_PLANS, TINY, flux, wan, with_short_text
+from tests.dist.models import THEIR_PLANS
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.flux import flux
+from tests.models.tiny import with_short_text
+from tests.models.wan import wan
 
 _DEGREES = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(2, 2)]}
 _TOLERANCE = 1e-9
@@ -63,11 +67,6 @@ def _check(results: list[list[tuple[str, float, float]]]) -> None:
             assert gradient < _TOLERANCE, (config, gradient)
 
 
-@pytest.mark.parametrize("name", list(TINY))
-def test_registered_plans_are_exact_at_three_ranks(run_ranks: RankPool, name: str) -> None:
-    _check(run_ranks(3, _compare, name, False))
-
-
 @pytest.mark.parametrize("name", ["flux2", "sd3", "qwen_image", "wan", "ltx", "cogvideox", "hunyuan_video", "pixart"])
 def test_text_shorter_than_the_group_is_exact(run_ranks: RankPool, name: str) -> None:
     _check(run_ranks(3, _compare, name, False, 2))
@@ -86,19 +85,6 @@ def _unmasked(rank: int, world: int) -> float:
 
 def test_a_short_text_without_a_mask_is_exact(run_ranks: RankPool) -> None:
     assert max(run_ranks(3, _unmasked)) < 1e-5
-
-
-@pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "ltx"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_registered_plans_are_exact_at_two_and_four_ranks(run_ranks: RankPool, name: str, world: int) -> None:
-    _check(run_ranks(world, _compare, name, False))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", list(TINY))
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_registered_plans_are_exact_at_two_and_four_ranks(run_ranks: RankPool, name: str, world: int) -> None:
-    _check(run_ranks(world, _compare, name, False))
 
 
 @pytest.mark.parametrize("name", list(THEIR_PLANS))

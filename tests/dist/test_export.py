@@ -18,8 +18,8 @@ from lightning_cp.export import LORA_FILE, save_lora, save_pretrained
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage
 from tests.dist.lightning_ranks import fabric_of
-from tests.dist.models import TINY
 from tests.harness import RankPool
+from tests.models import TINY
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 KINDS: dict[str, Any] = {"cp": ContextParallelStrategy, "cp_fsdp": ContextParallelFSDPStrategy}

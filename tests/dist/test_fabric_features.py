@@ -16,9 +16,10 @@ from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError, PlanError
 from lightning_cp.fabric import ContextParallelStrategy
 from tests.dist.lightning_ranks import fabric_of
-from tests.dist.models import TINY, wan
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.wan import wan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

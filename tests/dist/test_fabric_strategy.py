@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.fabric import ContextParallelStrategy
-from tests.dist.models import wan
 from tests.harness import RankPool
+from tests.models.wan import wan
 
 
 def _fabric(rank: int, world: int, **settings: object) -> Fabric:

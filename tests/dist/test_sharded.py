@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.pytorch import ContextParallelFSDPStrategy as TrainersStrategy
 from tests.dist.lightning_ranks import QUIET, everyones, fabric_of, flat, present_rank, trainer_of, whole
-from tests.dist.models import wan
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
+from tests.models.wan import wan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 ARGUMENTS = {

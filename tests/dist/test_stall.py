@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.comm import stall
 from lightning_cp.comm.stall import watch_stalls
-from tests.dist.models import TINY
 from tests.harness import RankPool
+from tests.models import TINY
 
 AFTER_S = 1.0
 NAP_S = 2.5

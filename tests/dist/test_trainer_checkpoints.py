@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import QUIET, flat, present_rank, trainer_of
-from tests.dist.models import wan
 from tests.dist.module import Clips, TrainsWan
 from tests.harness import RankPool
+from tests.models.wan import wan
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,7 +16,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=
 
 MODEL = """
 import torch
-from tests.dist.models import wan
+from tests.models.wan import wan
 
 transformer, arguments = wan().build(), wan().arguments()
 transformer(**arguments, return_dict=False)[0].square().mean().backward()

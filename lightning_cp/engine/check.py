@@ -1,0 +1,231 @@
+"""`check_plan`: a model once alone and once context-parallel, and where the two differ."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.config import context_config
+from lightning_cp.engine.apply import apply_context_parallel
+from lightning_cp.mesh import Groups, groups_for
+
+_TOLERANCE = 1e-9
+_FLOOR = 1e-3  # errors of smaller values are told in parts of this
+_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far an output, or a parameter's gradient, is from one process'.
+
+    Attributes:
+        name: of the output or parameter.
+        error: largest absolute difference over the largest absolute value (or 1e-3, where that is smaller); infinite
+            where the two cannot be compared.
+        note: then, why.
+    """
+
+    name: str
+    error: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PlanCheck:
+    """What `check_plan` found; the same on every rank."""
+
+    outputs: tuple[Difference, ...]
+    gradients: tuple[Difference, ...]
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing differs by more than `tolerance`."""
+        return not self.differing
+
+    @property
+    def differing(self) -> list[Difference]:
+        """What differs by more than `tolerance`, outputs first."""
+        return [x for x in (*self.outputs, *self.gradients) if not x.error <= self.tolerance]
+
+    @property
+    def output_error(self) -> float:
+        """The largest of all outputs."""
+        return max((x.error for x in self.outputs), default=0.0)
+
+    @property
+    def gradient_error(self) -> float:
+        """The largest of all gradients."""
+        return max((x.error for x in self.gradients), default=0.0)
+
+    def __str__(self) -> str:
+        kinds = (("output", self.outputs), ("gradient", self.gradients))
+        lines = [
+            f"{len(found)} {kind}{'s' if len(found) != 1 else ''}: largest error "
+            f"{max((x.error for x in found), default=0.0):.1e}, "
+            f"{sum(not x.error <= self.tolerance for x in found)} above {self.tolerance:.0e}"
+            for kind, found in kinds
+        ]
+        for kind, found in kinds:
+            worst = sorted((x for x in found if not x.error <= self.tolerance), key=lambda x: -x.error)
+            lines += [f"  {kind} {x.name}: {x.note or f'{x.error:.1e}'}" for x in worst]
+        return "\n".join(lines)
+
+
+def check_plan(
+    module: nn.Module,
+    inputs: Mapping[str, Any] | Sequence[Any],
+    parallel_config: object,
+    plan: object = None,
+    *,
+    tolerance: float = _TOLERANCE,
+) -> PlanCheck:
+    """Run `module` once alone and once context-parallel, forward and backward, and compare.
+
+    Works on a copy, in float64 (casts to float32 within the model included) and eval mode, with the first rank's
+    weights; parameters that are all zero get small random values there, or they would hide what comes before them.
+
+    Args:
+        module: of any class; small, since every rank runs it whole too.
+        inputs: its forward's arguments, by name or in order; the same on all ranks.
+        parallel_config, plan: as of `apply_context_parallel`.
+        tolerance: relative, see `Difference`.
+    Returns: every output that is a floating-point tensor, and the gradient of every parameter that wants one (of a
+        weighted sum of the outputs, averaged over the context group).
+    Ranks: all of the context group.
+    Raises: what `apply_context_parallel`, or the model so parallelised, raises.
+    """
+    config = context_config(parallel_config)
+    groups = groups_for(config)
+    model = _prepared(module, groups)
+    alone = _run(model, inputs)
+    apply_context_parallel(model, config, plan)
+    outputs, gradients = _run(model, inputs)
+    for gradient in gradients.values():
+        if gradient is not None and groups.context is not None:
+            dist.all_reduce(gradient, group=groups.context)
+            gradient /= groups.context_size
+    found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
+    everyone: list[Any] = [found]
+    if groups.context is not None:
+        everyone = [None] * groups.context_size
+        dist.all_gather_object(everyone, found, group=groups.context)
+    by_output, by_parameter = zip(*everyone, strict=True)
+    return PlanCheck(_worst(by_output), _worst(by_parameter), tolerance)
+
+
+def _prepared(module: nn.Module, groups: Groups) -> nn.Module:
+    model = copy.deepcopy(module).double().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+        if groups.context is not None:
+            for x in (*model.parameters(), *model.buffers()):
+                dist.broadcast(x, group_src=0, group=groups.context)
+    return model
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]
+) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
+    """All outputs by name, and each parameter's gradient of a weighted sum of them."""
+    model.zero_grad(set_to_none=True)
+    with nothing_narrowed():
+        given = _widened(copy.deepcopy(inputs))
+        result = model(**given) if isinstance(given, Mapping) else model(*given)
+        outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
+        generator, loss = torch.Generator().manual_seed(5), torch.zeros((), dtype=torch.float64)
+        for x in outputs.values():
+            weights = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.device)
+            loss = loss.to(x.device) + (x * weights).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+    return (
+        {name: x.detach() for name, x in outputs.items()},
+        {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters() if p.requires_grad},
+    )
+
+
+@contextmanager
+def nothing_narrowed() -> Iterator[None]:
+    """Within this, models that cast parts to float32 whatever their dtype cast them to float64."""
+    to = Tensor.to
+
+    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(_wide(value) for value in args)
+        return to(x, *args, **{name: _wide(value) for name, value in kwargs.items()})
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
+        yield
+
+
+def _wide(value: Any) -> Any:
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def _widened(value: Any) -> Any:
+    """All floating-point tensors of a nest in float64."""
+    if isinstance(value, Tensor):
+        dtype = torch.complex128 if value.is_complex() else torch.float64 if value.is_floating_point() else value.dtype
+        return value.to(dtype)
+    if isinstance(value, dict):
+        return {key: _widened(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [_widened(x) for x in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield prefix or "output", value
+    elif dataclasses.is_dataclass(value):
+        for entry in dataclasses.fields(value):
+            yield from _tensors(f"{prefix}.{entry.name}".lstrip("."), getattr(value, entry.name))
+    elif isinstance(value, Mapping):
+        for key, x in value.items():
+            yield from _tensors(f"{prefix}.{key}".lstrip("."), x)
+    elif isinstance(value, (list, tuple)):
+        for i, x in enumerate(value):
+            yield from _tensors(f"{prefix or 'output'}[{i}]", x)
+
+
+def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]) -> list[Difference]:
+    differences = []
+    for name in dict.fromkeys([*expected, *found]):
+        reference, x = expected.get(name), found.get(name)
+        if reference is None or x is None:
+            if (reference is None) != (x is None):
+                where = "alone" if x is None else "context-parallel"
+                differences.append(Difference(name, float("inf"), f"is there only {where}"))
+            elif name in expected:
+                differences.append(Difference(name, 0.0))
+        elif reference.shape != x.shape:
+            note = f"has shape {tuple(x.shape)}, alone {tuple(reference.shape)}"
+            differences.append(Difference(name, float("inf"), note))
+        elif not x.isfinite().all() or not reference.isfinite().all():
+            differences.append(Difference(name, float("inf"), "is not finite everywhere"))
+        elif x.numel():
+            scale = max(float(reference.abs().max()), _FLOOR)
+            differences.append(Difference(name, float((x - reference).abs().max()) / scale))
+    return differences
+
+
+def _worst(by_rank: Sequence[list[Difference]]) -> tuple[Difference, ...]:
+    """For each name the largest error of all ranks."""
+    largest: dict[str, Difference] = {}
+    for x in (x for differences in by_rank for x in differences):
+        known = largest.get(x.name)
+        if known is None or not x.error <= known.error:
+            largest[x.name] = x
+    return tuple(largest.values())

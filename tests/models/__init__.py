@@ -1,0 +1,15 @@
+"""Every class with a plan, tiny: a file for each of lightning_cp/plans, with a table `TINY` of what is tried of it."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from tests.models.tiny import Tiny
+
+FAMILIES: dict[str, dict[str, Tiny]] = {
+    module.name: import_module(f"{__name__}.{module.name}").TINY
+    for module in pkgutil.iter_modules(__path__)
+    if module.name != "tiny" and not module.name.startswith(("test_", "conftest"))
+}
+TINY: dict[str, Tiny] = {name: tiny for family in FAMILIES.values() for name, tiny in family.items()}

@@ -1,0 +1,54 @@
+"""Every class with a plan: output and every parameter's gradient are one process', by `check_plan`.
+
+CI spreads the modes over the classes; `-m full` runs the whole matrix. With LIGHTNING_CP_MODELS_TABLE=<file> the errors
+that were found are kept there, see docs/models.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from lightning_cp import ContextParallelConfig, check_plan
+from lightning_cp.plans import REGISTERED
+from tests.harness import RankPool
+from tests.models import FAMILIES, TINY
+
+_MODES = {
+    "ring": lambda n: ContextParallelConfig(ring_degree=n),
+    "rotation": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
+    "ulysses": lambda n: ContextParallelConfig(ulysses_degree=n),
+    "unified": lambda n: ContextParallelConfig(ring_degree=2, ulysses_degree=n // 2),
+    "unified3": lambda n: ContextParallelConfig(ring_degree=3, ulysses_degree=n // 3),
+}
+_TRIALS = [(name, mode, world) for name in TINY for world in (2, 3, 4) for mode in ("ring", "rotation", "ulysses")]
+_TRIALS += [(name, "unified", 4) for name in TINY]
+_TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3")]
+_SPREAD = [("ring", 3), ("unified", 4), ("ulysses", 3), ("rotation", 3), ("ulysses", 2), ("rotation", 4), ("ring", 2)]
+
+
+def _in_ci(name: str, mode: str, world: int) -> bool:
+    """Two trials of each: one of three ranks, one of all others."""
+    place = list(TINY).index(name)
+    three = [x for x in _SPREAD if x[1] == 3]
+    others = [x for x in _SPREAD if x[1] != 3]
+    return (mode, world) in (three[place % len(three)], others[place % len(others)])
+
+
+def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str]:
+    tiny = TINY[name]
+    found = check_plan(tiny.build(), {**tiny.arguments(), "return_dict": False}, _MODES[mode](world))
+    assert found.outputs, "the model has an output"
+    return found.output_error, found.gradient_error, "" if found.passed else str(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "world"),
+    [pytest.param(*trial, marks=() if _in_ci(*trial) else pytest.mark.full) for trial in _TRIALS],
+)
+def test_a_class_is_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
+    for _, _, differing in run_ranks(world, _check, name, mode):
+        assert not differing, differing
+
+
+def test_every_class_with_a_plan_is_tried() -> None:
+    assert {tiny.kind for tiny in TINY.values()} >= set(REGISTERED)

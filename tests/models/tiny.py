@@ -1,0 +1,61 @@
+"""Tiny transformers of diffusers with inputs: batch 2, odd token counts, real padding, 4 query heads or more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A class of diffusers by name, a configuration, and inputs by a generator."""
+
+    kind: str
+    config: dict[str, Any]
+    inputs: Callable[[torch.Generator], dict[str, Any]] = field(repr=False)
+
+    def build(self) -> nn.Module:
+        """The model in float64 and eval mode, with nothing left at zero."""
+        import diffusers
+
+        torch.manual_seed(0)
+        model = getattr(diffusers, self.kind)(**self.config).double().eval()
+        for parameter in model.parameters():
+            if not parameter.abs().sum():
+                nn.init.normal_(parameter, std=0.02)
+        return model
+
+    def arguments(self) -> dict[str, Any]:
+        """The same inputs on every rank."""
+        return self.inputs(torch.Generator().manual_seed(1))
+
+
+def with_short_text(arguments: dict[str, Any], tokens: int) -> dict[str, Any]:
+    """The same inputs with so many tokens of text; the second sample has but one."""
+    short = dict(arguments)
+    for name in ("encoder_hidden_states", "encoder_attention_mask", "encoder_hidden_states_mask"):
+        if name in short:
+            short[name] = short[name][:, :tokens].clone()
+            if "mask" in name:
+                short[name][1, 1:] = 0
+    if "txt_ids" in short:
+        short["txt_ids"] = short["txt_ids"][..., :tokens, :]
+    return short
+
+
+def randn(g: torch.Generator, *shape: int) -> Tensor:
+    """Float64 noise."""
+    return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+
+def padding_mask(kept: int, tokens: int = 7) -> Tensor:
+    """[2, tokens]: the first sample keeps all text, the second only `kept` tokens."""
+    return torch.tensor([[1] * tokens, [1] * kept + [0] * (tokens - kept)])
+
+
+TIMES = torch.tensor([0.3, 0.8], dtype=torch.float64)
+STEPS = torch.tensor([44, 239])
