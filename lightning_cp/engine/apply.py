@@ -73,7 +73,7 @@ def parallelize(
         raise PlanError(_no_plan(module))
     rules = compile_rules(module, plan)
     groups = groups_for(config)
-    session = Session(groups, config, rules.main, kernel, _backends(module), checks)
+    session = Session(groups, config, rules.main, kernel, _backends(module), checks, rules.refused_backends)
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     signature = inspect.signature(type(module).forward)

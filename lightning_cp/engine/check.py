@@ -20,7 +20,8 @@ from lightning_cp.mesh import Groups, groups_for
 
 _TOLERANCE = 1e-9
 _FLOOR = 1e-3  # errors of smaller values are told in parts of this
-_WIDE = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def _run(
 
 @contextmanager
 def nothing_narrowed() -> Iterator[None]:
-    """Within this, models that cast parts to float32 whatever their dtype cast them to float64."""
+    """Within this, models that cast parts to float32, or less, whatever their dtype cast them to float64."""
     to = Tensor.to
 
     def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:

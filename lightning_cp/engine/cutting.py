@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_cp.comm.shards import gather, shard_sizes
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
-from lightning_cp.plans import Count, Mask, Spec, Split
+from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
 
 
 def cut(value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool) -> Any:
@@ -21,14 +21,18 @@ def cut(value: Any, spec: Spec | None, *, name: str, session: Session, strict: b
         spec: where its tokens lie.
         name: of the argument, for errors.
         strict: within the blocks a stream's first tensor tells its length, and a length that is neither whole nor
-            local is an error; at the model's own arguments, a length of 1 is left for broadcasting.
+            local is an error; at the model's own arguments, a length of 1 is left for broadcasting where the stream is
+            known, or where the spec says how many dims the tensor has (a timestep for each token, or for each sample).
     Gradient: a slice; backward pads with zeros.
     Raises: PlanError: a length that fits neither. ShapeError: too few tokens.
     """
 
-    def one(x: Any, spec: Split | Mask | Count, name: str) -> Any:
-        if isinstance(spec, Count):
-            return _cut_count(x, spec, name=name, session=session)
+    def one(x: Any, spec: Leaf, name: str) -> Any:
+        if isinstance(spec, Kept):
+            session.current().kept[spec.name] = x
+            return None
+        if isinstance(spec, (Count, Rows)):
+            return _cut_int(x, spec, name=name, session=session)
         if isinstance(x, Tensor) and isinstance(spec, Mask):
             return _cut_mask(x, spec, name=name, session=session)
         if isinstance(x, Tensor) and isinstance(spec, Split):
@@ -44,9 +48,11 @@ def join(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
     Gradient: reduce-scatter (sum). Raises: PlanError: an output that does not hold this rank's tokens.
     """
 
-    def one(x: Any, spec: Split | Mask | Count, name: str) -> Any:
+    def one(x: Any, spec: Leaf, name: str) -> Any:
         if isinstance(spec, Count):
             return sum(session.current().lengths[stream] for stream in spec.streams)
+        if isinstance(spec, Rows):
+            return session.current().rows[spec.stream]
         if not (isinstance(spec, Split) and isinstance(x, Tensor)):
             raise _undescribed(x, spec, name)
         return _join_tensor(x, spec, name, session.current())
@@ -54,11 +60,13 @@ def join(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
     return _each(value, spec, name, one)
 
 
-def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Split | Mask | Count, str], Any]) -> Any:
+def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, str], Any]) -> Any:
     """`one` on each leaf of a nest, with its spec; a single spec stands for all of a list."""
+    if isinstance(spec, Kept):
+        return one(value, spec, name)
     if value is None or spec is None:
         return value
-    if isinstance(spec, (Split, Mask, Count)):
+    if isinstance(spec, Leaf):
         if isinstance(value, dict):
             return {key: _each(x, spec, name, one) for key, x in value.items()}
         if isinstance(value, (list, tuple)):
@@ -83,7 +91,7 @@ def _cut_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: 
         return x
     check_dim(x, spec, name)
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
-    if n == 1 and len(spec.streams) == 1 and spec.streams[0] not in call.lengths and not strict:
+    if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.streams):
         return x
     _learn(n, spec, name=name, session=session)
     rank, local = call.groups.context_rank, call.sizes(spec.streams)[call.groups.context_rank]
@@ -120,15 +128,19 @@ def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     call.define(unknown[0], rest, main=session.main, name=name)
 
 
-def _cut_count(n: Any, spec: Count, *, name: str, session: Session) -> int:
+def _cut_int(n: Any, spec: Count | Rows, *, name: str, session: Session) -> int:
     if isinstance(n, bool) or not isinstance(n, int):
         raise _undescribed(n, spec, name)
-    _learn(n, spec, name=name, session=session)
     call = session.current()
+    rank = call.groups.context_rank
+    if isinstance(spec, Rows):
+        call.rows[spec.stream] = n
+        return call.row_shares(spec.stream)[rank]
+    _learn(n, spec, name=name, session=session)
     whole = sum(call.lengths[stream] for stream in spec.streams)
     if n != whole:
         raise PlanError(f"{name} is {n}, but {' + '.join(spec.streams)} have {whole} tokens: the plan does not fit")
-    return call.sizes(spec.streams)[call.groups.context_rank]
+    return call.sizes(spec.streams)[rank]
 
 
 def _cut_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:

@@ -13,20 +13,21 @@ from torch.nn import functional as F
 from lightning_cp.attention import attend_across
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.segments import attend_by_segments
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.kernels import kernel_of_backend
-from lightning_cp.plans import Attention, Streams
+from lightning_cp.plans import Attention
 
 Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
 
 
 @dataclass(eq=False)
 class Entry:
-    """Attention of a session; `kind` None: found out from the lengths (diffusers-format plans)."""
+    """Attention of a session; `kinds` None: found out from the lengths (diffusers-format plans)."""
 
     session: Session
-    kind: Attention | None
+    kinds: tuple[Attention, ...] | None
     original: Callable[..., Tensor] | None = None  # diffusers' dispatcher, where the model is one of diffusers'
 
     def __deepcopy__(self, memo: object) -> Entry:
@@ -49,7 +50,7 @@ class Entry:
     ) -> Tensor:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
         # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
-        local = self.kind is None and parallel_config is None
+        local = self.kinds is None and parallel_config is None
         sizes = None if local else self._sizes(query.shape[1], key.shape[1])
         if sizes is None:
             self._touch()
@@ -64,12 +65,32 @@ class Entry:
                 f"attention_kwargs {sorted(attention_kwargs)} are meant for one backend and would be lost in "
                 "context-parallel attention: leave them out"
             )
-        return self._attend(
-            *(query, key, value, attn_mask, sizes),
-            dropout_p=dropout_p,
-            causal=is_causal,
-            scale=scale,
-            backend=backend,
+        settings = {"dropout_p": dropout_p, "causal": is_causal, "scale": scale, "backend": backend}
+        if self.kinds is not None and self.kinds[0].form == "block_causal":
+            return self._by_segments(query, key, value, attn_mask, sizes[0], settings)
+        return self._attend(query, key, value, attn_mask, sizes, **settings)
+
+    def _by_segments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sizes: list[int],
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """With the `segments` and `key_valid` that a plan keeps."""
+        call = self.session.current()
+        segments = call.kept.get("segments")
+        if mask is not None or segments is None:
+            raise InterceptionError("block-causal attention needs its segments, and no other mask")
+        return attend_by_segments(
+            *(query, key, value),
+            segments=segments,
+            key_valid=call.kept.get("key_valid"),
+            sizes=sizes,
+            rank=call.groups.context_rank,
+            attend=lambda q, k, v, m, lengths: self._attend(q, k, v, m, lengths, **settings),
         )
 
     def sdpa(
@@ -121,7 +142,7 @@ class Entry:
                 f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
             )
         out = attend_across(
-            *(query, key, value, mask if mask is None else self._as_given(mask)),
+            *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
             causal=causal,
             scale=scale,
             grouped=True,
@@ -138,35 +159,33 @@ class Entry:
 
         Raises: PlanError: the plan's streams are not what came.
         """
-        if self.kind is None:
+        if self.kinds is None:
             return find_sizes(self.session, queries, keys)
-        if self.kind.ragged:
+        if self.kinds[0].ragged:
             return [], []
         call = self.session.current()
-        rank = call.groups.context_rank
-        lengths = call.sizes(self.kind.queries), call.sizes(self._keys)
-        if (queries, keys) != (lengths[0][rank], lengths[1][rank]):
-            raise PlanError(
-                f"attention of {' + '.join(self.kind.queries)} to {' + '.join(self._keys)} got {queries} queries and "
-                f"{keys} keys, but this rank holds {lengths[0][rank]} and {lengths[1][rank]} of these tokens: the plan "
-                "does not fit this model"
-            )
-        return lengths
+        rank, wanted = call.groups.context_rank, []
+        for kind in self.kinds:
+            lengths = call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+            if (queries, keys) == (lengths[0][rank], lengths[1][rank]):
+                return lengths
+            to = "each other" if kind.keys is None else " + ".join(kind.keys)
+            wanted.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
+        raise PlanError(
+            f"attention got {queries} queries and {keys} keys, but this rank holds {', or '.join(wanted)}: the plan "
+            "does not fit this model"
+        )
 
-    @property
-    def _keys(self) -> Streams:
-        assert self.kind is not None, "asked of a plan that says its streams"
-        return self.kind.queries if self.kind.keys is None else self.kind.keys
-
-    def _as_given(self, mask: Tensor) -> Tensor:
+    def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
         """A mask that was made for local queries and keys, as one that goes with keys, or with rows of all keys."""
-        if self.kind is None or self.kind.mask == "given":
+        if self.kinds is None or self.kinds[0].mask == "given":
             return mask
-        if self.kind.mask == "keys":
+        if self.kinds[0].mask == "keys":
             return mask[..., :1, :]
-        own, call = mask.diagonal(dim1=-2, dim2=-1), self.session.current()
+        own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
+        own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)
-        everyone = gather(values, values.ndim - 1, call.sizes(self._keys), call.groups.name).to(own.dtype)
+        everyone = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
         rows: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
         return rows
 
@@ -180,7 +199,15 @@ def kernel_for(session: Session, backend: Any) -> str:
         return session.kernel
     if backend is None and session.backends is not None:
         backend = session.backends._active_backend
-    return "auto" if backend is None else kernel_of_backend(getattr(backend, "value", backend))
+    if backend is None:
+        return "auto"
+    name = getattr(backend, "value", backend)
+    if name in session.refused_backends:
+        raise InterceptionError(
+            f"attention backend {name!r} cannot be used context-parallel with this class "
+            f"({session.refused_backends[name]}): set another"
+        )
+    return kernel_of_backend(name)
 
 
 def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:

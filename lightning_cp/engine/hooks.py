@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,12 +38,11 @@ class ArgumentHook(Shared):
     rule: Arguments
     refused: Mapping[str, str]
     name: str
+    order: Sequence[str] = ()  # of the forward's arguments, where some are refused
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positional, named = list(args), dict(kwargs)
-        for name, reason in self.refused.items():
-            if named.get(name) is not None:
-                raise ShapeError(f"{name}=... cannot be used context-parallel ({reason}): leave it out")
+        refuse(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:
@@ -266,12 +265,22 @@ class ModelHook(Shared):
         for name, reason in self.rules.required.items():
             if given and given.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
-        for name, reason in self.rules.refused.items():
-            if given.get(name) is not None:
-                raise ShapeError(f"{name}={given[name]!r} cannot be used context-parallel ({reason}): leave it out")
+        refuse(self.rules.refused, given)
         if session.check_peers:
             compare_peers(given, groups=session.groups)
             session.check_peers -= session.check_peers > 0
+
+
+def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Raises: ShapeError: an argument, or ("argument.key") an entry of one, that must be left out."""
+    for name, reason in refused.items():
+        argument, _, key = name.partition(".")
+        value = given.get(argument)
+        if key:
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            shown = f"a {type(value).__name__}" if isinstance(value, (Tensor, list, tuple, dict)) else repr(value)
+            raise ShapeError(f"{name}={shown} cannot be used context-parallel ({reason}): leave it out")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

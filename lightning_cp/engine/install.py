@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.engine.entry import Entry
+from lightning_cp.engine.halo import HaloHook
 from lightning_cp.engine.hooks import ArgumentHook, BypassHook, ModelHook, OutputHook, ScopeHook, Shared
+from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
-from lightning_cp.engine.rules import Rules, submodule, unwrapped
-from lightning_cp.engine.seam import Seam
+from lightning_cp.engine.rules import Kinds, Rules, submodule, unwrapped
+from lightning_cp.engine.seam import Seam, exchange_processor
 from lightning_cp.engine.session import Session
-from lightning_cp.plans import Attention
 
 Undo = Callable[[], None]
 
@@ -45,12 +47,16 @@ def install(module: nn.Module, rules: Rules, session: Session, *, signature: Any
                 bypass = BypassHook(session, module)
                 _add(undo, inner.register_forward_pre_hook(bypass.before, with_kwargs=True))
         for rule in rules.arguments:
-            cutter = ArgumentHook(session, rule, rules.refused if rule.is_block else {}, rule.paths[0] or "forward")
+            refused = rules.refused if rule.is_block else {}
+            order = list(inspect.signature(type(submodule(module, rule.paths[0])).forward).parameters)[1:]
+            cutter = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order if refused else ())
             for path in rule.paths:
                 moving.add(path, partial(_register_before, cutter))
         for output in rules.outputs:
             joiner = OutputHook(session, output)
             moving.add(output.path, partial(_register_after, joiner))
+        for halo in rules.halos:
+            moving.add(halo.path, partial(_register_around, HaloHook(session, halo)))
         _add(undo, module.register_forward_hook(around.after, always_call=True))
     except BaseException:
         undo_all()
@@ -83,12 +89,15 @@ class _Moving(Shared):
 
 
 def _install_attention(module: nn.Module, rules: Rules, session: Session, dispatcher: Any, undo: list[Undo]) -> None:
-    seams: dict[Attention | None, Seam] = {}
-    for path, kind in rules.attention.items():
-        if kind not in seams:
-            entry = Entry(session, kind, dispatcher)
-            seams[kind] = Seam(entry.dispatch, entry.sdpa)
-        undo.append(seams[kind].intercept(submodule(module, path), mark=session.config if kind is None else None))
+    seams: dict[Kinds | None, Seam] = {}
+    for path, kinds in rules.attention.items():
+        if kinds and kinds[0].form == "linear":
+            undo.append(exchange_processor(submodule(module, path), LinearAttention(session)))
+            continue
+        if kinds not in seams:
+            entry = Entry(session, kinds, dispatcher)
+            seams[kinds] = Seam(entry.dispatch, entry.sdpa)
+        undo.append(seams[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None))
 
 
 def _scopes(module: nn.Module, rules: Rules, session: Session) -> list[tuple[nn.Module, ScopeHook]]:
@@ -118,6 +127,21 @@ def _register_before(hook: ArgumentHook, module: nn.Module) -> Any:
 
 def _register_after(hook: OutputHook, module: nn.Module) -> Any:
     return module.register_forward_hook(hook.after)
+
+
+class _Handles:
+    """Several, removed as one."""
+
+    def __init__(self, *handles: Any) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _register_around(hook: HaloHook, module: nn.Module) -> Any:
+    return _Handles(module.register_forward_pre_hook(hook.before), module.register_forward_hook(hook.after))
 
 
 def _add(undo: list[Undo], handle: Any) -> None:

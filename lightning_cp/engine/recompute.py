@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import lightning_cp.attention.operator  # noqa: F401 - registers the operator that is saved
+import lightning_cp.attention.operator
+import lightning_cp.comm.neighbours
+import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
 
-save_attention = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_cp.attention.default])
+_OPERATORS = ("attention", "gather", "sum_over_ranks", "with_margin")
+
+save_attention = partial(
+    create_selective_checkpoint_contexts, [getattr(torch.ops.lightning_cp, name).default for name in _OPERATORS]
+)
 """A `context_fn` for `torch.utils.checkpoint.checkpoint` in code of your own."""
 
 

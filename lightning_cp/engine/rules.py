@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -42,6 +42,19 @@ class Outputs:
     always: bool = False
 
 
+Kinds = tuple[Attention, ...]
+
+
+@dataclass(frozen=True)
+class Halo:
+    """A convolution that sees `reach` neighbouring rows on both sides, in `dim` of its input."""
+
+    path: str
+    dim: int
+    stream: str
+    reach: int
+
+
 @dataclass(frozen=True)
 class Rules:
     """A plan, compiled for one model.
@@ -51,11 +64,13 @@ class Rules:
 
     arguments: tuple[Arguments, ...]
     outputs: tuple[Outputs, ...]
-    attention: Mapping[str, Attention | None]
+    attention: Mapping[str, Kinds | None]
     main: str
     required: Mapping[str, str]
     refused: Mapping[str, str]
+    refused_backends: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
+    halos: tuple[Halo, ...] = ()
 
 
 def compile_rules(module: nn.Module, plan: object) -> Rules:
@@ -103,19 +118,47 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     arguments = [_arguments(module, ("",), plan.inputs)] if plan.inputs else []
     outputs = [Outputs(path, spec, gathers=True) for path, spec in _expanded(module, plan.gather)]
     outputs += [Outputs(path, spec, gathers=False) for path, spec in _expanded(module, plan.split_outputs)]
-    for path, whole in _expanded(module, plan.whole):
-        arguments.append(_arguments(module, (path,), whole.arguments, joins=True))
-        outputs.append(Outputs(path, whole.output, gathers=False))
-    attention: dict[str, Attention | None] = {}
+    arguments += [_arguments(module, (path,), specs) for path, specs in _expanded(module, plan.arguments)]
+    whole = [
+        (path, x) for path, x in _expanded(module, plan.whole) if x.only in ("", type(submodule(module, path)).__name__)
+    ]
+    arguments += [_arguments(module, (path,), x.arguments, joins=True) for path, x in whole]
+    outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
+    attention: dict[str, Kinds | None] = {}
     for stack, specs in plan.blocks.items():
         paths = _stack(module, stack)
         if paths:
             arguments.append(_arguments(module, paths, specs, is_block=True))
         for path in paths:
-            attention.update(_attention(submodule(module, path), path, plan))
-    aside = tuple(path for path, _ in _expanded(module, plan.whole))
-    attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(tuple(f"{a}." for a in aside))}
-    return Rules(tuple(arguments), tuple(outputs), attention, plan.main, plan.required, plan.refused, plan.pads)
+            attention.update(_attention(submodule(module, path), path, stack, plan))
+    aside = tuple(f"{path}." for path, _ in whole)
+    attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(aside)}
+    halos = tuple(_halo(module, path, *entry) for path, entry in _expanded(module, plan.halos))
+    return Rules(
+        arguments=tuple(arguments),
+        outputs=tuple(outputs),
+        attention=attention,
+        main=plan.main,
+        required=plan.required,
+        refused=plan.refused,
+        refused_backends=plan.refused_backends,
+        pads=plan.pads,
+        halos=halos,
+    )
+
+
+def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
+    convolution = submodule(module, path)
+    if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
+        raise PlanError(
+            f"the plan names {path!r} as a convolution over dim {dim}: it is a {type(convolution).__name__}"
+        )
+    kernel, step, dilation = (x[dim - 2] for x in (convolution.kernel_size, convolution.stride, convolution.dilation))
+    padding = convolution.padding if isinstance(convolution.padding, str) else convolution.padding[dim - 2]
+    reach = dilation * (kernel - 1) // 2
+    if kernel % 2 == 0 or step != 1 or padding not in ("same", reach) or convolution.padding_mode != "zeros":
+        raise PlanError(f"{path} must have an odd kernel, stride 1 and as many zeros around it to be cut in dim {dim}")
+    return Halo(path, dim, stream, reach)
 
 
 def _expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -145,22 +188,43 @@ def _bound(module: nn.Module, text: str, blocks: int, *, default: int) -> int:
     return blocks - value if text.startswith("-") else value
 
 
-def _attention(block: nn.Module, path: str, plan: Plan) -> Iterator[tuple[str, Attention]]:
-    found, stack = False, path.rpartition(".")[0]
+def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, Kinds]]:
+    found = False
     for name, inner in block.named_modules():
-        if not attends(inner):
+        at = f"{path}.{name}" if name else path
+        kinds = _kinds(stack, name, plan)
+        special = bool(kinds) and kinds[0].form != "softmax"
+        if special:
+            _check_processor(inner, at, kinds[0])
+        if not special and not attends(inner):
             continue
         found = True
-        keys = [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack}.{name}", key)]
-        keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
-        entry = plan.attention[keys[0]] if keys else plan.streams
-        if entry:
-            yield f"{path}.{name}" if name else path, entry if isinstance(entry, Attention) else Attention(entry)
+        if kinds:
+            yield at, kinds
     if not found:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
+
+
+def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
+    """What a module in a block attends to; empty for LOCAL."""
+    keys = [key for key in plan.attention if key == f"{stack}.{name}"]  # a bracket is no pattern here
+    keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
+    keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+    entry = plan.attention[keys[0]] if keys else plan.streams
+    if isinstance(entry, Attention):
+        return (entry,)
+    kinds = tuple(kind for kind in entry if isinstance(kind, Attention))
+    streams = tuple(stream for stream in entry if isinstance(stream, str))
+    return kinds or ((Attention(streams),) if streams else ())
+
+
+def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
+    found = type(getattr(module, "processor", None)).__name__
+    if found not in kind.stands_for:
+        raise PlanError(f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.stands_for)}")
 
 
 def _from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
@@ -224,9 +288,9 @@ def _expand(module: nn.Module, pattern: str) -> list[str]:
         return [pattern]
     at = atoms.index("*")
     stack = submodule(module, ".".join(atoms[:at]))
-    if not isinstance(stack, nn.ModuleList):
+    if not isinstance(stack, (nn.ModuleList, nn.ModuleDict)):
         raise PlanError(f"the plan names {pattern!r}, but '*' stands for a {type(stack).__name__}, not a ModuleList")
-    paths = [".".join([*atoms[:at], str(i), *atoms[at + 1 :]]) for i in range(len(stack))]
+    paths = [".".join([*atoms[:at], name, *atoms[at + 1 :]]) for name, _ in stack.named_children()]
     for path in paths:
         submodule(module, path)
     return paths

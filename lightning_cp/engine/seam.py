@@ -130,6 +130,18 @@ class Seam:
         return self._classes[kind]
 
 
+def exchange_processor(module: nn.Module, processor: object) -> Callable[[], None]:
+    """Gives `module` a processor that stands for its own; return what undoes it."""
+    theirs: Any = module.processor
+    module.processor = processor  # type: ignore[assignment]
+
+    def restore() -> None:
+        if getattr(module, "processor", None) is processor:
+            module.processor = theirs
+
+    return restore
+
+
 def attends(module: nn.Module) -> bool:
     """Whether the module makes attention calls of its own that the seam can reach."""
     if attending_method(getattr(module, "processor", None)) is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ class Call:
 
     Attributes:
         lengths: global tokens of each stream met so far.
+        rows: of the streams that are cut between rows only, how many they have.
+        kept: arguments that the engine reads instead of a block.
         whole: tokens of tensor arguments that are left whole (for plans that do not say what attends to what).
         intercepted: whether attention passed through the engine since this was last cleared.
         met: keys for which sizes were found out in this forward.
@@ -26,6 +28,8 @@ class Call:
 
     groups: Groups
     lengths: dict[str, int] = field(default_factory=dict)
+    rows: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)
     whole: set[int] = field(default_factory=set)
     intercepted: bool = False
     met: list[Hashable] = field(default_factory=list)
@@ -35,8 +39,15 @@ class Call:
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
 
     def shares(self, stream: str) -> tuple[int, ...]:
-        """Tokens of each rank, of one stream."""
-        return shard_sizes(self.lengths[stream], self.groups.context_size)
+        """Tokens of each rank, of one stream; none where nothing told of it (references that were not given)."""
+        rows, length = self.rows.get(stream), self.lengths.get(stream, 0)
+        if not rows:
+            return shard_sizes(length, self.groups.context_size)
+        return tuple(n * (length // rows) for n in self.row_shares(stream))
+
+    def row_shares(self, stream: str) -> tuple[int, ...]:
+        """Rows of each rank, of a stream that is cut between rows."""
+        return shard_sizes(self.rows[stream], self.groups.context_size)
 
     def sizes(self, streams: Streams) -> list[int]:
         """Tokens of each rank, over `streams` together."""
@@ -45,10 +56,13 @@ class Call:
 
     def define(self, stream: str, length: int, *, main: str, name: str) -> None:
         """Learn a stream's length. Raises: ShapeError: the main stream has fewer tokens than the group has ranks."""
-        size = self.groups.context_size
-        if stream == main and length < size:
+        size, rows = self.groups.context_size, self.rows.get(stream)
+        if rows is not None and length % rows:
+            raise ShapeError(f"{name} holds {length} {stream} tokens, which are no {rows} rows of equal length")
+        if stream == main and (length if rows is None else rows) < size:
+            what = f"{length} {stream} tokens" if rows is None else f"{rows} rows (or frames) of {stream} tokens"
             raise ShapeError(
-                f"{name} holds {length} {stream} tokens, fewer than the {size} ranks of the context group "
+                f"{name} holds {what}, fewer than the {size} ranks of the context group "
                 f"(ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}): "
                 "use lower degrees or a longer sequence"
             )
@@ -64,6 +78,7 @@ class Session:
         kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         check_peers: forwards whose arguments are still to be compared between peers (-1: all).
+        refused_backends: of diffusers, and why.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
@@ -74,6 +89,7 @@ class Session:
     kernel: str = "auto"
     backends: Any = None
     check_peers: int = 0
+    refused_backends: Mapping[str, str] = field(default_factory=dict)
     forwards: int = 0
     call: Call | None = None
     settled: dict[Hashable, bool] = field(default_factory=dict)

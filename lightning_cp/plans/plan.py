@@ -49,6 +49,23 @@ class Count:
     streams: Streams
 
 
+@dataclass(frozen=True)
+class Rows:
+    """An int that says how many rows (of a picture; or frames) a stream has, and shall say how many are here.
+
+    It comes before the stream's tensors, which are then cut between rows only.
+    """
+
+    stream: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An argument that the engine reads instead of the block, which gets None."""
+
+    name: str
+
+
 def split(dim: int, *streams: str, ndim: int | None = None, local: Streams = (), folded: bool = False) -> Split:
     """`Split(dim, streams)`, short enough for a table."""
     return Split(dim, streams, ndim, local, folded)
@@ -64,8 +81,19 @@ def count(*streams: str) -> Count:
     return Count(streams)
 
 
+def rows(stream: str) -> Rows:
+    """`Rows(stream)`."""
+    return Rows(stream)
+
+
+def kept(name: str) -> Kept:
+    """`Kept(name)`."""
+    return Kept(name)
+
+
 # One tensor, or all of a list; a tuple with an entry for each element; a dict with entries for some of its keys.
-Spec = Union[Split, Mask, Count, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP007 -- refers to itself
+Leaf = Split | Mask | Count | Rows | Kept
+Spec = Union[Leaf, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP007 -- refers to itself
 
 
 @dataclass(frozen=True)
@@ -76,23 +104,33 @@ class Attention:
         queries: streams.
         keys: streams; None: those of the queries.
         mask: how the mask comes to the attention call: "given": as `context_parallel_attention` takes it; "keys": made
-            for local queries and keys, all rows alike; "outer": made for both, the product of a value for each token.
+            for local queries and keys, all rows alike; "outer": made for both, the product of each token's value >= 0.
         ragged: the model's own code drops tokens (padding) before it attends, so ranks tell each other how many are
             left, at every call.
+        form: "softmax"; "linear": without one, `engine/linear.py`; "block_causal": `engine/segments.py`.
+        stands_for: names of the processors that do what a form other than "softmax" does.
     """
 
     queries: Streams
     keys: Streams | None = None
     mask: Literal["given", "keys", "outer"] = "given"
     ragged: bool = False
+    form: Literal["softmax", "linear", "block_causal"] = "softmax"
+    stands_for: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Whole:
-    """A module within the region that needs all tokens: `arguments` are gathered before it, its output is split."""
+    """A module that needs all tokens: `arguments` are gathered before it, its output is split.
+
+    Attributes:
+        output: None: left whole, where the region ends.
+        only: name of a class; modules of others at these places are left alone.
+    """
 
     arguments: Mapping[str, Spec]
-    output: Spec
+    output: Spec | None = None
+    only: str = ""
 
 
 @dataclass(frozen=True)
@@ -107,7 +145,7 @@ class Pad:
 class Plan:
     """How one model class is run context-parallel.
 
-    Paths of modules may hold one `*` for each module of a list; "-1" is a list's last.
+    Paths of modules may hold one `*` for each module of a list or dict; "-1" is a list's last.
 
     Attributes:
         blocks: for each list of blocks, in the order of the forward: its arguments that hold tokens. What is whole
@@ -115,29 +153,39 @@ class Plan:
             "blocks[a:b]" names some of a list; a bound may be an attribute of the model, or minus one.
         gather: modules whose output is made whole ("blocks.-1": the last). A tuple gives an entry for each output.
         inputs: arguments of the model itself that are split before its forward.
+        arguments: of other modules that take tokens (a norm behind the blocks): as of a block.
         split_outputs: modules whose output is split, in front of the blocks.
         whole: modules within the blocks, or between them, that run on all tokens, on every rank.
-        attention: modules (name within a block, with or without its list before it; `*` allowed) and the streams that
-            attend to each other there; LOCAL for those on replicated keys. Not listed: all streams.
+        halos: convolutions within the blocks that see neighbouring rows, the dim of their input in which rows lie, and
+            their stream.
+        attention: modules and the streams that attend to each other there; LOCAL for those on replicated keys. A key
+            is a module's name within a block, with or without the list, spelt as in `blocks`, before it (`*` allowed).
+            Several `Attention`s: for a module that makes several calls, told apart by their tokens. Not listed: all
+            streams.
         main: the stream that must have a token for each rank; others may be shorter than the group.
         pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
         unused: parameters (`*` allowed) that never get a gradient.
         required: arguments of the model that must be given, and why.
-        refused: arguments of the model or of a block that must be left out, and why.
+        refused: arguments of the model or of a block ("argument.key": an entry of a dict) that must be left out, and
+            why.
+        refused_backends: diffusers' attention backends that the class treats in a way of its own, and why.
         variants: other plans, by an entry of the model's config and its value.
     """
 
     blocks: Mapping[str, Mapping[str, Spec]]
     gather: Mapping[str, Spec]
     inputs: Mapping[str, Spec] = field(default_factory=dict)
+    arguments: Mapping[str, Mapping[str, Spec]] = field(default_factory=dict)
     split_outputs: Mapping[str, Spec] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
-    attention: Mapping[str, Streams | Attention] = field(default_factory=dict)
+    halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    attention: Mapping[str, Streams | Attention | tuple[Attention, ...]] = field(default_factory=dict)
     main: str = "image"
     pads: tuple[Pad, ...] = ()
     unused: tuple[str, ...] = ()
     required: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    refused_backends: Mapping[str, str] = field(default_factory=dict)
     variants: Mapping[tuple[str, object], Plan] = field(default_factory=dict)
 
     @property
@@ -153,6 +201,10 @@ class Plan:
 def _streams(spec: Spec | None) -> list[str]:
     if spec is None:
         return []
+    if isinstance(spec, Kept):
+        return []
+    if isinstance(spec, Rows):
+        return [spec.stream]
     if isinstance(spec, (Split, Mask, Count)):
         return list(spec.streams)
     entries = spec.values() if isinstance(spec, Mapping) else spec

@@ -1,0 +1,151 @@
+"""What ranks need of each other where a model does not attend: a sum over all tokens, and a margin of neighbours'."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.transfer import exchange
+from lightning_cp.mesh import Groups, groups_by_name
+
+
+@torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
+    """The sum of every rank's `x`, the same bits on all of them: added in rank order, in float32 or wider.
+
+    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: the same, its own adjoint.
+    """
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
+    buffers = [mine if r == group.context_rank else torch.empty_like(mine) for r in range(group.context_size)]
+    others = [(rank, buffer) for rank, buffer in enumerate(buffers) if rank != group.context_rank]
+    exchange([(rank, mine) for rank, _ in others], others, group=group.context).wait()
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for buffer in buffers:
+        total += unpack(buffer, [piece])[0]
+    return total.to(x.dtype)
+
+
+@sum_over_ranks.register_fake
+def _(x: Tensor, groups: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.groups, ctx.module = inputs[1], NOTES.module
+
+
+def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    with NOTES.again_in(ctx.module):
+        return sum_over_ranks(grad, ctx.groups), None
+
+
+sum_over_ranks.register_autograd(_sum_backward, setup_context=_setup_sum)
+
+
+def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
+    """First and last global position that each rank sees: its own, and `reach` on both sides. Nothing for no tokens."""
+    total, seen, start = sum(sizes), [], 0
+    for size in sizes:
+        seen.append((max(0, start - reach), min(total, start + size + reach)) if size else (start, start))
+        start += size
+    return seen
+
+
+@torch.library.custom_op("lightning_cp::with_margin", mutates_args=())
+def with_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """This rank's shard and up to `reach` of what comes before and after it (less at the ends of the sequence).
+
+    Args:
+        x: the shard. sizes: of every rank, along `dim`.
+    Ranks: all of the context group. Forward: sends to neighbours. Backward: their gradients come back and are added.
+    """
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    parts = _swap(x, dim, *_overlaps(sizes, reach, group), group=group)
+    first = margins(sizes, reach)[group.context_rank][0]
+    parts.append((sum(sizes[: group.context_rank]) - first, x))
+    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim)
+
+
+@with_margin.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    first, last = margins(sizes, reach)[groups_by_name(groups).context_rank]
+    shape = list(x.shape)
+    shape[dim] = last - first
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("lightning_cp::without_margin", mutates_args=())
+def without_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """The adjoint of `with_margin`, same arguments: margins go back to their owners, and are added there."""
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    receives, sends = _overlaps(sizes, reach, group)
+    first, own = margins(sizes, reach)[group.context_rank][0], sum(sizes[: group.context_rank])
+    total = x.narrow(dim, own - first, sizes[group.context_rank]).clone(memory_format=torch.contiguous_format)
+    for start, part in _swap(x, dim, sends, receives, group=group):
+        total.narrow(dim, start, part.shape[dim]).add_(part)
+    return total
+
+
+@without_margin.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sizes[groups_by_name(groups).context_rank]
+    return x.new_empty(shape)
+
+
+def _setup_margin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments, ctx.module = inputs[1:], NOTES.module
+
+
+def _margin_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    with NOTES.again_in(ctx.module):
+        return without_margin(grad, *ctx.arguments), None, None, None, None
+
+
+with_margin.register_autograd(_margin_backward, setup_context=_setup_margin)
+
+_Part = tuple[int, int, int]  # peer, start, length
+
+
+def _overlaps(sizes: list[int], reach: int, group: Groups) -> tuple[list[_Part], list[_Part]]:
+    """What of this rank's own each peer sees (start within the shard), and what of theirs it sees (within its view)."""
+    rank, seen = group.context_rank, margins(sizes, reach)
+    own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
+    sends: list[_Part] = []
+    receives: list[_Part] = []
+    for peer in (r for r in range(len(sizes)) if r != rank):
+        for parts, owner, viewer, origin in (
+            (sends, rank, peer, own[rank][0]),
+            (receives, peer, rank, seen[rank][0]),
+        ):
+            start, stop = max(own[owner][0], seen[viewer][0]), min(own[owner][1], seen[viewer][1])
+            if start < stop:
+                parts.append((peer, start - origin, stop - start))
+    return sends, receives
+
+
+def _swap(x: Tensor, dim: int, sends: list[_Part], receives: list[_Part], *, group: Groups) -> list[tuple[int, Tensor]]:
+    """Sends slices of `x`; returns what comes, with where it belongs."""
+    assert group.context is not None, "a group of one has no neighbours"
+    shape, pieces = list(x.shape), []
+    for _, _, n in receives:
+        shape[dim] = n
+        pieces.append(Piece(tuple(shape), x.dtype))
+    out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
+    buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
+    peers = [peer for peer, _, _ in receives]
+    exchange(out, list(zip(peers, buffers, strict=True)), group=group.context).wait()
+    starts = [start for _, start, _ in receives]
+    return [(s, unpack(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]

@@ -1,0 +1,70 @@
+"""Linear attention over the tokens of all ranks: what depends on all of them is one small matrix a head, summed.
+
+out = (sum_j v_j k_j^T) q / (sum_j k_j . q),  with k and q >= 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_cp.comm.neighbours import sum_over_ranks
+from lightning_cp.engine.session import Session
+from lightning_cp.errors import InterceptionError
+
+_SMALLEST = 1e-15  # added to the divisor
+
+
+@dataclass(eq=False)
+class LinearAttention:
+    """Stands for the processor of a ReLU linear attention (diffusers' `Attention`), with or without rotary embedding.
+
+    Gradient: exact; backward sums as forward does. Ranks: all of the context group.
+    Source: Katharopoulos et al., arXiv:2006.16236; Xie et al., arXiv:2410.10629.
+    """
+
+    session: Session
+
+    def __deepcopy__(self, memo: object) -> LinearAttention:
+        return self
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,  # [b, s_local, c]
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,  # cos, sin, each [1, s_local, 1, d]
+    ) -> Tensor:
+        if encoder_hidden_states is not None or attention_mask is not None:
+            raise InterceptionError("context-parallel linear attention takes neither other keys nor a mask")
+        self.session.current().intercepted = True
+        q, k, v = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+        q = q if attn.norm_q is None else attn.norm_q(q)
+        k = k if attn.norm_k is None else attn.norm_k(k)
+        q, k, v = (x.unflatten(-1, (attn.heads, -1)) for x in (F.relu(q), F.relu(k), v))
+        out = self._attend(q, k, v, rotary_emb).flatten(2).to(hidden_states.dtype)
+        for layer in attn.to_out:
+            out = layer(out)
+        return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> Tensor:
+        """[b, s_local, h, d] each; the divisor is of queries and keys before they are turned."""
+        wide = torch.promote_types(q.dtype, torch.float32)
+        turned = (q, k) if rotary_emb is None else (_turned(q, *rotary_emb), _turned(k, *rotary_emb))
+        q, k, v, turned_q, turned_k = (x.to(wide) for x in (q, k, v, *turned))
+        own = torch.cat([torch.einsum("bshd,bshe->bhde", v, turned_k), k.sum(1).unsqueeze(2)], 2)  # [b, h, d + 1, d]
+        everyone: Tensor = sum_over_ranks(own, self.session.current().groups.name)
+        weighted = torch.einsum("bhde,bshe->bshd", everyone[:, :, :-1], turned_q)
+        return weighted / (torch.einsum("bhe,bshe->bsh", everyone[:, :, -1], q).unsqueeze(-1) + _SMALLEST)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbouring channels are the pairs; cos and sin hold each value twice."""
+    even, odd = x[..., 0::2], x[..., 1::2]
+    cos, sin = cos[..., 0::2], sin[..., 1::2]
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)

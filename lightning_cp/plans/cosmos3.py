@@ -1,0 +1,24 @@
+"""Cosmos 3: text attends to itself, causally, and everything that is generated attends to text and to itself.
+
+The two kinds of tokens are packed without a batch: [tokens, channels].
+"""
+
+from lightning_cp.plans.plan import Attention, Plan, split
+
+_TEXT, _GENERATED = split(0, "text"), split(0, "generated")
+
+PLANS = {
+    "Cosmos3OmniTransformer": Plan(
+        blocks={
+            "layers": {
+                "und_seq": _TEXT,
+                "gen_seq": _GENERATED,
+                "rotary_emb": (_TEXT, _TEXT, _GENERATED, _GENERATED),
+            },
+        },
+        attention={"self_attn": (Attention(("text",)), Attention(("generated",), keys=("text", "generated")))},
+        gather={"norm": _TEXT, "norm_moe_gen": _GENERATED},
+        main="generated",
+        unused=("lm_head.*",),
+    ),
+}

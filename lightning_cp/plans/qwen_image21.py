@@ -1,0 +1,25 @@
+"""QwenImage 2.1: one packed sequence of text and images, causal but for each image in itself.
+
+Where segments begin and end is known by global index, so the engine reads them, and the blocks do not.
+"""
+
+from lightning_cp.plans.plan import Attention, Plan, kept, split
+
+_CACHE = "the prefix that it holds is found by its global index"
+
+PLANS = {
+    "QwenImage21Transformer2DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "rotary_emb": split(0, "image"),
+                "target_token_mask": split(0, "image"),
+                "segments": kept("segments"),
+                "key_valid": kept("key_valid"),
+            },
+        },
+        attention={"attn": Attention(("image",), form="block_causal", stands_for=("QwenImage21AttnProcessor",))},
+        gather={"transformer_blocks.-1": split(1, "image")},
+        refused={"kv_cache": _CACHE, "kv_cache_mode": _CACHE},
+    ),
+}

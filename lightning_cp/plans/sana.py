@@ -1,0 +1,33 @@
+"""Sana and SanaVideo: linear attention (a sum over all tokens), cross-attention on replicated text, and convolutions.
+
+Pictures are cut between rows and videos between frames, so that each convolution sees a margin of its neighbours'.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, rows, split
+
+_SELF = Attention(("image",), form="linear", stands_for=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0"))
+_CONTROL = "it is added between blocks, before which nothing tells where rows end"
+
+PLANS = {
+    "SanaTransformer2DModel": Plan(
+        blocks={"transformer_blocks": {"height": rows("image"), "hidden_states": split(1, "image")}},
+        halos={"transformer_blocks.*.ff.conv_depth": (2, "image")},
+        attention={"attn1": _SELF, "attn2": LOCAL},
+        gather={"proj_out": split(1, "image")},
+        refused={"controlnet_block_samples": _CONTROL},
+    ),
+    "SanaVideoTransformer3DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "frames": rows("image"),
+                "hidden_states": split(1, "image"),
+                "timestep": split(1, "image"),
+                "rotary_emb": split(1, "image"),
+            },
+        },
+        halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
+        attention={"attn1": _SELF, "attn2": LOCAL},
+        gather={"transformer_blocks.-1": split(1, "image")},
+        refused={"controlnet_block_samples": _CONTROL},
+    ),
+}
