@@ -18,12 +18,12 @@ from lightning_cp.comm.shards import gather, shard_sizes
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
-from lightning_cp.engine.apply import Installed, installed_on, parallelize
+from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
 from lightning_cp.engine.peers import forwards_to_check
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import Groups, groups_for
-from lightning_cp.plans import Plan, registered_plan
+from lightning_cp.plans import Plan, refusal, registered_plan
 
 
 @dataclass
@@ -143,7 +143,11 @@ class ContextParallel:
             if plan is not None or installed_on(inner) is not None:
                 found.append((inner, plan))
             elif self.modules is not None:
-                raise PlanError(f"modules={self.modules!r} names {name!r} ({type(inner).__name__}), which has no plan")
+                raise PlanError(f"modules={self.modules!r} names {name!r}: {no_plan(class_of(inner))}")
+        if not found and self.modules is None and self.size > 1:  # it would run whole on every rank of a context group
+            for kind in map(class_of, module.modules()):
+                if refusal(kind) is not None:
+                    raise PlanError(no_plan(kind))
         return found
 
     def _plan(self, name: str, module: nn.Module) -> object:

@@ -10,15 +10,16 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
+from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.entry import kernel_for
 from lightning_cp.engine.install import Undo, install
 from lightning_cp.engine.peers import forwards_to_check
-from lightning_cp.engine.rules import Rules, compile_rules
+from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh import groups_for
-from lightning_cp.plans import REGISTERED, registered_plan
+from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
 _INSTALLED = "_lightning_cp"
 
@@ -70,10 +71,19 @@ def parallelize(
     checks = forwards_to_check(check_peers)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
-        raise PlanError(_no_plan(module))
+        raise PlanError(no_plan(type(module)))
     rules = compile_rules(module, plan)
     groups = groups_for(config)
-    session = Session(groups, config, rules.main, kernel, _backends(module), checks, rules.refused_backends)
+    session = Session(
+        groups,
+        config,
+        rules.main,
+        kernel,
+        backends=_backends(module),
+        check_peers=checks,
+        refused_backends=rules.refused_backends,
+        dividers=rules.dividers,
+    )
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     signature = inspect.signature(type(module).forward)
@@ -119,11 +129,20 @@ def _check_untouched(module: nn.Module) -> None:
             )
 
 
-def _no_plan(module: nn.Module) -> str:
+def no_plan(kind: type) -> str:
+    """What is said of a class without a plan: why, what works instead, and how to write one."""
+    reason = refusal(kind)
+    name = f"{kind.__module__}.{kind.__name__}"
+    if reason is not None:
+        return (
+            f"{name} cannot run context-parallel: {reason}. Data parallelism works (ring=1, ulysses=1). If you know "
+            "better, give a plan of your own (docs/plans.md) and try it with lightning_cp.check_plan"
+        )
     return (
-        f"no plan is registered for {type(module).__module__}.{type(module).__name__}: give one "
-        '(plan={"": {"hidden_states": ContextParallelInput(split_dim=1, expected_dims=3)}, "proj_out": '
-        f"ContextParallelOutput(gather_dim=1, expected_dims=3)}}), or use one of {', '.join(sorted(REGISTERED))}"
+        f"no plan is registered for {name}, which is none of the {len(REGISTERED)} classes of docs/models.md: write "
+        'one (docs/plans.md; at its simplest plan={"": {"hidden_states": ContextParallelInput(split_dim=1, '
+        'expected_dims=3)}, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}) and try it with '
+        "lightning_cp.check_plan"
     )
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
@@ -22,6 +21,7 @@ _TOLERANCE = 1e-9
 _FLOOR = 1e-3  # errors of smaller values are told in parts of this
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
+_CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ def _run(
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """All outputs by name, and each parameter's gradient of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
-    with nothing_narrowed():
+    with NothingNarrowed():
         given = _widened(copy.deepcopy(inputs))
         result = model(**given) if isinstance(given, Mapping) else model(*given)
         outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
@@ -157,17 +157,16 @@ def _run(
     )
 
 
-@contextmanager
-def nothing_narrowed() -> Iterator[None]:
+class NothingNarrowed(TorchFunctionMode):
     """Within this, models that cast parts to float32, or less, whatever their dtype cast them to float64."""
-    to = Tensor.to
 
-    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        args = tuple(_wide(value) for value in args)
-        return to(x, *args, **{name: _wide(value) for name, value in kwargs.items()})
-
-    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
-        yield
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _CASTS:
+            return Tensor.double(*args, **(kwargs or {}))
+        named = {name: _wide(value) for name, value in (kwargs or {}).items()}
+        return func(*(_wide(value) for value in args), **named)
 
 
 def _wide(value: Any) -> Any:

@@ -31,6 +31,9 @@ def cut(value: Any, spec: Spec | None, *, name: str, session: Session, strict: b
         if isinstance(spec, Kept):
             session.current().kept[spec.name] = x
             return None
+        if isinstance(spec, Rows) and isinstance(x, Tensor):
+            session.current().rows[spec.stream] = x.shape[spec.dim] // session.dividers.get(spec.per, 1)
+            return x
         if isinstance(spec, (Count, Rows)):
             return _cut_int(x, spec, name=name, session=session)
         if isinstance(x, Tensor) and isinstance(spec, Mask):

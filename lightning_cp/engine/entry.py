@@ -182,6 +182,8 @@ class Entry:
             return mask
         if self.kinds[0].mask == "keys":
             return mask[..., :1, :]
+        if self.kinds[0].mask == "padded":
+            return mask[..., : sum(keys)]
         own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
         own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)

@@ -79,6 +79,7 @@ class Session:
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         check_peers: forwards whose arguments are still to be compared between peers (-1: all).
         refused_backends: of diffusers, and why.
+        dividers: the model's patch sizes, by their name in its config.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
@@ -90,6 +91,7 @@ class Session:
     backends: Any = None
     check_peers: int = 0
     refused_backends: Mapping[str, str] = field(default_factory=dict)
+    dividers: Mapping[str, int] = field(default_factory=dict)
     forwards: int = 0
     call: Call | None = None
     settled: dict[Hashable, bool] = field(default_factory=dict)

@@ -31,14 +31,17 @@ _failed: set[Path] = set()  # sweeps of which this process has seen a job fail
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def conf_dir(recipe: str) -> str:
+def conf_dir(recipe: str, *, part: str = "") -> str:
     """Where a recipe's configuration is: `conf` beside its folder, as in a clone, else the installed package.
 
     Args:
         recipe: the recipe's `__file__`.
+        part: a folder within; "" for all of it.
     """
     beside = Path(recipe).resolve().parent.parent / "conf"
-    return str(beside) if (beside / "train.yaml").is_file() else "pkg://lightning_cp.conf"
+    if (beside / "train.yaml").is_file():
+        return str(beside / part)
+    return f"pkg://lightning_cp.conf.{part}".rstrip(".")
 
 
 @dataclass(frozen=True)

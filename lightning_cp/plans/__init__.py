@@ -20,7 +20,7 @@ from lightning_cp.plans.plan import (
     rows,
     split,
 )
-from lightning_cp.plans.registry import REGISTERED, registered_plan
+from lightning_cp.plans.registry import REGISTERED, refusal, registered_plan
 
 __all__ = [
     "LOCAL",
@@ -40,6 +40,7 @@ __all__ = [
     "count",
     "kept",
     "mask",
+    "refusal",
     "registered_plan",
     "rows",
     "split",

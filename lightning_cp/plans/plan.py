@@ -51,12 +51,18 @@ class Count:
 
 @dataclass(frozen=True)
 class Rows:
-    """An int that says how many rows (of a picture; or frames) a stream has, and shall say how many are here.
+    """How many rows (of a picture; or frames) a stream has: it is cut between rows only. Comes before its tensors.
 
-    It comes before the stream's tensors, which are then cut between rows only.
+    An int that says so becomes the number of rows here. A tensor with the rows in `dim` stays whole.
+
+    Attributes:
+        dim: of a tensor.
+        per: entry of the model's config by which that is divided (a patch size; of several, the first).
     """
 
     stream: str
+    dim: int = 0
+    per: str = ""
 
 
 @dataclass(frozen=True)
@@ -81,9 +87,9 @@ def count(*streams: str) -> Count:
     return Count(streams)
 
 
-def rows(stream: str) -> Rows:
-    """`Rows(stream)`."""
-    return Rows(stream)
+def rows(stream: str, dim: int = 0, per: str = "") -> Rows:
+    """`Rows(stream, dim, per)`."""
+    return Rows(stream, dim, per)
 
 
 def kept(name: str) -> Kept:
@@ -103,8 +109,9 @@ class Attention:
     Attributes:
         queries: streams.
         keys: streams; None: those of the queries.
-        mask: how the mask comes to the attention call: "given": as `context_parallel_attention` takes it; "keys": made
-            for local queries and keys, all rows alike; "outer": made for both, the product of each token's value >= 0.
+        mask: how the mask comes to the attention call. "given": as `context_parallel_attention` takes it; "padded": so,
+            but for columns that the model's own code appends where it finds fewer keys than columns; made for local
+            queries and keys: "keys": all rows alike, "outer": the product of two tokens' values, each >= 0.
         ragged: the model's own code drops tokens (padding) before it attends, so ranks tell each other how many are
             left, at every call.
         form: "softmax"; "linear": without one, `engine/linear.py`; "block_causal": `engine/segments.py`.
@@ -113,7 +120,7 @@ class Attention:
 
     queries: Streams
     keys: Streams | None = None
-    mask: Literal["given", "keys", "outer"] = "given"
+    mask: Literal["given", "padded", "keys", "outer"] = "given"
     ragged: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     stands_for: tuple[str, ...] = ()

@@ -8,8 +8,9 @@ from importlib import import_module
 from types import MappingProxyType
 
 from lightning_cp.plans.plan import Plan
+from lightning_cp.plans.refused import REFUSED, REFUSED_MODULES
 
-_NOT_FAMILIES = ("plan", "registry")
+_NOT_FAMILIES = ("plan", "refused", "registry")
 
 
 def _registered() -> Iterator[tuple[str, Plan]]:
@@ -28,4 +29,15 @@ def registered_plan(kind: type) -> Plan | None:
     for base in kind.__mro__:
         if base.__module__.split(".")[0] == "diffusers" and base.__name__ in REGISTERED:
             return REGISTERED[base.__name__]
+    return None
+
+
+def refusal(kind: type) -> str | None:
+    """Why a class of diffusers, or one derived from it, can have no plan; None where nothing is known of it."""
+    for base in kind.__mro__:
+        if base.__module__.split(".")[0] == "diffusers" and base.__name__ in REFUSED:
+            return REFUSED[base.__name__]
+        for prefix, reason in REFUSED_MODULES.items():  # models, not the parts that they share with VAEs
+            if base.__module__.startswith(prefix) and any(x.__name__ == "ModelMixin" for x in base.__mro__):
+                return reason
     return None

@@ -6,17 +6,22 @@ Pictures are cut between rows and videos between frames, so that each convolutio
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, rows, split
 
 _SELF = Attention(("image",), form="linear", stands_for=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0"))
-_CONTROL = "it is added between blocks, before which nothing tells where rows end"
-
 PLANS = {
     "SanaTransformer2DModel": Plan(
+        inputs={
+            "hidden_states": rows("image", 2, per="patch_size"),
+            "controlnet_block_samples": split(1, "image"),
+        },
         blocks={"transformer_blocks": {"height": rows("image"), "hidden_states": split(1, "image")}},
         halos={"transformer_blocks.*.ff.conv_depth": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
-        refused={"controlnet_block_samples": _CONTROL},
     ),
     "SanaVideoTransformer3DModel": Plan(
+        inputs={
+            "hidden_states": rows("image", 2, per="patch_size"),
+            "controlnet_block_samples": split(1, "image"),
+        },
         blocks={
             "transformer_blocks": {
                 "frames": rows("image"),
@@ -28,6 +33,5 @@ PLANS = {
         halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"transformer_blocks.-1": split(1, "image")},
-        refused={"controlnet_block_samples": _CONTROL},
     ),
 }

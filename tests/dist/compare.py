@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.engine.check import nothing_narrowed
+from lightning_cp.engine.check import NothingNarrowed
 
 
 def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """All outputs, flat, and each parameter's gradient of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
-    with nothing_narrowed():
+    with NothingNarrowed():
         outputs = model(**arguments, return_dict=False)
         out = torch.cat([x.flatten() for x in outputs if isinstance(x, Tensor)])
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

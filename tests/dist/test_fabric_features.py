@@ -232,4 +232,4 @@ def _selection(rank: int, world: int) -> list[str]:
 def test_modules_and_plans_are_named_by_class_name_or_path_and_must_be_there(run_ranks: RankPool) -> None:
     for told in run_ranks(2, _selection, init=False):
         assert all("'Plian'" in message for message in told[:2])
-        assert "which has no plan" in told[2]
+        assert "no plan is registered" in told[2]

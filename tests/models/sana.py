@@ -48,6 +48,7 @@ TINY = {
             "encoder_hidden_states": randn(g, 2, 7, 8),
             "guidance": randn(g, 2),
             "timestep": STEPS,
+            "controlnet_block_samples": [randn(g, 2, 21, 16)],
         },
     ),
     "sana_video": Tiny(

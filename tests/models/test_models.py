@@ -1,10 +1,15 @@
 """Every class with a plan: output and every parameter's gradient are one process', by `check_plan`.
 
-CI spreads the modes over the classes; `-m full` runs the whole matrix. With LIGHTNING_CP_MODELS_TABLE=<file> the errors
-that were found are kept there, see docs/models.md.
+CI spreads the modes over the classes. The whole matrix, and the table that shows it:
+
+    LIGHTNING_CP_MODELS_TABLE=docs/models.md pytest -q -m "full or not full" tests/models/test_models.py
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +17,7 @@ from lightning_cp import ContextParallelConfig, check_plan
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
 from tests.models import FAMILIES, TINY
+from tests.models.table import Measured, write_table
 
 _MODES = {
     "ring": lambda n: ContextParallelConfig(ring_degree=n),
@@ -24,6 +30,16 @@ _TRIALS = [(name, mode, world) for name in TINY for world in (2, 3, 4) for mode 
 _TRIALS += [(name, "unified", 4) for name in TINY]
 _TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3")]
 _SPREAD = [("ring", 3), ("unified", 4), ("ulysses", 3), ("rotation", 3), ("ulysses", 2), ("rotation", 4), ("ring", 2)]
+
+
+_measured: list[Measured] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _table() -> Iterator[None]:
+    yield
+    if "LIGHTNING_CP_MODELS_TABLE" in os.environ:
+        write_table(Path(os.environ["LIGHTNING_CP_MODELS_TABLE"]), _measured)
 
 
 def _in_ci(name: str, mode: str, world: int) -> bool:
@@ -46,8 +62,9 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     [pytest.param(*trial, marks=() if _in_ci(*trial) else pytest.mark.full) for trial in _TRIALS],
 )
 def test_a_class_is_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
-    for _, _, differing in run_ranks(world, _check, name, mode):
-        assert not differing, differing
+    output, gradient, differing = run_ranks(world, _check, name, mode)[0]  # the same on all ranks
+    _measured.append(Measured(TINY[name].kind, name, mode, world, output, gradient, passed=not differing))
+    assert not differing, differing
 
 
 def test_every_class_with_a_plan_is_tried() -> None:

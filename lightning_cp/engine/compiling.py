@@ -1,0 +1,127 @@
+"""From a plan to rules, checked against the model before anything is touched."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from lightning_cp.engine.diffusers_format import from_diffusers
+from lightning_cp.engine.paths import arguments_of, expanded, position, stack, submodule
+from lightning_cp.engine.rules import Halo, Kinds, Outputs, Rules
+from lightning_cp.engine.seam import attends
+from lightning_cp.errors import PlanError
+from lightning_cp.plans import Attention, Plan, Rows
+
+
+def compile_rules(module: nn.Module, plan: object) -> Rules:
+    """Rules of a `Plan`, or of a plan in diffusers' format, for `module`.
+
+    Raises: PlanError: it names modules or arguments that are not there, or is malformed. TypeError: no plan at all.
+    """
+    if isinstance(plan, Plan):
+        return _from_plan(module, plan)
+    if isinstance(plan, Mapping):
+        return from_diffusers(module, plan)
+    raise TypeError(f"plan must be a lightning_cp.plans.Plan or a dict in diffusers' format, not {type(plan).__name__}")
+
+
+def _from_plan(module: nn.Module, plan: Plan) -> Rules:
+    for (setting, value), variant in plan.variants.items():
+        if getattr(getattr(module, "config", None), setting, None) == value:
+            return _from_plan(module, variant)
+    for name in plan.required:
+        position(type(module).__name__, module, name)
+    arguments = [arguments_of(module, ("",), plan.inputs)] if plan.inputs else []
+    outputs = [Outputs(path, spec, gathers=True) for path, spec in expanded(module, plan.gather)]
+    outputs += [Outputs(path, spec, gathers=False) for path, spec in expanded(module, plan.split_outputs)]
+    arguments += [arguments_of(module, (path,), specs) for path, specs in expanded(module, plan.arguments)]
+    whole = [
+        (path, x) for path, x in expanded(module, plan.whole) if x.only in ("", type(submodule(module, path)).__name__)
+    ]
+    arguments += [arguments_of(module, (path,), x.arguments, joins=True) for path, x in whole]
+    outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
+    attention: dict[str, Kinds | None] = {}
+    for pattern, specs in plan.blocks.items():
+        paths = stack(module, pattern)
+        if paths:
+            arguments.append(arguments_of(module, paths, specs, is_block=True))
+        for path in paths:
+            attention.update(_attention(submodule(module, path), path, pattern, plan))
+    aside = tuple(f"{path}." for path, _ in whole)
+    attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(aside)}
+    halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
+    return Rules(
+        arguments=tuple(arguments),
+        outputs=tuple(outputs),
+        attention=attention,
+        main=plan.main,
+        required=plan.required,
+        refused=plan.refused,
+        refused_backends=plan.refused_backends,
+        pads=plan.pads,
+        halos=halos,
+        dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
+    )
+
+
+def _divider(module: nn.Module, name: str) -> int:
+    value = getattr(getattr(module, "config", None), name, None)
+    value = value[0] if isinstance(value, (list, tuple)) else value
+    if not isinstance(value, int):
+        raise PlanError(f"the plan divides rows by {name!r}, which is no int in the config of {type(module).__name__}")
+    return value
+
+
+def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
+    convolution = submodule(module, path)
+    if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
+        raise PlanError(
+            f"the plan names {path!r} as a convolution over dim {dim}: it is a {type(convolution).__name__}"
+        )
+    kernel, step, dilation = (x[dim - 2] for x in (convolution.kernel_size, convolution.stride, convolution.dilation))
+    padding = convolution.padding if isinstance(convolution.padding, str) else convolution.padding[dim - 2]
+    reach = dilation * (kernel - 1) // 2
+    if kernel % 2 == 0 or step != 1 or padding not in ("same", reach) or convolution.padding_mode != "zeros":
+        raise PlanError(f"{path} must have an odd kernel, stride 1 and as many zeros around it to be cut in dim {dim}")
+    return Halo(path, dim, stream, reach)
+
+
+def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, Kinds]]:
+    found = False
+    for name, inner in block.named_modules():
+        at = f"{path}.{name}" if name else path
+        kinds = _kinds(stack, name, plan)
+        special = bool(kinds) and kinds[0].form != "softmax"
+        if special:
+            _check_processor(inner, at, kinds[0])
+        if not special and not attends(inner):
+            continue
+        found = True
+        if kinds:
+            yield at, kinds
+    if not found:
+        raise PlanError(
+            f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
+            "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+        )
+
+
+def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
+    """What a module in a block attends to; empty for LOCAL."""
+    keys = [key for key in plan.attention if key == f"{stack}.{name}"]  # a bracket is no pattern here
+    keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
+    keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
+    entry = plan.attention[keys[0]] if keys else plan.streams
+    if isinstance(entry, Attention):
+        return (entry,)
+    kinds = tuple(kind for kind in entry if isinstance(kind, Attention))
+    streams = tuple(stream for stream in entry if isinstance(stream, str))
+    return kinds or ((Attention(streams),) if streams else ())
+
+
+def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
+    found = type(getattr(module, "processor", None)).__name__
+    if found not in kind.stands_for:
+        raise PlanError(f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.stands_for)}")

@@ -1,0 +1,109 @@
+"""Modules of a model by the names that a plan gives them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.engine.rules import Arguments
+from lightning_cp.errors import PlanError
+from lightning_cp.plans import Spec
+
+
+def submodule(module: nn.Module, path: str) -> nn.Module:
+    """The module at `path`; "-1" is a list's last. Raises: PlanError."""
+    found = module
+    for i, atom in enumerate(path.split(".") if path else ()):
+        last_of = (
+            isinstance(found, nn.ModuleList) and atom.lstrip("-").isdigit() and -len(found) <= int(atom) < len(found)
+        )
+        nested = found[int(atom)] if last_of else getattr(found, atom, None)  # type: ignore[index]
+        if not isinstance(nested, nn.Module):
+            at = ".".join(path.split(".")[:i]) or type(module).__name__
+            raise PlanError(f"the plan names {path!r}, but {at} has no module {atom!r}")
+        found = nested
+    return unwrapped(found)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside activation-checkpointing and compiler wrappers."""
+    for name in ("_checkpoint_wrapped_module", "_orig_mod"):
+        inner = module._modules.get(name)
+        if inner is not None:
+            return unwrapped(inner)
+    return module
+
+
+def expand(module: nn.Module, pattern: str) -> list[str]:
+    """Paths of a pattern with at most one `*`, which stands for each module of a list."""
+    atoms = pattern.split(".")
+    if atoms.count("*") > 1:
+        raise PlanError(f"the plan names {pattern!r}: '*' can stand only once")
+    if "*" not in atoms:
+        submodule(module, pattern)
+        return [pattern]
+    at = atoms.index("*")
+    stack = submodule(module, ".".join(atoms[:at]))
+    if not isinstance(stack, (nn.ModuleList, nn.ModuleDict)):
+        raise PlanError(f"the plan names {pattern!r}, but '*' stands for a {type(stack).__name__}, not a ModuleList")
+    paths = [".".join([*atoms[:at], name, *atoms[at + 1 :]]) for name, _ in stack.named_children()]
+    for path in paths:
+        submodule(module, path)
+    return paths
+
+
+def expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return [(path, entry) for pattern, entry in table.items() for path in expand(module, pattern)]
+
+
+def stack(module: nn.Module, pattern: str) -> tuple[str, ...]:
+    """Paths of the blocks that "blocks", or "blocks[a:b]", names."""
+    stack, _, bounds = pattern.partition("[")
+    blocks = submodule(module, stack)
+    if not isinstance(blocks, nn.ModuleList) or not len(blocks):
+        raise PlanError(
+            f"the plan names {stack!r} as a list of blocks, but it is a {type(blocks).__name__} without any"
+        )
+    first, _, last = bounds.rstrip("]").partition(":")
+    start, stop = _bound(module, first, len(blocks), default=0), _bound(module, last, len(blocks), default=len(blocks))
+    return tuple(f"{stack}.{i}" for i in range(start, stop))
+
+
+def _bound(module: nn.Module, text: str, blocks: int, *, default: int) -> int:
+    name = text.lstrip("-")
+    if not name:
+        return default
+    value = int(name) if name.isdigit() else getattr(module, name, None)
+    if not isinstance(value, int) or value > blocks:
+        raise PlanError(f"the plan bounds a list of {blocks} blocks by {text!r}, which {type(module).__name__} has not")
+    return blocks - value if text.startswith("-") else value
+
+
+def arguments_of(
+    module: nn.Module,
+    paths: tuple[str, ...],
+    specs: Mapping[str, Spec],
+    *,
+    is_block: bool = False,
+    joins: bool = False,
+    always: bool = False,
+) -> Arguments:
+    where = submodule(module, paths[0])
+    positions = {name: position(paths[0] or type(module).__name__, where, name) for name in specs}
+    return Arguments(paths, dict(specs), positions, is_block, joins, always)
+
+
+def position(path: str, module: nn.Module, name: str) -> int:
+    """Index of an argument in the module's forward; -1 for one that is given by keyword only."""
+    parameters = inspect.signature(type(module).forward).parameters
+    if name in parameters:
+        return list(parameters).index(name) - 1
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return -1
+    raise PlanError(
+        f"the plan names the argument {name!r} of {path}, but {type(module).__name__}.forward takes "
+        f"{', '.join(list(parameters)[1:])}"
+    )

@@ -1,0 +1,129 @@
+"""Checks a plan: runs a model alone and context-parallel in every mode, and tells which outputs and gradients differ.
+
+    python recipes/check.py model=my_model.py plan=my_model.py
+
+docs/plans.md takes you through it. `--help` lists the settings. Exit code 1 where something differs.
+"""
+
+import importlib
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cp.launch import Job, LocalLauncher, conf_dir, quiet_overrides
+from lightning_cp.launch.rank import load_target
+
+
+def check(config: DictConfig) -> None:
+    """What every rank does; the first one writes a line for each mode."""
+    import torch.distributed as dist
+
+    from lightning_cp import ContextParallelConfig, check_plan
+
+    dist.init_process_group("gloo")
+    n = dist.get_world_size()
+    settings = {
+        "ring allgather": ContextParallelConfig(ring_degree=n),
+        "ring alltoall": ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
+        "Ulysses": ContextParallelConfig(ulysses_degree=n),
+    }
+    if n >= 4 and n % 2 == 0:
+        settings["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=n // 2)
+    module, inputs = _named(config.model, "model")(), _named(config.model, "inputs")()
+    plan = None if config.plan is None else _named(config.plan, "plan")
+    for name, chosen in settings.items():
+        found = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
+        if dist.get_rank() == 0:
+            told = {
+                "mode": name,
+                "model": type(module).__name__,
+                "output": found.output_error,
+                "gradient": found.gradient_error,
+                "passed": found.passed,
+                "told": str(found),
+            }
+            with Path(config.result).open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(told)}\n")
+
+
+def _named(place: str, name: str) -> Any:
+    """`name` in a python file or a module."""
+    return load_target(f"{place}:{name}")
+
+
+def _problem(config: DictConfig) -> str | None:
+    """What is wrong with the settings."""
+    for key in ("model", "plan"):
+        place = config[key]
+        if place is None:
+            continue
+        if str(place).endswith(".py"):
+            if not Path(place).is_file():
+                return f"{key}={place}: there is no such file"
+        else:
+            try:
+                importlib.import_module(str(place))
+            except ImportError as error:
+                return f"{key}={place} is neither a .py file nor a module that can be imported ({error})"
+    if not isinstance(config.ranks, int) or config.ranks < 2:
+        return f"ranks={config.ranks} must be 2 or more"
+    return None
+
+
+def run(config: DictConfig) -> int:
+    """Runs all modes on ranks of this machine, and shows what came of it. Returns: the exit code."""
+    problem = "model=<file.py> must be given, see --help" if OmegaConf.is_missing(config, "model") else _problem(config)
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    absolute = {key: str(Path(config[key]).resolve()) for key in ("model", "plan") if str(config[key]).endswith(".py")}
+    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
+        result, settings = Path(folder) / "result.jsonl", Path(folder) / "settings.yaml"
+        OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
+        job = Job(f"{os.path.abspath(__file__)}:check", settings, config.ranks, Path(folder) / "logs", threads=1)
+        done = LocalLauncher(limit_s=config.limit_s).launch(job)
+        rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
+    if rows:
+        _show(rows, config)
+    if done.failure is not None:
+        print(f"error: {done.failure.describe()}", file=sys.stderr)
+        return done.exit_code
+    return 0 if all(row["passed"] for row in rows) else 1
+
+
+def _show(rows: list[dict[str, Any]], config: DictConfig) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table(title=f"{rows[0]['model']} on {config.ranks} ranks", title_justify="left")
+    table.add_column("mode")
+    for name in ("output", "gradient"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        colour = "" if row["passed"] else "[red]"
+        table.add_row(row["mode"], f"{colour}{row['output']:.0e}", f"{colour}{row['gradient']:.0e}")
+    console.print(table)
+    for row in rows:
+        if not row["passed"]:
+            console.print(f"[red]{row['mode']}[/]: {row['told']}")
+    passed = all(row["passed"] for row in rows)
+    console.print("exact in every mode" if passed else f"differs by more than {config.tolerance:.0e}, see above")
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="check"), config_name="check")
+def main(config: DictConfig) -> None:
+    """Checks the settings, starts the ranks, and ends with their verdict."""
+    code = run(config)
+    if code:
+        sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.argv += quiet_overrides(os.environ)
+    main()

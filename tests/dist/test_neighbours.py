@@ -1,0 +1,69 @@
+"""Sums over all ranks, and margins of neighbours' tokens: values, adjoints, and what the operators promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig
+from lightning_cp.comm.neighbours import margins, sum_over_ranks, with_margin
+from lightning_cp.mesh import groups_for
+from tests.harness import RankPool
+
+_UNEVEN = [(7, 3), (1, 2), (4, 1), (2, 5), (9, 0)]  # tokens, reach; with empty shards, and reach beyond a neighbour
+
+
+def _sizes(tokens: int, world: int) -> list[int]:
+    return [tokens // world + (rank < tokens % world) for rank in range(world)]
+
+
+def _whole(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def _margins(rank: int, world: int) -> None:
+    groups = groups_for(ContextParallelConfig(ring_degree=world)).name
+    for tokens, reach in _UNEVEN:
+        sizes = _sizes(tokens, world)
+        first, last = margins(sizes, reach)[rank]
+        start = sum(sizes[:rank])
+        whole = _whole(2, tokens, 3)
+        shard = whole[:, start : start + sizes[rank]].clone().requires_grad_()
+        out = with_margin(shard, 1, sizes, reach, groups)
+        assert torch.equal(out, whole[:, first:last])
+        # The adjoint: what every rank makes of a token comes back to its owner.
+        weights = [_whole(2, b - a, 3) * (r + 1) for r, (a, b) in enumerate(margins(sizes, reach))]
+        (out * weights[rank]).sum().backward()
+        expected = torch.zeros_like(whole)
+        for (a, b), weight in zip(margins(sizes, reach), weights, strict=True):
+            expected[:, a:b] += weight
+        assert shard.grad is not None
+        torch.testing.assert_close(shard.grad, expected[:, start : start + sizes[rank]])
+        torch.library.opcheck(with_margin, (shard, 1, sizes, reach, groups), test_utils="test_schema")
+
+
+def _sums(rank: int, world: int) -> None:
+    groups = groups_for(ContextParallelConfig(ulysses_degree=world)).name
+    everyone = [_whole(2, 3, 5) * (r + 1) for r in range(world)]
+    own = everyone[rank].float().requires_grad_()
+    out = sum_over_ranks(own, groups)
+    torch.testing.assert_close(out.double(), sum(everyone, torch.zeros(())), rtol=1e-6, atol=1e-6)
+    bits = [torch.empty_like(out) for _ in range(world)]
+    dist.all_gather(bits, out.detach())
+    assert all(torch.equal(x, out) for x in bits), "not the same bits everywhere"
+    (out * (rank + 1)).sum().backward()
+    assert own.grad is not None
+    torch.testing.assert_close(own.grad, torch.full_like(own, world * (world + 1) / 2))
+    torch.library.opcheck(sum_over_ranks, (own, groups), test_utils="test_schema")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_margin_holds_the_neighbours_tokens_and_sends_their_gradients_back(run_ranks: RankPool, world: int) -> None:
+    run_ranks(world, _margins)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_sum_over_ranks_is_the_same_everywhere_and_its_own_adjoint(run_ranks: RankPool, world: int) -> None:
+    run_ranks(world, _sums)

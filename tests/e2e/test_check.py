@@ -1,0 +1,67 @@
+"""recipes/check.py, by the guide: docs/plans.md's model and plan, as a reader would write them down."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_GUIDE = re.findall(r"```python\n(.*?)```", (_ROOT / "docs" / "plans.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(_ROOT / "recipes" / "check.py"), *settings]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=150)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "my_model.py").write_text("\n\n".join(_GUIDE), encoding="utf-8")
+    return tmp_path
+
+
+def test_the_plan_of_the_guide_is_short_and_exact(folder: Path) -> None:
+    assert len(_GUIDE[1].splitlines()) <= 20
+    done = _check(folder, "model=my_model.py", "plan=my_model.py", "ranks=4")
+    assert done.returncode == 0, done.stderr
+    for told in ("MyTransformer on 4 ranks", "ring allgather", "ring alltoall", "Ulysses", "unified", "exact in every"):
+        assert told in done.stdout
+    assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["my_model.py"]
+
+
+def test_a_wrong_plan_is_told_with_what_differs(folder: Path) -> None:
+    file = folder / "my_model.py"
+    file.write_text(file.read_text().replace('mask("text", "image")', 'mask("image", "text")'))
+    done = _check(folder, "model=my_model.py", "plan=my_model.py")
+    assert done.returncode == 1
+    assert "differs by more than 1e-09" in done.stdout
+    assert "output[0]" in done.stdout or "output output" in done.stdout
+    assert "gradient blocks.0.self_qkv.weight" in done.stdout
+
+
+def test_a_class_without_a_plan_is_told_so(folder: Path) -> None:
+    done = _check(folder, "model=my_model.py")
+    assert done.returncode == 1
+    assert done.stderr.count("error:") == 1
+    assert "no plan is registered for" in done.stderr
+    assert "docs/plans.md" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ((), "model=<file.py> must be given"),
+        (("model=none.py",), "model=none.py: there is no such file"),
+        (("model=no_such_module",), "neither a .py file nor a module"),
+        (("model=my_model.py", "ranks=1"), "ranks=1 must be 2 or more"),
+    ],
+)
+def test_bad_settings_are_refused_before_anything_starts(folder: Path, settings: tuple[str, ...], told: str) -> None:
+    done = _check(folder, *settings)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
