@@ -13,14 +13,12 @@ from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.cutting import check_dim, cut, cut_always, join
-from lightning_cp.engine.entry import candidates, find_sizes
+from lightning_cp.engine.entry import find_sizes
 from lightning_cp.engine.peers import compare_peers
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import Spec, Split
-
-_MARK = "_lightning_cp_call"  # on a block's first tensor argument: which forward it belongs to, for replays
 
 
 class Shared:
@@ -114,67 +112,6 @@ class OutputHook(Shared):
             )
         whole: Tensor = gather(x, spec.dim % x.ndim, sizes, call.groups.name)
         return whole
-
-
-@dataclass(eq=False)
-class ScopeHook(Shared):
-    """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
-
-    session: Session
-    model: nn.Module
-    outermost: bool
-    checked: bool
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        NOTES.enter(module, self.model)
-        session = self.session
-        first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
-        if session.forwards:
-            if first is not None:
-                setattr(first, _MARK, session.call)
-        elif first is not None and hasattr(first, _MARK):
-            session.call = getattr(first, _MARK)
-        if self.checked and session.call is not None:
-            session.call.intercepted = False
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
-        session = self.session
-        if self.checked and output is not None and session.call is not None and not session.call.intercepted:
-            raise InterceptionError(
-                f"{path_of(module, self.model)} ran on a shard, but none of its attention passed through lightning_cp, "
-                "so its result would be wrong. Were attention processors replaced (set_attn_processor, "
-                "fuse_qkv_projections) after apply_context_parallel? Replace them before, or remove and apply again"
-            )
-        if self.outermost and not session.forwards:
-            session.call = None  # the end of a replay
-
-
-@dataclass(eq=False)
-class BypassHook(Shared):
-    """Before an attention of PyTorch's own that cannot be intercepted: whole tokens may pass, a shard may not."""
-
-    session: Session
-    model: nn.Module
-
-    def before(self, module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        call, query = self.session.call, args[0] if args else kwargs.get("query")
-        if call is None or call.groups.context is None or not isinstance(query, Tensor) or query.ndim != 3:
-            return
-        tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
-        if any(shares[rank] == tokens for shares in candidates(call)) and tokens not in call.whole:
-            raise InterceptionError(
-                f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend within this rank's "
-                f"{tokens} tokens only: call F.scaled_dot_product_attention, or gather before it"
-            )
-
-
-def path_of(module: nn.Module, model: nn.Module) -> str:
-    """Where a module is in a model; its class if it is elsewhere."""
-    return next((path for path, inner in model.named_modules() if inner is module), type(module).__name__)
 
 
 @dataclass(eq=False)

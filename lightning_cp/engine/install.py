@@ -11,11 +11,12 @@ from torch import nn
 
 from lightning_cp.engine.entry import Entry
 from lightning_cp.engine.halo import HaloHook
-from lightning_cp.engine.hooks import ArgumentHook, BypassHook, ModelHook, OutputHook, ScopeHook, Shared
+from lightning_cp.engine.hooks import ArgumentHook, ModelHook, OutputHook, Shared
 from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Kinds, Rules
+from lightning_cp.engine.scopes import BypassHook, ScopeHook
 from lightning_cp.engine.seam import Seam, exchange_processor
 from lightning_cp.engine.session import Session
 

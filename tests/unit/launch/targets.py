@@ -30,7 +30,8 @@ def refuse_on_one(config: DictConfig) -> None:
 def raise_on_one_then_everywhere(config: DictConfig) -> None:
     if RANK == 1:
         raise RuntimeError("the first cause")
-    time.sleep(0.2)
+    while not Path(config.folder, "logs", "rank_1.traceback.txt").is_file():  # written after the report
+        time.sleep(0.01)
     raise RuntimeError("connection closed by peer")
 
 
