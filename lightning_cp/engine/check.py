@@ -32,7 +32,7 @@ class Difference:
         name: of the output or parameter.
         error: largest absolute difference over the largest absolute value (or 1e-3, where that is smaller); infinite
             where the two cannot be compared.
-        note: then, why.
+        note: why, or that there is nothing to compare.
     """
 
     name: str
@@ -209,7 +209,7 @@ def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]
                 where = "alone" if x is None else "context-parallel"
                 differences.append(Difference(name, float("inf"), f"is there only {where}"))
             elif name in expected:
-                differences.append(Difference(name, 0.0))
+                differences.append(Difference(name, 0.0, "is None in both"))
         elif reference.shape != x.shape:
             note = f"has shape {tuple(x.shape)}, alone {tuple(reference.shape)}"
             differences.append(Difference(name, float("inf"), note))

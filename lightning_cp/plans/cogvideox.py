@@ -1,16 +1,28 @@
-"""CogVideoX: joint attention, rotary positions for the video only."""
+"""CogVideoX and ConsisID: joint attention, rotary positions for the video only.
+
+ConsisID adds cross-attention of the video to face tokens between the blocks, which needs no other rank's tokens.
+"""
 
 from lightning_cp.plans.plan import Plan, split
+
+_ARGUMENTS = {
+    "hidden_states": split(1, "image"),
+    "encoder_hidden_states": split(1, "text"),
+    "image_rotary_emb": split(0, "image"),
+}
 
 PLANS = {
     "CogVideoXTransformer3DModel": Plan(
         blocks={
             "transformer_blocks": {
-                "hidden_states": split(1, "image"),
-                "encoder_hidden_states": split(1, "text"),
-                "image_rotary_emb": split(0, "image"),
+                **_ARGUMENTS,
+                "attention_kwargs": {"attention_mask": split(-1, "text", "image")},
             },
         },
         gather={"proj_out": split(1, "image")},
+    ),
+    "ConsisIDTransformer3DModel": Plan(
+        blocks={"transformer_blocks": _ARGUMENTS},
+        gather={"norm_final": split(1, "text", "image")},  # text is dropped after it, by its whole length
     ),
 }

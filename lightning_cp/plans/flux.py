@@ -1,32 +1,59 @@
-"""FLUX.1 and FLUX.2: text and image attend to each other from the first block to the last.
+"""FLUX.1, FLUX.2, FLUX.3 and what is built like FLUX.1: text and image attend to each other from the first block on.
 
-Split at the model's own arguments, so that embedders and position tables work on shards too.
+Split at the model's own arguments, so that embedders and position tables work on shards too. In FLUX.3's first blocks text,
+image and reference images each attend to themselves.
 """
 
-from lightning_cp.plans.plan import Plan, split
+from dataclasses import replace
 
-_INPUTS = {
+from lightning_cp.plans.plan import Attention, Plan, mask, split
+
+INPUTS = {
     "hidden_states": split(1, "image"),
     "encoder_hidden_states": split(1, "text"),
     "img_ids": split(-2, "image"),
     "txt_ids": split(-2, "text"),
 }
+MASK = {"attention_mask": mask("text", "image")}
+FLUX = Plan(
+    inputs={**INPUTS, "joint_attention_kwargs": MASK},
+    blocks={"transformer_blocks": {}, "single_transformer_blocks": {}},
+    gather={"proj_out": split(1, "image")},
+)
+_CONTROLNET = {
+    "controlnet_block_samples": split(1, "image"),
+    "controlnet_single_block_samples": split(1, "image"),
+}
 _CACHE = "its reference tokens are found by their global index"
 
 PLANS = {
-    "FluxTransformer2DModel": Plan(
+    "FluxTransformer2DModel": replace(FLUX, inputs={**FLUX.inputs, **_CONTROLNET}),
+    "Flux2Transformer2DModel": replace(FLUX, refused={"kv_cache_mode": _CACHE, "kv_cache": _CACHE}),
+    "Flux3Transformer2DModel": Plan(
         inputs={
-            **_INPUTS,
-            "controlnet_block_samples": split(1, "image"),
-            "controlnet_single_block_samples": split(1, "image"),
+            **INPUTS,
+            "image_cond_hidden_states": split(1, "reference"),
+            "image_cond_ids": split(-2, "reference"),
         },
-        blocks={"transformer_blocks": {}, "single_transformer_blocks": {}},
+        blocks={
+            "txt_mode_blocks": {},
+            "mode_blocks.image": {},
+            "mode_blocks.image_cond": {},
+            "single_transformer_blocks": {},
+        },
+        attention={
+            "txt_mode_blocks.attn": ("text",),
+            "mode_blocks.image.attn": ("image",),
+            "mode_blocks.image_cond.attn": ("reference",),
+            "single_transformer_blocks.attn": ("text", "image", "reference"),
+        },
         gather={"proj_out": split(1, "image")},
     ),
-    "Flux2Transformer2DModel": Plan(
-        inputs=_INPUTS,
-        blocks={"transformer_blocks": {}, "single_transformer_blocks": {}},
-        gather={"proj_out": split(1, "image")},
-        refused={"kv_cache_mode": _CACHE, "kv_cache": _CACHE},
+    "ChromaTransformer2DModel": replace(
+        FLUX,
+        inputs={**INPUTS, **_CONTROLNET, "attention_mask": split(1, "text", "image")},
+        attention={"attn": Attention(("text", "image"), mask="outer")},
     ),
+    "LongCatImageTransformer2DModel": replace(FLUX, inputs=INPUTS),
+    "OvisImageTransformer2DModel": FLUX,
 }

@@ -1,21 +1,58 @@
-"""HunyuanVideo: joint attention with a mask over [video | text]; the text refiner stays whole, outside the blocks."""
+"""HunyuanVideo: joint attention with a mask over [video | text]; the text refiner stays whole, outside the blocks.
 
-from lightning_cp.plans.plan import Pad, Plan, split
+With `token_replace` the first frame's tokens are modulated apart, so they are a stream of their own. FramePack puts
+history in front of the video and drops it after the last block. HunyuanVideo 1.5 makes its mask from each token's own.
+"""
 
-_ARGUMENTS = {
-    "hidden_states": split(1, "image"),
-    "encoder_hidden_states": split(1, "text"),
-    "attention_mask": split(3, "image", "text"),
-}
+from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, split
+
+_TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
+
+
+def _blocks(*video: str, **more: Spec) -> dict[str, dict[str, Spec]]:
+    """Blocks over the streams of a video, and text; `more` comes first."""
+    arguments = {
+        **more,
+        "hidden_states": split(1, *video),
+        "encoder_hidden_states": split(1, "text"),
+        "attention_mask": split(3, *video, "text"),
+    }
+    return {
+        "transformer_blocks": {**arguments, "freqs_cis": split(0, *video)},
+        "single_transformer_blocks": {**arguments, "image_rotary_emb": split(0, *video)},
+    }
+
 
 PLANS = {
     "HunyuanVideoTransformer3DModel": Plan(
-        blocks={
-            "transformer_blocks": {**_ARGUMENTS, "freqs_cis": split(0, "image")},
-            "single_transformer_blocks": {**_ARGUMENTS, "image_rotary_emb": split(0, "image")},
-        },
+        blocks=_blocks("image"),
         gather={"proj_out": split(1, "image")},
-        pads=(Pad("encoder_hidden_states", "encoder_attention_mask"),),
-        refused={"token_replace_emb": "token_replace modulates the first frame's tokens by their global index"},
+        pads=_TEXT,
+        variants={
+            ("image_condition_type", "token_replace"): Plan(
+                blocks=_blocks("first_frame", "image", num_tokens=count("first_frame")),
+                gather={"proj_out": split(1, "first_frame", "image")},
+                pads=_TEXT,
+            ),
+        },
+    ),
+    "HunyuanVideoFramepackTransformer3DModel": Plan(
+        blocks=_blocks("image"),
+        gather={"single_transformer_blocks.-1": (split(1, "image"), None)},
+        pads=_TEXT,
+    ),
+    "HunyuanVideo15Transformer3DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "encoder_hidden_states": split(1, "text"),
+                "attention_mask": split(1, "text"),
+                "freqs_cis": split(0, "image"),
+            },
+        },
+        attention={"attn": Attention(("image", "text"), mask="outer")},
+        gather={"proj_out": split(1, "image")},
+        pads=_TEXT,
+        unused=("transformer_blocks.-1.attn.to_add_out.*", "transformer_blocks.-1.ff_context.*"),
     ),
 }

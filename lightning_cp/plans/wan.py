@@ -1,21 +1,35 @@
 """Wan: self-attention over the video, cross-attention on replicated text (and image) tokens.
 
-A timestep for each token (Wan 2.2 text-and-image to video) is split with the tokens; one for each sample is not.
+A timestep for each token (Wan 2.2 text-and-image to video) is split with the tokens; one for each sample is not. VACE
+has a second stack over control tokens, as many as the video's. Animate's face adapter attends frame by frame, so it
+runs on the whole video.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, Whole, split
+
+_TOKENS = {"hidden_states": split(1, "image"), "rotary_emb": split(1, "image")}
+_ATTENTION = {"attn1": ("image",), "attn2": LOCAL}
+_OUTPUT = {"proj_out": split(1, "image")}
+
+_WAN = Plan(
+    inputs={"timestep": split(1, "image", ndim=2)},
+    blocks={"blocks": {**_TOKENS, "temb": split(1, "image", ndim=4)}},
+    attention=_ATTENTION,
+    gather=_OUTPUT,
+)
 
 PLANS = {
-    "WanTransformer3DModel": Plan(
-        inputs={"timestep": split(1, "image", ndim=2)},
-        blocks={
-            "blocks": {
-                "hidden_states": split(1, "image"),
-                "temb": split(1, "image", ndim=4),
-                "rotary_emb": split(1, "image"),
-            },
-        },
-        attention={"attn1": ("image",), "attn2": LOCAL},
-        gather={"proj_out": split(1, "image")},
+    "WanTransformer3DModel": _WAN,
+    "ChronoEditTransformer3DModel": _WAN,
+    "WanVACETransformer3DModel": Plan(
+        blocks={"vace_blocks": {**_TOKENS, "control_hidden_states": split(1, "image")}, "blocks": _TOKENS},
+        attention=_ATTENTION,
+        gather=_OUTPUT,
+    ),
+    "WanAnimateTransformer3DModel": Plan(
+        blocks={"blocks": _TOKENS},
+        whole={"face_adapter.*": Whole({"hidden_states": split(1, "image")}, split(1, "image"))},
+        attention=_ATTENTION,
+        gather=_OUTPUT,
     ),
 }

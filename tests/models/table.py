@@ -14,6 +14,7 @@ _COLUMNS = {
     "ring alltoall": ("rotation",),
     "Ulysses": ("ulysses",),
     "unified": ("unified", "unified3"),
+    "checkpointing": ("replay",),
 }
 _HEAD = """# Models
 

@@ -35,6 +35,37 @@ def wan(frames: int = 3) -> Tiny:
     )
 
 
+def animate(image: bool = False) -> Tiny:
+    """Animate on a reference and four latent frames, 5 tokens each; with a face adapter after each block."""
+    return Tiny(
+        "WanAnimateTransformer3DModel",
+        {
+            **WAN,
+            "in_channels": 12,
+            "latent_channels": 4,
+            "motion_encoder_channel_sizes": {"4": 8, "8": 8},
+            "motion_encoder_size": 8,
+            "motion_style_dim": 8,
+            "motion_dim": 4,
+            "motion_encoder_dim": 16,
+            "face_encoder_hidden_dim": 16,
+            "face_encoder_num_heads": 2,
+            "inject_face_latents_blocks": 1,
+            "motion_encoder_batch_size": 3,
+            "image_dim": 16,
+            "added_kv_proj_dim": 48 if image else None,
+        },
+        lambda g: {
+            "hidden_states": randn(g, 2, 12, 5, 2, 10),
+            "encoder_hidden_states": randn(g, 2, 512 if image else 7, 16),
+            "encoder_hidden_states_image": randn(g, 2, 9, 16),
+            "pose_hidden_states": randn(g, 2, 4, 4, 2, 10),
+            "face_pixel_values": randn(g, 2, 3, 13, 8, 8),
+            "timestep": STEPS,
+        },
+    )
+
+
 TINY = {
     "wan": wan(),
     "wan_per_token_timestep": Tiny(
@@ -52,4 +83,43 @@ TINY = {
             "timestep": STEPS,
         },
     ),
+    "chronoedit": Tiny(
+        "ChronoEditTransformer3DModel",
+        {**WAN, "rope_temporal_skip_len": 8},
+        lambda g: {**wan().inputs(g), "hidden_states": randn(g, 2, 4, 2, 2, 14)},
+    ),
+    "chronoedit_per_token_timestep": Tiny(
+        "ChronoEditTransformer3DModel",
+        {**WAN, "rope_temporal_skip_len": 8, "image_dim": 16, "added_kv_proj_dim": 48},
+        lambda g: {
+            "hidden_states": randn(g, 2, 4, 5, 2, 10),
+            "encoder_hidden_states": randn(g, 2, 512, 16),
+            "encoder_hidden_states_image": randn(g, 2, 9, 16),
+            "timestep": torch.randint(0, 900, (2, 25), generator=g),
+        },
+    ),
+    "wan_vace": Tiny(
+        "WanVACETransformer3DModel",
+        {**WAN, "num_layers": 3, "vace_layers": [0, 2], "vace_in_channels": 12},
+        lambda g: {
+            "hidden_states": randn(g, 2, 4, 5, 2, 10),
+            "encoder_hidden_states": randn(g, 2, 7, 16),
+            "control_hidden_states": randn(g, 2, 12, 3, 2, 10),  # the model pads it to the video's frames
+            "control_hidden_states_scale": torch.tensor([0.7, 1.2], dtype=torch.float64),
+            "timestep": STEPS,
+        },
+    ),
+    "wan_vace_image_to_video": Tiny(
+        "WanVACETransformer3DModel",
+        {**WAN, "vace_layers": [0], "vace_in_channels": 12, "image_dim": 16, "added_kv_proj_dim": 48},
+        lambda g: {
+            "hidden_states": randn(g, 2, 4, 5, 2, 10),
+            "encoder_hidden_states": randn(g, 2, 512, 16),
+            "encoder_hidden_states_image": randn(g, 2, 9, 16),
+            "control_hidden_states": randn(g, 2, 12, 5, 2, 10),
+            "timestep": STEPS,
+        },
+    ),
+    "wan_animate": animate(),
+    "wan_animate_image": animate(image=True),
 }

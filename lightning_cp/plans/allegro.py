@@ -1,0 +1,20 @@
+"""Allegro: self-attention over the video, cross-attention on replicated text.
+
+Rotary positions come as a table for each axis, which stays whole, and the place of each token in it.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Plan, split
+
+PLANS = {
+    "AllegroTransformer3DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "attention_mask": split(-1, "image"),
+                "image_rotary_emb": (None, split(-1, "image")),
+            },
+        },
+        attention={"attn1": ("image",), "attn2": LOCAL},
+        gather={"proj_out": split(1, "image")},
+    ),
+}

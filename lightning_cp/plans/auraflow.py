@@ -1,0 +1,13 @@
+"""AuraFlow: joint attention; registers come before the text, and the last blocks take [text | image] as one."""
+
+from lightning_cp.plans.plan import Plan, split
+
+PLANS = {
+    "AuraFlowTransformer2DModel": Plan(
+        blocks={
+            "joint_transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
+            "single_transformer_blocks": {"hidden_states": split(1, "text", "image")},
+        },
+        gather={"proj_out": split(1, "image")},
+    ),
+}

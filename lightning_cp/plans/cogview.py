@@ -1,0 +1,31 @@
+"""CogView3-Plus and CogView4: joint attention; CogView4 makes a mask of rows and keys from its text mask.
+
+`CogView4TrainingAttnProcessor` takes masks of both streams among `attention_kwargs`.
+"""
+
+from lightning_cp.plans.plan import Attention, Plan, split
+
+PLANS = {
+    "CogView3PlusTransformer2DModel": Plan(
+        blocks={
+            "transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
+        },
+        gather={"proj_out": split(1, "image")},
+    ),
+    "CogView4Transformer2DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "encoder_hidden_states": split(1, "text"),
+                "image_rotary_emb": split(0, "image"),
+                "attention_mask": split(1, "text"),
+                "attention_kwargs": {"text_attn_mask": split(1, "text"), "latent_attn_mask": split(1, "image")},
+            },
+        },
+        attention={"attn1": Attention(("text", "image"), mask="outer")},
+        gather={"proj_out": split(1, "image")},
+        refused={
+            "attention_kwargs.batch_flag": "samples that are packed into one have no tokens of their own to split"
+        },
+    ),
+}

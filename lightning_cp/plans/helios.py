@@ -1,0 +1,21 @@
+"""Helios: self-attention over [history | image], cross-attention of both or of the image alone on replicated text.
+
+Blocks and the last norm, which drops the history, find the image by how many tokens it has.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Plan, count, split
+
+_ARGUMENTS = {
+    "original_context_length": count("image"),  # first: the rest is history
+    "hidden_states": split(1, "history", "image"),
+    "temb": split(1, "history", "image"),
+}
+
+PLANS = {
+    "HeliosTransformer3DModel": Plan(
+        blocks={"blocks": {**_ARGUMENTS, "rotary_emb": split(1, "history", "image")}},
+        arguments={"norm_out": _ARGUMENTS},
+        attention={"attn1": ("history", "image"), "attn2": LOCAL},
+        gather={"proj_out": split(1, "image")},
+    ),
+}

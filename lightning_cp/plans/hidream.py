@@ -1,0 +1,22 @@
+"""HiDream: joint attention; each block is given another layer of Llama's text, behind T5's and Llama's last.
+
+Texts are split at the model's arguments, the image after its embedder, so what holds all tokens comes with the texts cut.
+"""
+
+from lightning_cp.plans.plan import Plan, split
+
+_ALL = ("image", "t5", "llama", "llama")
+_TEXT_CUT = split(1, *_ALL, local=("t5", "llama"))
+
+PLANS = {
+    "HiDreamImageTransformer2DModel": Plan(
+        inputs={"encoder_hidden_states_t5": split(1, "t5"), "encoder_hidden_states_llama3": split(-2, "llama")},
+        split_outputs={"x_embedder": split(1, "image"), "pe_embedder": _TEXT_CUT},
+        blocks={
+            "double_stream_blocks": {"hidden_states_masks": split(1, "image")},
+            "single_stream_blocks": {"hidden_states_masks": _TEXT_CUT},
+        },
+        attention={"block.attn1": _ALL},
+        gather={"final_layer": split(1, "image")},
+    ),
+}

@@ -1,0 +1,20 @@
+"""Ideogram 4: one packed stream of text and image, with a mask of rows by segment.
+
+Gathered at the last block: a timestep for each token modulates the final layer too.
+"""
+
+from lightning_cp.plans.plan import Plan, mask, split
+
+PLANS = {
+    "Ideogram4Transformer2DModel": Plan(
+        blocks={
+            "layers": {
+                "hidden_states": split(1, "image"),
+                "attention_mask": mask("image"),
+                "image_rotary_emb": split(1, "image"),
+                "adaln_input": split(1, "image"),
+            },
+        },
+        gather={"layers.-1": split(1, "image")},
+    ),
+}

@@ -1,0 +1,25 @@
+"""JoyImage Edit and Edit Plus: joint attention, positions for the image (Edit Plus: of each sample its own) or for both."""
+
+from lightning_cp.plans.plan import Plan, mask, split
+
+_TOKENS = {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")}
+_UNUSED = ("double_blocks.-1.attn.txt_attn_proj.*", "double_blocks.-1.txt_mlp.*")
+
+PLANS = {
+    "JoyImageEditTransformer3DModel": Plan(
+        blocks={"double_blocks": {**_TOKENS, "image_rotary_emb": (split(0, "image"), split(0, "text"))}},
+        gather={"proj_out": split(1, "image")},
+        unused=_UNUSED,
+    ),
+    "JoyImageEditPlusTransformer3DModel": Plan(
+        blocks={
+            "double_blocks": {
+                **_TOKENS,
+                "image_rotary_emb": split(1, "image"),
+                "attention_mask": mask("image", "text"),
+            },
+        },
+        gather={"proj_out": split(1, "image")},
+        unused=_UNUSED,
+    ),
+}

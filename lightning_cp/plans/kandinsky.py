@@ -1,0 +1,35 @@
+"""Kandinsky 5 and 6: self-attention over the video, cross-attention on replicated text, whose own blocks stay whole.
+
+Kandinsky 6 has a second stream of audio; the two attend to each other.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, split
+
+_NABLA = "NABLA attention picks blocks of keys by means over the whole video"
+
+PLANS = {
+    "Kandinsky5Transformer3DModel": Plan(
+        blocks={"visual_transformer_blocks": {"visual_embed": split(1, "image"), "rope": split(1, "image")}},
+        attention={"self_attention": ("image",), "cross_attention": LOCAL},
+        gather={"visual_transformer_blocks.-1": split(1, "image")},
+        refused={"sparse_params": _NABLA},
+    ),
+    "Kandinsky6Transformer3DModel": Plan(
+        blocks={
+            "visual_transformer_blocks": {
+                "vis": split(1, "image"),
+                "aud": split(1, "audio"),
+                "vis_rope": split(0, "image"),
+                "aud_rope": split(0, "audio"),
+            },
+        },
+        attention={
+            "video_dec_block.self_attention": ("image",),
+            "audio_dec_block.self_attention": ("audio",),
+            "*_dec_block.cross_attention": LOCAL,
+            "va_cross_attention": Attention(("image",), ("audio",)),
+            "av_cross_attention": Attention(("audio",), ("image",)),
+        },
+        gather={"visual_transformer_blocks.-1": (split(1, "image"), split(1, "audio"))},
+    ),
+}

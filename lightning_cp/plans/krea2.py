@@ -1,0 +1,16 @@
+"""Krea 2: one stream of text and image, with a mask of keys. Text layers are fused before the blocks, whole."""
+
+from lightning_cp.plans.plan import Plan, split
+
+PLANS = {
+    "Krea2Transformer2DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "image_rotary_emb": split(0, "image"),
+                "attention_mask": split(-1, "image"),
+            },
+        },
+        gather={"transformer_blocks.-1": split(1, "image")},
+    ),
+}

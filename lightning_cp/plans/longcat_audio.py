@@ -1,0 +1,21 @@
+"""LongCat-AudioDiT: masked self-attention over the audio, cross-attention on replicated, masked text.
+
+Gathered before the long skip connection, which adds what the first block was given.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Plan, split
+
+PLANS = {
+    "LongCatAudioDiTTransformer": Plan(
+        blocks={
+            "blocks": {
+                "hidden_states": split(1, "audio"),
+                "mask": split(1, "audio"),
+                "rope": split(0, "audio"),
+            },
+        },
+        attention={"self_attn": ("audio",), "cross_attn": LOCAL},
+        gather={"blocks.-1": split(1, "audio")},
+        main="audio",
+    ),
+}

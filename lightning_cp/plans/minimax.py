@@ -1,0 +1,26 @@
+"""MiniMax: H3 packs video, audio and text into one sequence in any order; Music 3 attends over the audio alone.
+
+Music 3 has the time as a first token of the audio. H3's text refiner stays whole, in front of the blocks.
+"""
+
+from lightning_cp.plans.plan import Plan, split
+
+PLANS = {
+    "MiniMaxH3Transformer3DModel": Plan(
+        blocks={
+            "transformer_blocks": {
+                "hidden_states": split(1, "packed"),
+                "adaln_indices": split(0, "packed"),
+                "rotary_emb": split(0, "packed"),
+            },
+        },
+        arguments={"norm_out": {"timestep_indices": split(0, "packed")}},
+        gather={"proj_out": split(1, "packed"), "audio_proj_out": split(1, "packed")},
+        main="packed",
+    ),
+    "MiniMaxMusic3Transformer1DModel": Plan(
+        blocks={"transformer_blocks": {"hidden_states": split(1, "audio"), "rotary_emb": split(0, "audio")}},
+        gather={"transformer_blocks.-1": split(1, "audio")},
+        main="audio",
+    ),
+}

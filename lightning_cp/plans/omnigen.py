@@ -1,0 +1,16 @@
+"""OmniGen: one stream of text, input images, time and image, with a mask of rows (text is causal, images are not)."""
+
+from lightning_cp.plans.plan import Plan, mask, split
+
+PLANS = {
+    "OmniGenTransformer2DModel": Plan(
+        blocks={
+            "layers": {
+                "hidden_states": split(1, "image"),
+                "attention_mask": mask("image"),
+                "image_rotary_emb": split(0, "image"),
+            },
+        },
+        gather={"norm": split(1, "image")},
+    ),
+}

@@ -1,0 +1,18 @@
+"""PRX: the image attends to [text | image]; the text, never updated, is split at every block."""
+
+from lightning_cp.plans.plan import Attention, Plan, split
+
+PLANS = {
+    "PRXTransformer2DModel": Plan(
+        blocks={
+            "blocks": {
+                "hidden_states": split(1, "image"),
+                "encoder_hidden_states": split(1, "text"),
+                "image_rotary_emb": split(2, "image"),
+                "attention_mask": split(1, "text"),
+            },
+        },
+        attention={"attention": Attention(("image",), ("text", "image"))},
+        gather={"final_layer": split(1, "image")},
+    ),
+}

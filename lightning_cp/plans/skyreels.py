@@ -1,0 +1,21 @@
+"""SkyReels-V2: as Wan; diffusion forcing adds a modulation for each token, and a block-causal mask over the frames.
+
+Its last modulation is for all tokens, so the video is gathered before it.
+"""
+
+from lightning_cp.plans.plan import LOCAL, Plan, mask, split
+
+PLANS = {
+    "SkyReelsV2Transformer3DModel": Plan(
+        blocks={
+            "blocks": {
+                "hidden_states": split(1, "image"),
+                "temb": split(2, "image", ndim=4),
+                "rotary_emb": split(1, "image"),
+                "attention_mask": mask("image"),
+            },
+        },
+        attention={"attn1": ("image",), "attn2": LOCAL},
+        gather={"blocks.-1": split(1, "image")},
+    ),
+}

@@ -1,0 +1,190 @@
+"""What rides on a transformer: ControlNets, IP adapters, LoRA scales, arguments in order, outputs as a dataclass."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, check_plan
+from tests.dist.compare import averaged, outcome, worst
+from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.tiny import randn
+from tests.reference import max_error
+
+_MODES = {
+    "ring": lambda n: ContextParallelConfig(ring_degree=n),
+    "rotation": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
+    "ulysses": lambda n: ContextParallelConfig(ulysses_degree=n),
+}
+
+Inputs = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Control:
+    """A ControlNet of diffusers.
+
+    Attributes:
+        kind: its class.
+        tiny: the transformer that it steers, with inputs.
+        inputs: its own, beside those that it shares with the transformer.
+        config: where it differs from the transformer's.
+        fed: names of the transformer's arguments that take its outputs.
+    """
+
+    kind: str
+    tiny: str
+    inputs: Callable[[torch.Generator, Inputs], Inputs]
+    config: Inputs
+    fed: tuple[str, ...] = ("controlnet_block_samples",)
+
+    def build(self) -> Controlled:
+        import diffusers
+
+        transformer = TINY[self.tiny].build()
+        kind = getattr(diffusers, self.kind)
+        shared = {name: x for name, x in TINY[self.tiny].config.items() if name in parameters(kind.__init__)}
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
+            control = kind(**{**shared, **self.config}).double().eval()
+        for parameter in control.parameters():
+            if not parameter.abs().sum():  # its last layers are zero at first
+                nn.init.normal_(parameter, std=0.2)
+        if self.kind == "ZImageControlNetModel":
+            kind.from_transformer(control, transformer)
+            control.gradient_checkpointing = False  # diffusers 0.42.1 forgets to set it
+        return Controlled(control, transformer, self.fed)
+
+    def arguments(self, model: Controlled) -> Inputs:
+        given = {name: x for name, x in TINY[self.tiny].arguments().items() if name not in self.fed}
+        shared = {name: x for name, x in given.items() if name in parameters(type(model.control).forward)}
+        return {"inputs": given, "control": {**shared, **self.inputs(torch.Generator().manual_seed(2), given)}}
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+class Controlled(nn.Module):
+    """A ControlNet and its transformer in one module, as a training has them. Only the transformer is parallel."""
+
+    def __init__(self, control: nn.Module, transformer: nn.Module, fed: tuple[str, ...]) -> None:
+        super().__init__()
+        self.control, self.transformer, self.fed = control, transformer, fed
+
+    def forward(self, inputs: Inputs, control: Inputs, return_dict: bool) -> tuple[Tensor, ...]:
+        steering = self.control(**control)
+        steering = steering.to_tuple() if hasattr(steering, "to_tuple") else (steering,)
+        (out,) = self.transformer(**inputs, **dict(zip(self.fed, steering, strict=True)), return_dict=return_dict)
+        return tuple(out) if isinstance(out, list) else (out,)
+
+
+def _cosmos(g: torch.Generator, given: Inputs) -> Inputs:
+    return {
+        "controls_latents": randn(g, 2, 4, 5, 2, 14),
+        "latents": given["hidden_states"],
+        "condition_mask": torch.rand(2, 1, 5, 2, 14, generator=g, dtype=torch.float64),
+        "padding_mask": torch.rand(1, 1, 2, 14, generator=g, dtype=torch.float64),
+        "conditioning_scale": [0.5, 2.0],
+    }
+
+
+CONTROLS = {
+    "flux": Control(
+        "FluxControlNetModel",
+        "flux",
+        lambda g, given: {"controlnet_cond": randn(g, 2, 15, 4), "conditioning_scale": 0.7},
+        {"num_layers": 2, "num_single_layers": 1},
+        ("controlnet_block_samples", "controlnet_single_block_samples"),
+    ),
+    "sd3": Control(
+        "SD3ControlNetModel",
+        "sd3",
+        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 3, 5), "conditioning_scale": 0.7},
+        {"num_layers": 2, "dual_attention_layers": ()},
+        ("block_controlnet_hidden_states",),
+    ),
+    "qwen_image": Control(
+        "QwenImageControlNetModel",
+        "qwen_image",
+        lambda g, given: {"controlnet_cond": randn(g, 2, 15, 17), "conditioning_scale": 0.7},
+        {"num_layers": 1, "extra_condition_channels": 1},
+    ),
+    "hunyuan_dit": Control(
+        "HunyuanDiT2DControlNetModel",
+        "hunyuan_dit",
+        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 6, 10), "conditioning_scale": 0.7},
+        {"transformer_num_layers": 4},
+    ),
+    "sana": Control(
+        "SanaControlNetModel",
+        "sana",
+        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 7, 5), "conditioning_scale": 0.7},
+        {"num_layers": 1},
+    ),
+    "z_image": Control(
+        "ZImageControlNetModel",
+        "z_image",
+        lambda g, given: {"control_context": [randn(g, *x.shape) for x in given["x"]], "conditioning_scale": 0.7},
+        {
+            "control_in_dim": 16,
+            "control_layers_places": [0],
+            "control_refiner_layers_places": [0],
+            "add_control_noise_refiner": "control_noise_refiner",
+        },
+    ),
+    "cosmos": Control(
+        "CosmosControlNetModel",
+        "cosmos_transfer",
+        _cosmos,
+        {"n_controlnet_blocks": 2, "in_channels": 6, "latent_channels": 6, "model_channels": 48},
+        ("block_controlnet_hidden_states",),
+    ),
+}
+
+
+@contextmanager
+def torchvision() -> Iterator[None]:
+    """Stands for the one function that Cosmos' ControlNet has from torchvision; the mask is of that size already."""
+    from diffusers.models.controlnets import controlnet_cosmos
+
+    resize = SimpleNamespace(resize=lambda x, size, interpolation: x)
+    before = controlnet_cosmos.__dict__.get("transforms")
+    controlnet_cosmos.transforms = SimpleNamespace(functional=resize, InterpolationMode=SimpleNamespace(NEAREST=None))
+    try:
+        yield
+    finally:
+        controlnet_cosmos.transforms = before
+
+
+def _check_control(rank: int, world: int, name: str, mode: str) -> None:
+    model = CONTROLS[name].build()
+    with torchvision():
+        expected, alone = outcome(model, CONTROLS[name].arguments(model))
+        apply_context_parallel(model.transformer, _MODES[mode](world))
+        found, parallel = outcome(model, CONTROLS[name].arguments(model))
+    assert any(x.any() for path, x in alone.items() if path.startswith("control.") and x is not None)
+    assert max_error(found, expected) < 1e-9
+    assert worst(averaged(parallel, world), alone) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if mode == "ring" else pytest.mark.full)
+        for name in CONTROLS
+        for mode in _MODES
+    ],
+)
+def test_a_controlnet_trains_through_a_parallel_transformer(run_ranks: RankPool, name: str, mode: str) -> None:
+    run_ranks(3, _check_control, name, mode)
