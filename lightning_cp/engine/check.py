@@ -89,17 +89,18 @@ def check_plan(
     plan: object = None,
     *,
     tolerance: float = _TOLERANCE,
+    training: bool = False,
 ) -> PlanCheck:
     """Run `module` once alone and once context-parallel, forward and backward, and compare.
 
-    Works on a copy, in float64 (casts to float32 within the model included) and eval mode, with the first rank's
-    weights; parameters that are all zero get small random values there, or they would hide what comes before them.
+    Works on a copy, in float64 (casts to float32 within the model included), with the first rank's weights; parameters that are all zero get small random values there, or they would hide what comes before them.
 
     Args:
         module: of any class; small, since every rank runs it whole too.
         inputs: its forward's arguments, by name or in order; the same on all ranks.
         parallel_config, plan: as of `apply_context_parallel`.
         tolerance: relative, see `Difference`.
+        training: in training mode, for models that compute something else there; without drop-out, which would differ.
     Returns: every output that is a floating-point tensor, and the gradient of every parameter that wants one (of a
         weighted sum of the outputs, averaged over the context group).
     Ranks: all of the context group.
@@ -107,7 +108,7 @@ def check_plan(
     """
     config = context_config(parallel_config)
     groups = groups_for(config)
-    model = _prepared(module, groups)
+    model = _prepared(module, groups).train(training)
     alone = _run(model, inputs)
     apply_context_parallel(model, config, plan)
     outputs, gradients = _run(model, inputs)
@@ -125,7 +126,7 @@ def check_plan(
 
 
 def _prepared(module: nn.Module, groups: Groups) -> nn.Module:
-    model = copy.deepcopy(module).double().eval()
+    model = copy.deepcopy(module).double()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,6 +1,6 @@
 """Bria, FIBO and FIBO 2. The first two attend as FLUX does; FIBO brings text to each block anew.
 
-FIBO 2 has one stream, [gist of the text | image | references] or with the gist last; its refiners see the image and references.
+FIBO 2 has one stream, [gist of the text | image | references], a padded gist comes last; its refiners see no gist.
 """
 
 from dataclasses import replace

@@ -1,7 +1,7 @@
 """FLUX.1, FLUX.2, FLUX.3 and what is built like FLUX.1: text and image attend to each other from the first block on.
 
-Split at the model's own arguments, so that embedders and position tables work on shards too. In FLUX.3's first blocks text,
-image and reference images each attend to themselves.
+Split at the model's own arguments, so that embedders and position tables work on shards too. In FLUX.3's first blocks
+text, image and reference images each attend to themselves.
 """
 
 from dataclasses import replace
@@ -24,10 +24,13 @@ _CONTROLNET = {
     "controlnet_block_samples": split(1, "image"),
     "controlnet_single_block_samples": split(1, "image"),
 }
+_ADAPTER = {
+    "joint_attention_kwargs.ip_adapter_image_embeds": "the same modules attend to the adapter's whole tokens too"
+}
 _CACHE = "its reference tokens are found by their global index"
 
 PLANS = {
-    "FluxTransformer2DModel": replace(FLUX, inputs={**FLUX.inputs, **_CONTROLNET}),
+    "FluxTransformer2DModel": replace(FLUX, inputs={**FLUX.inputs, **_CONTROLNET}, refused=_ADAPTER),
     "Flux2Transformer2DModel": replace(FLUX, refused={"kv_cache_mode": _CACHE, "kv_cache": _CACHE}),
     "Flux3Transformer2DModel": Plan(
         inputs={
@@ -48,11 +51,13 @@ PLANS = {
             "single_transformer_blocks.attn": ("text", "image", "reference"),
         },
         gather={"proj_out": split(1, "image")},
+        unused=("*image_cond*",),
     ),
     "ChromaTransformer2DModel": replace(
         FLUX,
         inputs={**INPUTS, **_CONTROLNET, "attention_mask": split(1, "text", "image")},
         attention={"attn": Attention(("text", "image"), mask="outer")},
+        refused=_ADAPTER,
     ),
     "LongCatImageTransformer2DModel": replace(FLUX, inputs=INPUTS),
     "OvisImageTransformer2DModel": FLUX,

@@ -3,9 +3,9 @@
 Blocks and the last norm, which drops the history, find the image by how many tokens it has.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, count, split
+from lightning_cp.plans.plan import LOCAL, Plan, Spec, count, split
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, Spec] = {
     "original_context_length": count("image"),  # first: the rest is history
     "hidden_states": split(1, "history", "image"),
     "temb": split(1, "history", "image"),
@@ -17,5 +17,6 @@ PLANS = {
         arguments={"norm_out": _ARGUMENTS},
         attention={"attn1": ("history", "image"), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
+        unused=("patch_short.*", "patch_mid.*", "patch_long.*"),
     ),
 }

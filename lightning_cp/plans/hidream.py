@@ -1,6 +1,6 @@
 """HiDream: joint attention; each block is given another layer of Llama's text, behind T5's and Llama's last.
 
-Texts are split at the model's arguments, the image after its embedder, so what holds all tokens comes with the texts cut.
+Texts are split at the model's arguments, the image after its embedder; what holds all tokens has only the texts cut.
 """
 
 from lightning_cp.plans.plan import Plan, split
@@ -18,5 +18,6 @@ PLANS = {
         },
         attention={"block.attn1": _ALL},
         gather={"final_layer": split(1, "image")},
+        unused=("*.experts.*", "*.gate.*"),  # experts that no token chose; in eval mode all
     ),
 }

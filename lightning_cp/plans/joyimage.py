@@ -1,4 +1,4 @@
-"""JoyImage Edit and Edit Plus: joint attention, positions for the image (Edit Plus: of each sample its own) or for both."""
+"""JoyImage Edit and Edit Plus: joint attention; positions for the image or for both, in Edit Plus for each sample."""
 
 from lightning_cp.plans.plan import Plan, mask, split
 

@@ -12,5 +12,6 @@ PLANS = {
             },
         },
         gather={"norm": split(1, "image")},
+        unused=("embed_tokens.*", "patch_embedding.input_image_proj.*"),
     ),
 }

@@ -171,7 +171,7 @@ class Plan:
             streams.
         main: the stream that must have a token for each rank; others may be shorter than the group.
         pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
-        unused: parameters (`*` allowed) that never get a gradient.
+        unused: parameters (`*` allowed) that get no gradient, ever or with some inputs: DDP is told to look for them.
         required: arguments of the model that must be given, and why.
         refused: arguments of the model or of a block ("argument.key": an entry of a dict) that must be left out, and
             why.

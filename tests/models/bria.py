@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from tests.models.flux import batched_ids, controlnet, joint_mask, tokens
 from tests.models.tiny import TIMES, Tiny, padding_mask, randn
 

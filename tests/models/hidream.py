@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from tests.models.tiny import STEPS, Tiny, randn
@@ -41,6 +43,7 @@ def hidream(height: int, width: int, *, t5: int = 7, llama: int = 5, experts: in
 
 TINY = {
     "hidream": hidream(10, 10),
+    "hidream_training": replace(hidream(10, 10), training=True),  # experts have gradients only there
     "hidream_not_square": hidream(6, 10, experts=0),  # padded to 35 tokens and masked
     "hidream_short_text": hidream(10, 10, t5=2, llama=2),
     "hidream_tokens": Tiny(

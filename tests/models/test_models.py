@@ -63,7 +63,8 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
         if not model._supports_gradient_checkpointing:
             return 0.0, 0.0, ""
         model.enable_gradient_checkpointing()
-    found = check_plan(model, {**tiny.arguments(), "return_dict": False}, _MODES[mode](world))
+    arguments = {**tiny.arguments(), "return_dict": False}
+    found = check_plan(model, arguments, _MODES[mode](world), training=tiny.training)
     assert found.outputs, "the model has an output"
     idle = {x.name for x in found.gradients if x.note}
     assert not idle or REGISTERED[tiny.kind].unused, f"{idle} get no gradient, which the plan does not say"

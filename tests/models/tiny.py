@@ -12,11 +12,15 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Tiny:
-    """A class of diffusers by name, a configuration, and inputs by a generator."""
+    """A class of diffusers by name, a configuration, and inputs by a generator.
+
+    training: in training mode, where it computes something else.
+    """
 
     kind: str
     config: dict[str, Any]
     inputs: Callable[[torch.Generator], dict[str, Any]] = field(repr=False)
+    training: bool = False
 
     def build(self) -> nn.Module:
         """The model in float64 and eval mode, with nothing left at zero."""
