@@ -1,4 +1,4 @@
-"""AuraFlow: joint attention; registers come before the text, and the last blocks take [text | image] as one."""
+"""AuraFlow: joint attention; registers come before the text, and later blocks get shards of both as one tensor."""
 
 from lightning_cp.plans.plan import Plan, split
 
@@ -6,7 +6,7 @@ PLANS = {
     "AuraFlowTransformer2DModel": Plan(
         blocks={
             "joint_transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
-            "single_transformer_blocks": {"hidden_states": split(1, "text", "image")},
+            "single_transformer_blocks": {},
         },
         gather={"proj_out": split(1, "image")},
     ),

@@ -17,5 +17,6 @@ PLANS = {
         attention={"self_attn": ("audio",), "cross_attn": LOCAL},
         gather={"blocks.-1": split(1, "audio")},
         main="audio",
+        unused=("latent_embed.*", "latent_cond_embedder.*"),
     ),
 }

@@ -30,7 +30,10 @@ PLANS = {
         },
         attention={"self_attn": ("memory", "audio"), "cross_attn": LOCAL},
         gather={"transformer_blocks.-1": split(1, "memory", "audio")},
-        unused=("transformer_blocks.*.to_local_embed.*",),
+        unused=(
+            "prompt_padding_embedding",
+            "transformer_blocks.*.to_local_embed.*",
+        ),
         main="audio",
     ),
 }

@@ -9,7 +9,7 @@ from tests.models.tiny import TIMES, Tiny, padding_mask, randn
 _CONFIG = {"dit_dim": 32, "dit_depth": 2, "dit_heads": 4, "dit_text_dim": 16, "latent_dim": 4}
 
 
-def _longcat(without: str = "", **config: Any) -> Tiny:
+def _longcat(*without: str, **config: Any) -> Tiny:
     return Tiny(
         "LongCatAudioDiTTransformer",
         {**_CONFIG, **config},
@@ -23,7 +23,7 @@ def _longcat(without: str = "", **config: Any) -> Tiny:
                 "attention_mask": padding_mask(12, 17).bool(),
                 "latent_cond": randn(g, 2, 17, 4),
             }.items()
-            if name != without
+            if name not in without
         },
     )
 
@@ -31,7 +31,12 @@ def _longcat(without: str = "", **config: Any) -> Tiny:
 TINY = {
     "longcat_audio": _longcat(),
     "longcat_audio_local_modulation": _longcat(
-        "attention_mask", adaln_type="local", long_skip=False, text_conv=False, cross_attn_norm=True
+        "attention_mask",
+        "latent_cond",
+        adaln_type="local",
+        long_skip=False,
+        text_conv=False,
+        cross_attn_norm=True,
     ),
     "longcat_audio_without_text_attention": _longcat(cross_attn=False, qk_norm=False, use_latent_condition=False),
 }

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, check_plan
+from lightning_cp.errors import ShapeError
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
 from tests.models import TINY
@@ -188,3 +189,141 @@ def _check_control(rank: int, world: int, name: str, mode: str) -> None:
 )
 def test_a_controlnet_trains_through_a_parallel_transformer(run_ranks: RankPool, name: str, mode: str) -> None:
     run_ranks(3, _check_control, name, mode)
+
+
+def _flux_adapter(name: str) -> tuple[nn.Module, Inputs]:
+    """Two adapters, as FluxPipeline.load_ip_adapter puts them into a model: of four tokens for each of two pictures, and
+    of three of one."""
+    from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
+
+    model, tokens = TINY[name].build(), (4, 3)
+    processors = {
+        path: FluxIPAdapterAttnProcessor(model.inner_dim, model.config.joint_attention_dim, tokens, scale=[1.3, 0.4])
+        if path.startswith("transformer_blocks")
+        else processor
+        for path, processor in model.attn_processors.items()
+    }
+    model.set_attn_processor(processors)
+    projections = [ImageProjection(6, model.config.joint_attention_dim, n) for n in tokens]
+    model.encoder_hid_proj = MultiIPAdapterImageProjection(projections)
+    g = torch.Generator().manual_seed(3)
+    pictures = {"ip_adapter_image_embeds": [randn(g, 2, 2, 6), randn(g, 2, 1, 6)]}
+    return model.double(), {**TINY[name].arguments(), "joint_attention_kwargs": pictures}
+
+
+def _sd3_adapter(tokens: int = 5) -> tuple[nn.Module, Inputs]:
+    """As SD3IPAdapterMixin puts it into a model."""
+    from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
+    from diffusers.models.embeddings import IPAdapterTimeImageProjection
+
+    model = TINY["sd3"].build()
+    width = model.inner_dim
+    model.set_attn_processor(
+        {path: SD3IPAdapterJointAttnProcessor2_0(width, width, 8, 16, scale=0.9) for path in model.attn_processors}
+    )
+    model.image_proj = IPAdapterTimeImageProjection(6, width, 16, 1, 8, 2, tokens, timestep_in_dim=8)
+    pictures = {"ip_adapter_image_embeds": randn(torch.Generator().manual_seed(3), 2, 4, 6)}
+    return model.double(), {**TINY["sd3"].arguments(), "joint_attention_kwargs": pictures}
+
+
+ADAPTERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
+    "flux": lambda: _flux_adapter("flux"),
+    "flux_short_text": lambda: _flux_adapter("flux_short_text"),
+    "chroma": lambda: _flux_adapter("chroma"),
+    "sd3": _sd3_adapter,
+}
+
+
+def _check_adapter(rank: int, world: int, name: str, mode: str) -> None:
+    torch.manual_seed(0)
+    model, inputs = ADAPTERS[name]()
+    found = check_plan(model, {**inputs, "return_dict": False}, _MODES[mode](world))
+    assert found.passed, str(found)
+    assert any(".processor." in x.name and x.error >= 0 for x in found.gradients)
+    plain = model(**{**inputs, "joint_attention_kwargs": None}, return_dict=False)[0] if name == "sd3" else None
+    assert plain is None or max_error(model(**inputs, return_dict=False)[0], plain) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if mode == "ring" and "_" not in name else pytest.mark.full)
+        for name in ADAPTERS
+        for mode in _MODES
+    ],
+)
+def test_an_ip_adapter(run_ranks: RankPool, name: str, mode: str) -> None:
+    run_ranks(3, _check_adapter, name, mode)
+
+
+def _check_short_picture(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    model, inputs = _sd3_adapter(tokens=2)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    with pytest.raises(ShapeError, match="a rank cannot tell attention"):
+        model(**inputs, return_dict=False)
+
+
+def test_a_call_that_a_rank_cannot_tell_from_another_is_refused_on_all_ranks(run_ranks: RankPool) -> None:
+    run_ranks(3, _check_short_picture)
+
+
+def _in_order(kind: str, inputs: Inputs) -> list[Any]:
+    """All arguments of a forward by their place, the last being `return_dict=True` or what lies before it."""
+    import diffusers
+
+    known = inspect.signature(getattr(diffusers, kind).forward).parameters
+    names = [name for name, x in known.items() if x.kind is x.POSITIONAL_OR_KEYWORD][1:]
+    assert set(inputs) <= set(names)
+    return [inputs.get(name, known[name].default) for name in names]
+
+
+def _check_in_order(rank: int, world: int, name: str) -> None:
+    tiny = TINY[name]
+    found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), _MODES["ring"](world))
+    assert found.outputs
+    assert found.passed, str(found)
+
+
+_FIRST = {tiny.kind: name for name, tiny in reversed(TINY.items())}  # of each class
+_QUICK = ("flux", "sd3", "wan", "cogvideox", "qwen_image")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in _FIRST.values()]
+)
+def test_arguments_in_order_and_a_dataclass_as_output(run_ranks: RankPool, name: str) -> None:
+    run_ranks(3, _check_in_order, name)
+
+
+SCALED = {
+    "flux": "joint_attention_kwargs",
+    "sd3": "joint_attention_kwargs",
+    "qwen_image": "attention_kwargs",
+    "wan": "attention_kwargs",
+    "cogvideox": "attention_kwargs",
+    "sana": "attention_kwargs",
+}
+
+
+def _check_scale(rank: int, world: int, name: str) -> None:
+    from peft import LoraConfig
+
+    model: Any = TINY[name].build()
+    model.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_q", "to_v"], init_lora_weights=False))
+    inputs = {**TINY[name].arguments(), "return_dict": False}
+    scaled = {**inputs, SCALED[name]: {"scale": 0.3}}
+    found = check_plan(model, scaled, _MODES["ring"](world))
+    assert found.passed, str(found)
+    assert found.gradients
+    assert all("lora" in x.name for x in found.gradients)
+    model = model.double()
+    apply_context_parallel(model, _MODES["ring"](world))
+    with torch.no_grad():
+        assert max_error(model(**scaled)[0], model(**inputs)[0]) > 1e-6, "the scale has an effect"
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "flux" else pytest.mark.full) for x in SCALED])
+def test_the_scale_of_a_lora_among_attention_kwargs(run_ranks: RankPool, name: str) -> None:
+    run_ranks(3, _check_scale, name)
