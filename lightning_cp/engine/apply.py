@@ -78,6 +78,7 @@ def parallelize(
         groups,
         config,
         rules.main,
+        rules.needed,
         kernel,
         backends=_backends(module),
         check_peers=checks,

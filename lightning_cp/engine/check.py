@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
@@ -93,7 +95,9 @@ def check_plan(
 ) -> PlanCheck:
     """Run `module` once alone and once context-parallel, forward and backward, and compare.
 
-    Works on a copy, in float64 (casts to float32 within the model included), with the first rank's weights; parameters that are all zero get small random values there, or they would hide what comes before them.
+    Works on a copy, in float64 (casts to float32 within the model included), with the first rank's weights. Parameters
+    that are all zero get small random values there, or they would hide what comes before them. Blocks that are
+    checkpointed are done again without re-entry.
 
     Args:
         module: of any class; small, since every rank runs it whole too.
@@ -128,6 +132,9 @@ def check_plan(
 def _prepared(module: nn.Module, groups: Groups) -> nn.Module:
     model = copy.deepcopy(module).double()
     generator = torch.Generator().manual_seed(0)
+    for inner in model.modules():
+        if getattr(inner, "gradient_checkpointing", False):
+            inner._gradient_checkpointing_func = _checkpoint  # type: ignore[assignment]
     with torch.no_grad():
         for parameter in model.parameters():
             if not parameter.any():
@@ -156,6 +163,12 @@ def _run(
         {name: x.detach() for name, x in outputs.items()},
         {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters() if p.requires_grad},
     )
+
+
+def _checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Backward is itself a torch function, in which the mode is off: it is entered again for a block's replay."""
+    wide = (nullcontext(), NothingNarrowed())
+    return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: wide, **kwargs)
 
 
 class NothingNarrowed(TorchFunctionMode):

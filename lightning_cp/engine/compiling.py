@@ -62,6 +62,8 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         refused_backends=plan.refused_backends,
         pads=plan.pads,
         halos=halos,
+        needed=plan.needed,
+        leading=plan.leading,
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
 
@@ -96,6 +98,9 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         special = bool(kinds) and kinds[0].form != "softmax"
         if special:
             _check_processor(inner, at, kinds[0])
+        owner = block.get_submodule(name.rpartition(".")[0])
+        if inner is getattr(owner, "processor", None):  # one with weights: its attention is the owner's
+            continue
         if not special and not attends(inner):
             continue
         found = True

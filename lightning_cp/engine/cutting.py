@@ -128,7 +128,7 @@ def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
     if len(unknown) > 1 or spec.streams.count(unknown[0]) > 1 or rest < 0 or aside:
         raise PlanError(f"{name} holds the streams {spec.streams}, but nothing told the length of {unknown} before it")
-    call.define(unknown[0], rest, main=session.main, name=name)
+    call.define(unknown[0], rest, main=session.main, needed=session.needed, name=name)
 
 
 def _cut_int(n: Any, spec: Count | Rows, *, name: str, session: Session) -> int:

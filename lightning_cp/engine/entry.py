@@ -15,9 +15,9 @@ from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.segments import attend_by_segments
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.errors import InterceptionError, PlanError
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.kernels import kernel_of_backend
-from lightning_cp.plans import Attention
+from lightning_cp.plans import LOCAL, Attention
 
 Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
 
@@ -141,6 +141,10 @@ class Entry:
             raise InterceptionError(
                 f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
             )
+        if mask is not None and self._is_unsplit(mask, query, sizes):
+            raise InterceptionError(
+                f"a mask over {mask.shape[-1]} keys of several streams came whole: the plan must split it (`mask(...)`)"
+            )
         out = attend_across(
             *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
             causal=causal,
@@ -166,15 +170,46 @@ class Entry:
         call = self.session.current()
         rank, wanted = call.groups.context_rank, []
         for kind in self.kinds:
-            lengths = call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+            lengths = self._lengths(kind, keys)
             if (queries, keys) == (lengths[0][rank], lengths[1][rank]):
-                return lengths
-            to = "each other" if kind.keys is None else " + ".join(kind.keys)
+                self._check_distinct(kind, lengths, keys)
+                return None if kind.keys == LOCAL else lengths
+            to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
             wanted.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
         raise PlanError(
             f"attention got {queries} queries and {keys} keys, but this rank holds {', or '.join(wanted)}: the plan "
             "does not fit this model"
         )
+
+    def _lengths(self, kind: Attention, keys: int) -> Sizes:
+        call = self.session.current()
+        if kind.keys == LOCAL:
+            return call.sizes(kind.queries), [keys] * call.groups.context_size
+        return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+
+    def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
+        """Raises: ShapeError: a rank's tokens are too few to tell this call from another kind."""
+        call, pairs = self.session.current(), list(zip(*lengths))
+        for kind in self.kinds or ():
+            streams = (*kind.queries, *(kind.keys or ()))
+            if kind == found or kind.keys == LOCAL or not all(call.lengths.get(stream) for stream in streams):
+                continue
+            other = list(zip(*self._lengths(kind, keys)))
+            if pairs != other and any(a == b for a, b in zip(pairs, other)):
+                raise ShapeError(
+                    f"a rank cannot tell attention of {' + '.join(found.queries)} from that of "
+                    f"{' + '.join(kind.queries)}, by {pairs} and {other} queries and keys: use lower degrees, or more "
+                    "tokens"
+                )
+
+    def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
+        """A mask of keys in the order of streams, where the order of ranks is meant."""
+        if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
+            return False
+        streams = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
+        several = len([s for s in streams if self.session.current().lengths.get(s)]) > 1
+        own = sizes[1][self.session.groups.context_rank]
+        return several and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
 
     def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
         """A mask that was made for local queries and keys, as one that goes with keys, or with rows of all keys."""
@@ -196,20 +231,21 @@ class Entry:
 
 
 def kernel_for(session: Session, backend: Any) -> str:
-    """The session's kernel, else the one of diffusers' backend: the processor's, or the one set for all."""
-    if session.kernel != "auto":
-        return session.kernel
+    """The session's kernel, else the one of diffusers' backend: the processor's, or the one set for all.
+
+    Raises: InterceptionError: a backend that the model's own code treats in a way of its own.
+    """
     if backend is None and session.backends is not None:
         backend = session.backends._active_backend
-    if backend is None:
-        return "auto"
     name = getattr(backend, "value", backend)
     if name in session.refused_backends:
         raise InterceptionError(
             f"attention backend {name!r} cannot be used context-parallel with this class "
             f"({session.refused_backends[name]}): set another"
         )
-    return kernel_of_backend(name)
+    if session.kernel != "auto":
+        return session.kernel
+    return "auto" if backend is None else kernel_of_backend(name)
 
 
 def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:

@@ -204,6 +204,10 @@ class ModelHook(Shared):
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
         refuse(self.rules.refused, given)
         if session.check_peers:
+            for name, reason in self.rules.leading.items():
+                mask = given.get(name)
+                if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
+                    raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
             compare_peers(given, groups=session.groups)
             session.check_peers -= session.check_peers > 0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_cp.plans import Attention, Pad, Spec
+from lightning_cp.plans import Attention, Pad, Spec, Streams
 
 
 @dataclass(frozen=True)
@@ -63,3 +63,5 @@ class Rules:
     pads: tuple[Pad, ...] = ()
     halos: tuple[Halo, ...] = ()
     dividers: Mapping[str, int] = field(default_factory=dict)
+    needed: Streams = ()
+    leading: Mapping[str, str] = field(default_factory=dict)

@@ -54,12 +54,15 @@ class Call:
         each = [self.shares(stream) for stream in streams]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
-    def define(self, stream: str, length: int, *, main: str, name: str) -> None:
-        """Learn a stream's length. Raises: ShapeError: the main stream has fewer tokens than the group has ranks."""
+    def define(self, stream: str, length: int, *, main: str, needed: Streams, name: str) -> None:
+        """Learn a stream's length.
+
+        Raises: ShapeError: the main stream, or a needed one that has any, has fewer tokens than the group has ranks.
+        """
         size, rows = self.groups.context_size, self.rows.get(stream)
         if rows is not None and length % rows:
             raise ShapeError(f"{name} holds {length} {stream} tokens, which are no {rows} rows of equal length")
-        if stream == main and (length if rows is None else rows) < size:
+        if (stream == main or (stream in needed and length)) and (length if rows is None else rows) < size:
             what = f"{length} {stream} tokens" if rows is None else f"{rows} rows (or frames) of {stream} tokens"
             raise ShapeError(
                 f"{name} holds {what}, fewer than the {size} ranks of the context group "
@@ -75,6 +78,7 @@ class Session:
 
     Attributes:
         call: the forward under way; None outside.
+        main, needed: as of a plan.
         kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         check_peers: forwards whose arguments are still to be compared between peers (-1: all).
@@ -87,6 +91,7 @@ class Session:
     groups: Groups
     config: ContextParallelConfig
     main: str
+    needed: Streams = ()
     kernel: str = "auto"
     backends: Any = None
     check_peers: int = 0

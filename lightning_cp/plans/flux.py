@@ -6,7 +6,7 @@ text, image and reference images each attend to themselves.
 
 from dataclasses import replace
 
-from lightning_cp.plans.plan import Attention, Plan, mask, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, split
 
 INPUTS = {
     "hidden_states": split(1, "image"),
@@ -24,13 +24,15 @@ _CONTROLNET = {
     "controlnet_block_samples": split(1, "image"),
     "controlnet_single_block_samples": split(1, "image"),
 }
-_ADAPTER = {
-    "joint_attention_kwargs.ip_adapter_image_embeds": "the same modules attend to the adapter's whole tokens too"
-}
+_ADAPTER = Attention(("image",), LOCAL)  # an IP adapter's
 _CACHE = "its reference tokens are found by their global index"
 
 PLANS = {
-    "FluxTransformer2DModel": replace(FLUX, inputs={**FLUX.inputs, **_CONTROLNET}, refused=_ADAPTER),
+    "FluxTransformer2DModel": replace(
+        FLUX,
+        inputs={**FLUX.inputs, **_CONTROLNET},
+        attention={"transformer_blocks.attn": (Attention(("text", "image")), _ADAPTER)},
+    ),
     "Flux2Transformer2DModel": replace(FLUX, refused={"kv_cache_mode": _CACHE, "kv_cache": _CACHE}),
     "Flux3Transformer2DModel": Plan(
         inputs={
@@ -51,13 +53,13 @@ PLANS = {
             "single_transformer_blocks.attn": ("text", "image", "reference"),
         },
         gather={"proj_out": split(1, "image")},
+        needed=("text", "reference"),
         unused=("*image_cond*",),
     ),
     "ChromaTransformer2DModel": replace(
         FLUX,
         inputs={**INPUTS, **_CONTROLNET, "attention_mask": split(1, "text", "image")},
-        attention={"attn": Attention(("text", "image"), mask="outer")},
-        refused=_ADAPTER,
+        attention={"attn": (Attention(("text", "image"), mask="outer"), _ADAPTER)},
     ),
     "LongCatImageTransformer2DModel": replace(FLUX, inputs=INPUTS),
     "OvisImageTransformer2DModel": FLUX,

@@ -39,6 +39,7 @@ PLANS = {
     "HunyuanVideoFramepackTransformer3DModel": Plan(
         blocks=_blocks("image"),
         gather={"single_transformer_blocks.-1": (split(1, "image"), None)},
+        needed=("text",),
         pads=_TEXT,
     ),
     "HunyuanVideo15Transformer3DModel": Plan(

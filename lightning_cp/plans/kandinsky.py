@@ -31,6 +31,7 @@ PLANS = {
             "av_cross_attention": Attention(("audio",), ("image",)),
         },
         gather={"visual_transformer_blocks.-1": (split(1, "image"), split(1, "audio"))},
+        needed=("audio",),
         unused=("*audio*", "visual_transformer_blocks.*.*_cross_attention.*"),
     ),
 }

@@ -37,6 +37,7 @@ PLANS = {
             "audio_attn2": LOCAL,
         },
         gather={"proj_out": split(1, "image"), "audio_proj_out": split(1, "audio")},
+        needed=("audio",),
         unused=("av_cross_attn_*", "transformer_blocks.*"),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Plan(

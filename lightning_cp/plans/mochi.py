@@ -14,5 +14,6 @@ PLANS = {
         },
         attention={"attn1": Attention(("image", "text"), ragged=True)},
         gather={"proj_out": split(1, "image")},
+        leading={"encoder_attention_mask": "attention moves the tokens that it keeps to the front"},
     ),
 }

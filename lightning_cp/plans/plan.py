@@ -170,6 +170,8 @@ class Plan:
             Several `Attention`s: for a module that makes several calls, told apart by their tokens. Not listed: all
             streams.
         main: the stream that must have a token for each rank; others may be shorter than the group.
+        needed: other streams that must, if they have any: the class' own code cannot deal with none on a rank.
+        leading: masks [b, s] among the model's arguments that must keep the first tokens of a sample, and why.
         pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
         unused: parameters (`*` allowed) that get no gradient, ever or with some inputs: DDP is told to look for them.
         required: arguments of the model that must be given, and why.
@@ -188,6 +190,8 @@ class Plan:
     halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     attention: Mapping[str, Streams | Attention | tuple[Attention, ...]] = field(default_factory=dict)
     main: str = "image"
+    needed: Streams = ()
+    leading: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
     unused: tuple[str, ...] = ()
     required: Mapping[str, str] = field(default_factory=dict)

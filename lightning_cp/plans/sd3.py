@@ -1,14 +1,25 @@
-"""Stable Diffusion 3 and 3.5: joint attention; 3.5 has a second one over the image alone."""
+"""Stable Diffusion 3 and 3.5: joint attention; 3.5 has a second one over the image alone.
 
-from lightning_cp.plans.plan import Plan, split
+An IP adapter lets the image attend to itself and a picture's tokens, which are split with it."""
+
+from lightning_cp.plans.plan import Attention, Plan, split
+
+_ADAPTER = Attention(("image",), ("image", "picture"))
 
 PLANS = {
     "SD3Transformer2DModel": Plan(
         inputs={"block_controlnet_hidden_states": split(1, "image")},
         blocks={
-            "transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
+            "transformer_blocks": {
+                "hidden_states": split(1, "image"),
+                "encoder_hidden_states": split(1, "text"),
+                "joint_attention_kwargs": {"ip_hidden_states": split(1, "picture")},
+            },
         },
-        attention={"attn2": ("image",)},
+        attention={
+            "attn": (Attention(("image", "text")), _ADAPTER),
+            "attn2": (Attention(("image",)), _ADAPTER),
+        },
         gather={"proj_out": split(1, "image")},
     ),
 }

@@ -29,6 +29,8 @@ IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     # torch's own modules, while they are imported or traced
     (r".*", DeprecationWarning, r"torch\..*"),
     (r".*", FutureWarning, r"torch\..*"),
+    # Chroma's, and FLUX's ControlNet's, own __init__
+    (r"`FluxPosEmbed` is deprecated.*", FutureWarning, r".*"),
     # Mochi asks for float32 autocast, on a CPU too
     (r"In CPU autocast, but the target dtype.*", UserWarning, r"diffusers\..*"),
 )

@@ -106,7 +106,6 @@ TINY = {
         lambda g: {**newer(g), "use_cross_timestep": True, "perturbation_mask": None},
     ),
     "ltx2_isolated": Tiny("LTX2VideoTransformer3DModel", _CONFIG, lambda g: {**ltx2(g), "isolate_modalities": True}),
-    "ltx2_short_audio": Tiny("LTX2VideoTransformer3DModel", _CONFIG, lambda g: ltx2(g, 2)),
     "sana_wm_refiner": Tiny("SanaWMLTX2RefinerTransformer3DModel", _CONFIG, lambda g: refiner(g, 2, 25, 32)),
     "sana_wm_refiner_split_rope": Tiny(
         "SanaWMLTX2RefinerTransformer3DModel",

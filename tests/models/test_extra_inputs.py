@@ -192,8 +192,8 @@ def test_a_controlnet_trains_through_a_parallel_transformer(run_ranks: RankPool,
 
 
 def _flux_adapter(name: str) -> tuple[nn.Module, Inputs]:
-    """Two adapters, as FluxPipeline.load_ip_adapter puts them into a model: of four tokens for each of two pictures, and
-    of three of one."""
+    """Two adapters, as FluxPipeline.load_ip_adapter puts them into a model: four tokens for each of two pictures, and
+    three of one."""
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
     from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor
 
@@ -213,7 +213,7 @@ def _flux_adapter(name: str) -> tuple[nn.Module, Inputs]:
 
 
 def _sd3_adapter(tokens: int = 5) -> tuple[nn.Module, Inputs]:
-    """As SD3IPAdapterMixin puts it into a model."""
+    """With an adapter, as SD3IPAdapterMixin puts it in."""
     from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
     from diffusers.models.embeddings import IPAdapterTimeImageProjection
 
@@ -240,9 +240,8 @@ def _check_adapter(rank: int, world: int, name: str, mode: str) -> None:
     model, inputs = ADAPTERS[name]()
     found = check_plan(model, {**inputs, "return_dict": False}, _MODES[mode](world))
     assert found.passed, str(found)
-    assert any(".processor." in x.name and x.error >= 0 for x in found.gradients)
-    plain = model(**{**inputs, "joint_attention_kwargs": None}, return_dict=False)[0] if name == "sd3" else None
-    assert plain is None or max_error(model(**inputs, return_dict=False)[0], plain) > 1e-3
+    assert any(".processor." in x.name for x in found.gradients)
+    assert any(x.name.startswith(("encoder_hid_proj.", "image_proj.")) for x in found.gradients)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +269,7 @@ def test_a_call_that_a_rank_cannot_tell_from_another_is_refused_on_all_ranks(run
 
 
 def _in_order(kind: str, inputs: Inputs) -> list[Any]:
-    """All arguments of a forward by their place, the last being `return_dict=True` or what lies before it."""
+    """All arguments of a forward by their place, with its own default of `return_dict`: True."""
     import diffusers
 
     known = inspect.signature(getattr(diffusers, kind).forward).parameters
@@ -281,7 +280,9 @@ def _in_order(kind: str, inputs: Inputs) -> list[Any]:
 
 def _check_in_order(rank: int, world: int, name: str) -> None:
     tiny = TINY[name]
-    found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), _MODES["ring"](world))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`Transformer2DModelOutput` is deprecated", FutureWarning)  # StableAudio's
+        found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), _MODES["ring"](world))
     assert found.outputs
     assert found.passed, str(found)
 
