@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from lightning_cp.errors import PlanError
 from lightning_cp.fabric import ContextParallelStrategy
 
 
@@ -41,3 +43,16 @@ def test_ulysses_across_nodes_is_pointed_out(ranks_per_node: int, spans: bool) -
     assert line is not None
     assert line.startswith("8 ranks = data 1 × ring 2 × ulysses 4")
     assert ("ulysses=4 spans 2 nodes of 2 ranks" in line) == spans
+
+
+def test_a_module_whose_only_transformer_no_plan_can_carry_is_refused_not_repeated_on_every_rank() -> None:
+    """Without a word each rank of a context group would run all of it."""
+    import diffusers
+
+    unet = type("UNet2DModel", (diffusers.UNet2DModel,), {"__init__": nn.Module.__init__})()
+    for modules, reason in ((None, "it is a UNet"), (["0"], "it is a UNet")):
+        core = ContextParallelStrategy(ring=2, modules=modules).context
+        with pytest.raises(PlanError, match=reason):
+            core.wrap(nn.Sequential(unet))
+    assert ContextParallelStrategy(ring=1).context.wrap(nn.Sequential(unet)) == []
+    assert ContextParallelStrategy(ring=2).context.unused_parameters(nn.Sequential(nn.Linear(2, 2))) is False

@@ -1,0 +1,68 @@
+"""What a plan refuses is refused by name, with the reason, before anything runs. No ranks needed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.entry import kernel_for
+from lightning_cp.errors import InterceptionError, ShapeError
+from lightning_cp.plans import REGISTERED
+from tests.models import TINY
+
+_FIRST = {tiny.kind: tiny for tiny in reversed(TINY.values())}
+_REFUSED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.refused]
+_REQUIRED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.required]
+_LEADING = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.leading]
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_of_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # set by what some of diffusers' modules import
+
+
+def _parallel(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
+    model, arguments = _FIRST[kind].build(), _FIRST[kind].arguments()
+    apply_context_parallel(model, ContextParallelConfig())
+    return model, arguments
+
+
+@pytest.mark.parametrize(("kind", "name"), _REFUSED)
+def test_an_argument_that_a_plan_refuses(kind: str, name: str) -> None:
+    model, arguments = _parallel(kind)
+    argument, _, key = name.partition(".")
+    assert argument in inspect.signature(type(model).forward).parameters, "a block's: try it with the model's"
+    given = {**(arguments.get(argument) or {}), key: 1} if key else 1
+    with pytest.raises(ShapeError) as caught:
+        model(**{**arguments, argument: given})
+    assert f"{name}=" in str(caught.value)
+    assert REGISTERED[kind].refused[name] in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "name"), _REQUIRED)
+def test_an_argument_that_a_plan_requires(kind: str, name: str) -> None:
+    model, arguments = _parallel(kind)
+    with pytest.raises(ShapeError, match=f"{name} must be given"):
+        model(**{**arguments, name: None})
+
+
+@pytest.mark.parametrize(("kind", "name"), _LEADING)
+def test_a_mask_that_must_keep_the_first_tokens(kind: str, name: str) -> None:
+    model, arguments = _parallel(kind)
+    with pytest.raises(ShapeError, match=f"{name} must keep the first tokens"):
+        model(**{**arguments, name: arguments[name].flip(1)})
+
+
+def test_a_backend_that_a_plan_refuses_also_where_the_kernel_is_given() -> None:
+    (kind, name), *_ = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.refused_backends]
+    model, _ = _parallel(kind)
+    installed = installed_on(model)
+    assert installed is not None
+    installed.session.kernel = "math"
+    with pytest.raises(InterceptionError, match=f"'{name}' cannot be used"):
+        kernel_for(installed.session, name)
