@@ -13,7 +13,7 @@ from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.cutting import check_dim, cut, cut_always, join
-from lightning_cp.engine.entry import find_sizes
+from lightning_cp.engine.lengths import find_sizes
 from lightning_cp.engine.peers import compare_peers
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.engine.session import Call, Session

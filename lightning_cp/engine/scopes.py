@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.engine.entry import candidates
 from lightning_cp.engine.hooks import Shared
+from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.models import TINY
 from tests.models.tiny import STEPS, Tiny, padding_mask, randn
-from tests.models.wan import WAN, wan
+from tests.models.wan import WAN
 
 _HELIOS_HISTORY = {"short": 1, "mid": 1, "long": 4}
 
@@ -26,31 +26,9 @@ def _helios(g: torch.Generator) -> dict[str, Any]:
     return inputs
 
 
-def _minimax_h3(g: torch.Generator) -> dict[str, Any]:
-    text, audio, video = torch.arange(4), torch.arange(4, 10), torch.arange(10, 19)
-    place = torch.cat([torch.zeros(10, 2), torch.tensor([[i // 3, i % 3] for i in range(9)])])
-    return {
-        "hidden_states": randn(g, 2, 9, 16),
-        "audio_hidden_states": randn(g, 2, 6, 6),
-        "encoder_hidden_states": randn(g, 2, 4, 8),
-        "timestep": torch.tensor([0.7, 0.3], dtype=torch.float64),
-        "timestep_indices": torch.tensor([0] * 4 + [1] * 6 + [0] * 9),
-        "token_tags": torch.tensor([1] * 4 + [2] * 6 + [0] * 9),
-        "position_ids": torch.cat([torch.arange(19)[:, None], place], 1).double(),
-        "video_indices": video,
-        "audio_indices": audio,
-        "text_indices": text,
-    }
-
-
 THEIR_PLANS: dict[str, Tiny] = {
     **{name: TINY[name] for name in ("flux", "flux2", "qwen_image", "wan", "wan_per_token_timestep", "ltx")},
-    "wan_image_to_video": TINY["wan_image_to_video"],
-    "chronoedit": Tiny(
-        "ChronoEditTransformer3DModel",
-        {**WAN, "rope_temporal_skip_len": 8},
-        lambda g: {**wan().inputs(g), "hidden_states": randn(g, 2, 4, 2, 6, 10)},
-    ),
+    **{name: TINY[name] for name in ("wan_image_to_video", "chronoedit", "minimax_h3")},
     "helios": Tiny(
         "HeliosTransformer3DModel",
         {
@@ -98,25 +76,5 @@ THEIR_PLANS: dict[str, Tiny] = {
             "fps": 25.0,
             "isolate_modalities": True,  # their plan leaves cross_attn_rope whole, which only this does not use
         },
-    ),
-    "minimax_h3": Tiny(
-        "MiniMaxH3Transformer3DModel",
-        {
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-            "hidden_size": 24,
-            "num_layers": 2,
-            "num_refiner_layers": 2,
-            "ffn_dim": 32,
-            "in_channels": 4,
-            "audio_in_channels": 6,
-            "patch_size": (1, 2, 2),
-            "text_dim": 8,
-            "freq_dim": 8,
-            "time_embed_hidden_dim": 24,
-            "time_embed_dim": 16,
-            "rope_freq_dim": 2,
-        },
-        _minimax_h3,
     ),
 }
