@@ -148,6 +148,7 @@ class ModelHook(Shared):
             NOTES.enter(module, module)
             self.follow()
             self._check(given)
+            refuse_caches(module)
         session.call = Call(session.groups)
         session.forwards += 1
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
@@ -210,6 +211,16 @@ class ModelHook(Shared):
                     raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
             compare_peers(given, groups=session.groups)
             session.check_peers -= session.check_peers > 0
+
+
+def refuse_caches(module: nn.Module) -> None:
+    """Raises: InterceptionError: one of diffusers' caches is on, which would look at this rank's tokens alone."""
+    cache = getattr(module, "_cache_config", None)
+    if cache is not None:
+        raise InterceptionError(
+            f"{type(cache).__name__}: diffusers' caches decide by, and keep, the tokens of one rank, so they cannot be "
+            "used context-parallel: call disable_cache()"
+        )
 
 
 def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:

@@ -32,6 +32,10 @@ PLANS = {
         },
         gather={"visual_transformer_blocks.-1": (split(1, "image"), split(1, "audio"))},
         needed=("audio",),
-        unused=("*audio*", "visual_transformer_blocks.*.*_cross_attention.*"),
+        unused=(
+            "*audio*",
+            "visual_transformer_blocks.*.*_cross_attention.*",
+            "visual_transformer_blocks.*.*_modulation.*",
+        ),
     ),
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -67,8 +68,9 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     arguments = {**tiny.arguments(), "return_dict": False}
     found = check_plan(model, arguments, _MODES[mode](world), training=tiny.training)
     assert found.outputs, "the model has an output"
-    idle = {x.name for x in found.gradients if x.note}
-    assert not idle or REGISTERED[tiny.kind].unused, f"{idle} get no gradient, which the plan does not say"
+    known = [pattern.replace(".-1.", ".*.") for pattern in REGISTERED[tiny.kind].unused]
+    idle = [x.name for x in found.gradients if x.note and not any(fnmatchcase(x.name, y) for y in known)]
+    assert not idle, f"{idle} get no gradient, which the plan does not say"
     return found.output_error, found.gradient_error, "" if found.passed else str(found)
 
 
