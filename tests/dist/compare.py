@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.engine.check import NothingNarrowed
+
+@contextmanager
+def nothing_narrowed() -> Iterator[None]:
+    """Within this, models that cast parts to float32 cast them to float64; what backward does again, too.
+
+    (`check_plan` has a mode for it, which reaches more functions, but is off in backward.)
+    """
+    to = Tensor.to
+
+    def wide(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {name: torch.float64 if value is torch.float32 else value for name, value in kwargs.items()}
+        return to(x, *args, **kwargs)
+
+    with mock.patch.object(Tensor, "float", Tensor.double), mock.patch.object(Tensor, "to", wide):
+        yield
 
 
 def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
     """All outputs, flat, and each parameter's gradient of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
-    with NothingNarrowed():
+    with nothing_narrowed():
         outputs = model(**arguments, return_dict=False)
         out = torch.cat([x.flatten() for x in outputs if isinstance(x, Tensor)])
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -58,12 +58,13 @@ def _in_ci(name: str, mode: str, world: int) -> bool:
     return name in _FIRST and (mode, world) == others[place % len(others)]
 
 
-def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str]:
+def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str] | None:
+    """Errors, and what differs; None for a class that cannot be checkpointed."""
     tiny = TINY[name]
     model = tiny.build()
     if mode == "replay":
         if not model._supports_gradient_checkpointing:
-            return 0.0, 0.0, ""
+            return None
         model.enable_gradient_checkpointing()
     arguments = {**tiny.arguments(), "return_dict": False}
     found = check_plan(model, arguments, _MODES[mode](world), training=tiny.training)
@@ -79,7 +80,10 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
     [pytest.param(*trial, marks=() if _in_ci(*trial) else pytest.mark.full) for trial in _TRIALS],
 )
 def test_a_class_is_exact(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
-    output, gradient, differing = run_ranks(world, _check, name, mode)[0]  # the same on all ranks
+    found = run_ranks(world, _check, name, mode)[0]  # the same on all ranks
+    if found is None:
+        return
+    output, gradient, differing = found
     _measured.append(Measured(TINY[name].kind, name, mode, world, output, gradient, passed=not differing))
     assert not differing, differing
 
