@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import Groups, groups_by_name
 
@@ -139,10 +139,7 @@ def _overlaps(sizes: list[int], reach: int, group: Groups) -> tuple[list[_Part],
 def _swap(x: Tensor, dim: int, sends: list[_Part], receives: list[_Part], *, group: Groups) -> list[tuple[int, Tensor]]:
     """Sends slices of `x`; returns what comes, with where it belongs."""
     assert group.context is not None, "a group of one has no neighbours"
-    shape, pieces = list(x.shape), []
-    for _, _, n in receives:
-        shape[dim] = n
-        pieces.append(Piece(tuple(shape), x.dtype))
+    pieces = [piece_of(x, dim, n) for _, _, n in receives]
     out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
     buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
     peers = [peer for peer, _, _ in receives]

@@ -27,6 +27,13 @@ class Piece(NamedTuple):
 Layout = Sequence[Piece]
 
 
+def piece_of(x: Tensor, dim: int, length: int) -> Piece:
+    """A piece like `x`, but of so much along `dim`."""
+    shape = list(x.shape)
+    shape[dim] = length
+    return Piece(tuple(shape), x.dtype)
+
+
 def layout_of(tensors: Sequence[Tensor]) -> Layout:
     """The layout in which `pack` puts `tensors`."""
     return [Piece(tuple(x.shape), x.dtype) for x in tensors]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import groups_by_name
 
@@ -37,7 +37,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     parts: list[Tensor] = []
     buffers: list[tuple[int, Tensor]] = []
     for rank, lengths in enumerate(segments):
-        piece = _piece(x, dim, sum(lengths))
+        piece = piece_of(x, dim, sum(lengths))
         buffer = mine if rank == group.context_rank else mine.new_empty(packet_bytes([piece]))
         buffers.append((rank, buffer))
         parts.append(unpack(buffer, [piece])[0])
@@ -99,9 +99,3 @@ gather.register_autograd(_gather_backward, setup_context=_setup_gather)
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
     """Each rank's segments."""
     return [list(sizes[rank::ranks]) for rank in range(ranks)]
-
-
-def _piece(x: Tensor, dim: int, length: int) -> Piece:
-    shape = list(x.shape)
-    shape[dim] = length
-    return Piece(tuple(shape), x.dtype)

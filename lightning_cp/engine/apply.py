@@ -74,17 +74,7 @@ def parallelize(
         raise PlanError(no_plan(type(module)))
     rules = compile_rules(module, plan)
     groups = groups_for(config)
-    session = Session(
-        groups,
-        config,
-        rules.main,
-        rules.needed,
-        kernel,
-        backends=_backends(module),
-        check_peers=checks,
-        refused_backends=rules.refused_backends,
-        dividers=rules.dividers,
-    )
+    session = Session(groups, config, rules, kernel, _backends(module), checks)
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     signature = inspect.signature(type(module).forward)

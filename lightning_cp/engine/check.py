@@ -58,7 +58,7 @@ class PlanCheck:
     @property
     def differing(self) -> list[Difference]:
         """What differs by more than `tolerance`, outputs first."""
-        return [x for x in (*self.outputs, *self.gradients) if not x.error <= self.tolerance]
+        return self._above(self.outputs) + self._above(self.gradients)
 
     @property
     def output_error(self) -> float:
@@ -71,17 +71,19 @@ class PlanCheck:
         return max((x.error for x in self.gradients), default=0.0)
 
     def __str__(self) -> str:
-        kinds = (("output", self.outputs), ("gradient", self.gradients))
-        lines = [
-            f"{len(found)} {kind}{'s' if len(found) != 1 else ''}: largest error "
-            f"{max((x.error for x in found), default=0.0):.1e}, "
-            f"{sum(not x.error <= self.tolerance for x in found)} above {self.tolerance:.0e}"
-            for kind, found in kinds
-        ]
-        for kind, found in kinds:
-            worst = sorted((x for x in found if not x.error <= self.tolerance), key=lambda x: -x.error)
-            lines += [f"  {kind} {x.name}: {x.note or f'{x.error:.1e}'}" for x in worst]
-        return "\n".join(lines)
+        lines, listed = [], []
+        for kind, found, largest in (
+            ("output", self.outputs, self.output_error),
+            ("gradient", self.gradients, self.gradient_error),
+        ):
+            above, count = self._above(found), f"{len(found)} {kind}{'s' if len(found) != 1 else ''}"
+            lines.append(f"{count}: largest error {largest:.1e}, {len(above)} above {self.tolerance:.0e}")
+            worst = sorted(above, key=lambda x: -x.error)
+            listed += [f"  {kind} {x.name}: {x.note or f'{x.error:.1e}'}" for x in worst]
+        return "\n".join(lines + listed)
+
+    def _above(self, found: Sequence[Difference]) -> list[Difference]:
+        return [x for x in found if not x.error <= self.tolerance]
 
 
 def check_plan(

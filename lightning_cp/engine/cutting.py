@@ -32,7 +32,7 @@ def cut(value: Any, spec: Spec | None, *, name: str, session: Session, strict: b
             session.current().kept[spec.name] = x
             return None
         if isinstance(spec, Rows) and isinstance(x, Tensor):
-            session.current().rows[spec.stream] = x.shape[spec.dim] // session.dividers.get(spec.per, 1)
+            session.current().rows[spec.stream] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
             return x
         if isinstance(spec, (Count, Rows)):
             return _cut_int(x, spec, name=name, session=session)
@@ -128,7 +128,8 @@ def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
     if len(unknown) > 1 or spec.streams.count(unknown[0]) > 1 or rest < 0 or aside:
         raise PlanError(f"{name} holds the streams {spec.streams}, but nothing told the length of {unknown} before it")
-    call.define(unknown[0], rest, main=session.main, needed=session.needed, name=name)
+    everywhere = unknown[0] == session.rules.main or (unknown[0] in session.rules.needed and rest > 0)
+    call.define(unknown[0], rest, everywhere=everywhere, name=name)
 
 
 def _cut_int(n: Any, spec: Count | Rows, *, name: str, session: Session) -> int:

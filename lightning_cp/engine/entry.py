@@ -236,10 +236,10 @@ def kernel_for(session: Session, backend: Any) -> str:
     if backend is None and session.backends is not None:
         backend = session.backends._active_backend
     name = getattr(backend, "value", backend)
-    if name in session.refused_backends:
+    refused = session.rules.refused_backends
+    if name in refused:
         raise InterceptionError(
-            f"attention backend {name!r} cannot be used context-parallel with this class "
-            f"({session.refused_backends[name]}): set another"
+            f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set another"
         )
     if session.kernel != "auto":
         return session.kernel

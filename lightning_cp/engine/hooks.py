@@ -40,7 +40,8 @@ class ArgumentHook(Shared):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positional, named = list(args), dict(kwargs)
-        refuse(self.refused, {**dict(zip(self.order, args)), **named})
+        if self.refused:
+            refuse(self.refused, {**dict(zip(self.order, args)), **named})
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:

@@ -56,6 +56,7 @@ def expand(module: nn.Module, pattern: str) -> list[str]:
 
 
 def expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The entries of a table by path, its patterns expanded."""
     return [(path, entry) for pattern, entry in table.items() for path in expand(module, pattern)]
 
 

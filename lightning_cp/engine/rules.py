@@ -51,6 +51,7 @@ class Rules:
     """A plan, compiled for one model.
 
     attention: by path of each module that attends across ranks (None: to be found out).
+    dividers: the model's patch sizes by which rows are counted, by their name in its config.
     """
 
     arguments: tuple[Arguments, ...]

@@ -101,15 +101,7 @@ class Seam:
         ours.__class__ = self._class_of(type(processor))
         if mark is not None and hasattr(processor, "_parallel_config"):
             ours._parallel_config = mark
-        module.processor = ours
-
-        def restore(ours: Any = ours, theirs: Any = processor) -> None:
-            if getattr(module, "processor", None) is ours:
-                if hasattr(theirs, "_attention_backend"):  # may have been set meanwhile, on the copy
-                    theirs._attention_backend = getattr(ours, "_attention_backend", None)
-                module.processor = theirs
-
-        return restore
+        return exchange_processor(module, ours)
 
     def _intercept_forward(self, module: nn.Module) -> Callable[[], None]:
         replacement = types.MethodType(getattr(self._class_of(type(module)), "forward"), module)  # noqa: B009
@@ -130,15 +122,17 @@ class Seam:
         return self._classes[kind]
 
 
-def exchange_processor(module: nn.Module, processor: object) -> Callable[[], None]:
+def exchange_processor(module: nn.Module, ours: Any) -> Callable[[], None]:
     """Gives `module` a processor that stands for its own; return what undoes it."""
-    theirs: Any = module.processor
-    module.processor = processor  # type: ignore[assignment]
 
-    def restore() -> None:
-        if getattr(module, "processor", None) is processor:
+    def restore(theirs: Any = module.processor) -> None:
+        if getattr(module, "processor", None) is ours:
+            # May have been set meanwhile, on ours.
+            if hasattr(theirs, "_attention_backend") and hasattr(ours, "_attention_backend"):
+                theirs._attention_backend = getattr(ours, "_attention_backend", None)
             module.processor = theirs
 
+    module.processor = ours
     return restore
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Groups
 from lightning_cp.plans import Streams
@@ -54,15 +55,15 @@ class Call:
         each = [self.shares(stream) for stream in streams]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
-    def define(self, stream: str, length: int, *, main: str, needed: Streams, name: str) -> None:
+    def define(self, stream: str, length: int, *, everywhere: bool, name: str) -> None:
         """Learn a stream's length.
 
-        Raises: ShapeError: the main stream, or a needed one that has any, has fewer tokens than the group has ranks.
+        Raises: ShapeError: a stream that each rank must have some of has fewer tokens than the group has ranks.
         """
         size, rows = self.groups.context_size, self.rows.get(stream)
         if rows is not None and length % rows:
             raise ShapeError(f"{name} holds {length} {stream} tokens, which are no {rows} rows of equal length")
-        if (stream == main or (stream in needed and length)) and (length if rows is None else rows) < size:
+        if everywhere and (length if rows is None else rows) < size:
             what = f"{length} {stream} tokens" if rows is None else f"{rows} rows (or frames) of {stream} tokens"
             raise ShapeError(
                 f"{name} holds {what}, fewer than the {size} ranks of the context group "
@@ -78,25 +79,20 @@ class Session:
 
     Attributes:
         call: the forward under way; None outside.
-        main, needed: as of a plan.
+        rules: its plan's.
         kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         check_peers: forwards whose arguments are still to be compared between peers (-1: all).
-        refused_backends: of diffusers, and why.
-        dividers: the model's patch sizes, by their name in its config.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
 
     groups: Groups
     config: ContextParallelConfig
-    main: str
-    needed: Streams = ()
+    rules: Rules
     kernel: str = "auto"
     backends: Any = None
     check_peers: int = 0
-    refused_backends: Mapping[str, str] = field(default_factory=dict)
-    dividers: Mapping[str, int] = field(default_factory=dict)
     forwards: int = 0
     call: Call | None = None
     settled: dict[Hashable, bool] = field(default_factory=dict)

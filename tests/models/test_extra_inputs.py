@@ -14,20 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_cp import ContextParallelConfig, apply_context_parallel, check_plan
+from lightning_cp import apply_context_parallel, check_plan
 from lightning_cp.errors import ShapeError
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
-from tests.models import TINY
+from tests.models import FIRST, TINY
+from tests.models.modes import MODES
 from tests.models.tiny import randn
 from tests.reference import max_error
 
-_MODES = {
-    "ring": lambda n: ContextParallelConfig(ring_degree=n),
-    "rotation": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
-    "ulysses": lambda n: ContextParallelConfig(ulysses_degree=n),
-}
-
+_MODES = ("ring", "rotation", "ulysses")
 Inputs = dict[str, Any]
 
 
@@ -172,7 +168,7 @@ def _check_control(rank: int, world: int, name: str, mode: str) -> None:
     model = CONTROLS[name].build()
     with torchvision():
         expected, alone = outcome(model, CONTROLS[name].arguments(model))
-        apply_context_parallel(model.transformer, _MODES[mode](world))
+        apply_context_parallel(model.transformer, MODES[mode](world))
         found, parallel = outcome(model, CONTROLS[name].arguments(model))
     assert any(x.any() for path, x in alone.items() if path.startswith("control.") and x is not None)
     assert max_error(found, expected) < 1e-9
@@ -238,7 +234,7 @@ ADAPTERS: dict[str, Callable[[], tuple[nn.Module, Inputs]]] = {
 def _check_adapter(rank: int, world: int, name: str, mode: str) -> None:
     torch.manual_seed(0)
     model, inputs = ADAPTERS[name]()
-    found = check_plan(model, {**inputs, "return_dict": False}, _MODES[mode](world))
+    found = check_plan(model, {**inputs, "return_dict": False}, MODES[mode](world))
     assert found.passed, str(found)
     assert any(".processor." in x.name for x in found.gradients)
     assert any(x.name.startswith(("encoder_hid_proj.", "image_proj.")) for x in found.gradients)
@@ -259,7 +255,7 @@ def test_an_ip_adapter(run_ranks: RankPool, name: str, mode: str) -> None:
 def _check_short_picture(rank: int, world: int) -> None:
     torch.manual_seed(0)
     model, inputs = _sd3_adapter(tokens=2)
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    apply_context_parallel(model, MODES["ring"](world))
     with pytest.raises(ShapeError, match="a rank cannot tell attention"):
         model(**inputs, return_dict=False)
 
@@ -282,17 +278,16 @@ def _check_in_order(rank: int, world: int, name: str) -> None:
     tiny = TINY[name]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`Transformer2DModelOutput` is deprecated", FutureWarning)  # StableAudio's
-        found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), _MODES["ring"](world))
+        found = check_plan(tiny.build(), _in_order(tiny.kind, tiny.arguments()), MODES["ring"](world))
     assert found.outputs
     assert found.passed, str(found)
 
 
-_FIRST = {tiny.kind: name for name, tiny in reversed(TINY.items())}  # of each class
 _QUICK = ("flux", "sd3", "wan", "cogvideox", "qwen_image")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in _FIRST.values()]
+    "name", [pytest.param(name, marks=() if name in _QUICK else pytest.mark.full) for name in FIRST.values()]
 )
 def test_arguments_in_order_and_a_dataclass_as_output(run_ranks: RankPool, name: str) -> None:
     run_ranks(3, _check_in_order, name)
@@ -315,12 +310,12 @@ def _check_scale(rank: int, world: int, name: str) -> None:
     model.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_q", "to_v"], init_lora_weights=False))
     inputs = {**TINY[name].arguments(), "return_dict": False}
     scaled = {**inputs, SCALED[name]: {"scale": 0.3}}
-    found = check_plan(model, scaled, _MODES["ring"](world))
+    found = check_plan(model, scaled, MODES["ring"](world))
     assert found.passed, str(found)
     assert found.gradients
     assert all("lora" in x.name for x in found.gradients)
     model = model.double()
-    apply_context_parallel(model, _MODES["ring"](world))
+    apply_context_parallel(model, MODES["ring"](world))
     with torch.no_grad():
         assert max_error(model(**scaled)[0], model(**inputs)[0]) > 1e-6, "the scale has an effect"
 

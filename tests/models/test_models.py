@@ -14,26 +14,19 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp import ContextParallelConfig, check_plan
+from lightning_cp import check_plan
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
-from tests.models import FAMILIES, TINY
+from tests.models import FAMILIES, FIRST, TINY
+from tests.models.modes import MODES
 from tests.models.table import Measured, write_table
 
-# "replay": blocks are done again in backward (enable_gradient_checkpointing).
-_MODES = {
-    "ring": lambda n: ContextParallelConfig(ring_degree=n),
-    "rotation": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
-    "ulysses": lambda n: ContextParallelConfig(ulysses_degree=n),
-    "unified": lambda n: ContextParallelConfig(ring_degree=2, ulysses_degree=n // 2),
-    "unified3": lambda n: ContextParallelConfig(ring_degree=3, ulysses_degree=n // 3),
-    "replay": lambda n: ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
-}
-_FIRST = list({tiny.kind: name for name, tiny in reversed(TINY.items())}.values())  # one entry of each class
 _TRIALS = [(name, mode, 3) for name in TINY for mode in ("ring", "rotation", "ulysses")]
-_TRIALS += [(name, mode, world) for name in _FIRST for world in (2, 4) for mode in ("ring", "rotation", "ulysses")]
+_TRIALS += [
+    (name, mode, world) for name in FIRST.values() for world in (2, 4) for mode in ("ring", "rotation", "ulysses")
+]
 _TRIALS += [(name, "unified", 4) for name in TINY]
-_TRIALS += [(name, "replay", 3) for name in _FIRST]
+_TRIALS += [(name, "replay", 3) for name in FIRST.values()]
 _TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3")]
 _SPREAD = [("ring", 3), ("unified", 4), ("ulysses", 3), ("rotation", 3), ("ulysses", 2), ("rotation", 4), ("ring", 2)]
 
@@ -55,7 +48,7 @@ def _in_ci(name: str, mode: str, world: int) -> bool:
     others = [x for x in _SPREAD if x[1] != 3]
     if (mode, world) == three[place % len(three)]:
         return True
-    return name in _FIRST and (mode, world) == others[place % len(others)]
+    return name == FIRST[TINY[name].kind] and (mode, world) == others[place % len(others)]
 
 
 def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, str] | None:
@@ -67,7 +60,7 @@ def _check(rank: int, world: int, name: str, mode: str) -> tuple[float, float, s
             return None
         model.enable_gradient_checkpointing()
     arguments = {**tiny.arguments(), "return_dict": False}
-    found = check_plan(model, arguments, _MODES[mode](world), training=tiny.training)
+    found = check_plan(model, arguments, MODES[mode](world), training=tiny.training)
     assert found.outputs, "the model has an output"
     known = [pattern.replace(".-1.", ".*.") for pattern in REGISTERED[tiny.kind].unused]
     idle = [x.name for x in found.gradients if x.note and not any(fnmatchcase(x.name, y) for y in known)]

@@ -13,9 +13,8 @@ from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.entry import kernel_for
 from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import REGISTERED
-from tests.models import TINY
+from tests.models import FIRST, TINY
 
-_FIRST = {tiny.kind: tiny for tiny in reversed(TINY.values())}
 _REFUSED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.refused]
 _REQUIRED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.required]
 _LEADING = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.leading]
@@ -27,7 +26,8 @@ def _no_trace_of_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None
 
 
 def _parallel(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
-    model, arguments = _FIRST[kind].build(), _FIRST[kind].arguments()
+    tiny = TINY[FIRST[kind]]
+    model, arguments = tiny.build(), tiny.arguments()
     apply_context_parallel(model, ContextParallelConfig())
     return model, arguments
 
