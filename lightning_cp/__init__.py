@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_cp.attention import context_parallel_attention
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
+    from lightning_cp.pipelines import parallelize_pipeline, unparallelize_pipeline
 
 __all__ = [
     "ContextParallelConfig",
@@ -22,9 +23,11 @@ __all__ = [
     "apply_context_parallel",
     "check_plan",
     "context_parallel_attention",
+    "parallelize_pipeline",
     "remove_context_parallel",
     "save_attention",
     "selective_checkpoint",
+    "unparallelize_pipeline",
 ]
 
 # Fetched at first use: torch, lightning and diffusers take seconds to import, settings are checked before.
@@ -34,9 +37,11 @@ _HOMES = {
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",
     "check_plan": "lightning_cp.engine",
+    "parallelize_pipeline": "lightning_cp.pipelines",
     "remove_context_parallel": "lightning_cp.engine",
     "save_attention": "lightning_cp.engine.recompute",
     "selective_checkpoint": "lightning_cp.engine.recompute",
+    "unparallelize_pipeline": "lightning_cp.pipelines",
 }
 
 

@@ -9,6 +9,14 @@ class PlanError(ValueError):
     """A plan that does not fit its model, or a model without a plan."""
 
 
+class GuidanceError(ValueError):
+    """Branches of guidance that cannot be shared out."""
+
+
+class MediaError(ValueError):
+    """A sample that cannot be written as asked."""
+
+
 class KernelError(ValueError):
     """An attention kernel that is unknown, or cannot compute what was asked of it."""
 

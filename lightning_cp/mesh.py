@@ -7,6 +7,7 @@ coordinate`, whatever other axes the mesh has and wherever they stand.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -55,6 +56,34 @@ class Groups:
         return self.context_rank % self.context_shape[1]
 
 
+@dataclass(frozen=True, eq=False)
+class Branches:
+    """Context groups that compute the branches of guidance of one sample, from this rank's point of view.
+
+    Attributes:
+        context: the groups over which this branch's tokens are spread.
+        across: ranks of the branches that hold the same tokens, as if they were a ring.
+        sample: all ranks that share a sample (cfg x ring x ulysses), as if they were a ring.
+        data_rank, data_size: index of the sample's ranks, and how many samples are computed at a time.
+    """
+
+    context: Groups
+    across: Groups
+    sample: Groups
+    data_rank: int
+    data_size: int
+
+    @property
+    def cfg(self) -> int:
+        """How many branches are computed at a time."""
+        return self.across.context_size
+
+    @property
+    def cfg_rank(self) -> int:
+        """Which of them is this rank's."""
+        return self.across.context_rank
+
+
 ALONE = Groups("alone", None, None, None, None, (1, 1), 0, 0, 1)
 
 
@@ -63,9 +92,9 @@ class _Built:
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
-        self.groups: dict[object, Groups] = {}
+        self.groups: dict[object, Any] = {}
 
-    def of(self, world: dist.ProcessGroup) -> dict[object, Groups]:
+    def of(self, world: dist.ProcessGroup) -> dict[object, Any]:
         """By degrees or mesh; nothing at first in a new world."""
         if self.world is not world:
             self.world, self.groups = world, {}
@@ -102,7 +131,8 @@ def groups_for(config: ContextParallelConfig) -> Groups:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
         built[key] = groups  # keeps the mesh alive too, so that its id stays its own
         _by_name[groups.name] = groups
-    return built[key]
+    found: Groups = built[key]
+    return found
 
 
 def check_world(ring: int, ulysses: int, world: int) -> int:
@@ -125,6 +155,79 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     data = check_world(config.ring, config.ulysses, dist.get_world_size())
     device_type = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
+
+
+def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
+    """The ranks that share a prompt, of `config` and a `cfg` axis: of its mesh, or of data x cfg x ring x ulysses.
+
+    A mesh without an axis named `cfg` gives `cfg` neighbouring context groups; with one, the axis says how many.
+
+    Ranks: every rank of the world, at first use. Raises: ValueError: the degrees do not fit the world, or the mesh.
+    """
+    groups = groups_for(config)
+    names = () if config.mesh is None else tuple(config.mesh.mesh_dim_names or ())
+    if "cfg" in names:
+        assert config.mesh is not None, "the axis is one of its"
+        size = config.mesh.size(names.index("cfg"))
+        if cfg not in (1, size):
+            raise ValueError(f"cfg={cfg} contradicts the mesh, whose axis 'cfg' has size {size}: leave cfg out")
+        cfg = size
+    if cfg == 1 and groups is ALONE:
+        return Branches(ALONE, ALONE, ALONE, 0, 1)
+    if not dist.is_initialized():
+        raise ValueError(f"cfg={cfg} needs a process group: call torch.distributed.init_process_group first")
+    context = groups.context_size
+    if groups.data_size % cfg:
+        raise ValueError(
+            f"cfg={cfg} x ring={config.ring} x ulysses={config.ulysses} = {cfg * context} does not divide the "
+            f"{groups.data_size * context} ranks: start a multiple of {cfg * context}"
+        )
+    assert dist.group.WORLD is not None, "an initialised process group has a world"
+    built = _built.of(dist.group.WORLD)
+    key = ("branches", cfg, config.mesh_shape if config.mesh is None else id(config.mesh))
+    if key not in built:
+        built[key] = _build_branches(groups, cfg)
+    found: Branches = built[key]
+    return found
+
+
+def _build_branches(groups: Groups, cfg: int) -> Branches:
+    mesh = groups.mesh
+    assert mesh is not None, "ranks of a process group have a mesh"
+    names = tuple(mesh.mesh_dim_names or ())
+    inner = [names.index(axis) for axis in ("cfg", "ring", "ulysses") if axis in names]
+    others = [axis for axis in range(mesh.ndim) if axis not in inner]
+    rows = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, groups.context_size)  # [data, cfg, context]
+    data_rank, cfg_rank, context_rank = (rows == dist.get_rank()).nonzero()[0].tolist()
+    sample, group = groups.context, None
+    if cfg > 1:  # collectives: every rank makes every group, in the same order
+        group, _ = dist.new_subgroups_by_enumeration(rows.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
+        sample, _ = dist.new_subgroups_by_enumeration(rows.flatten(1).tolist())  # type: ignore[no-untyped-call]
+    place = cfg_rank * groups.context_size + context_rank
+    return Branches(
+        context=groups,
+        across=_as_ring(groups, group, cfg, cfg_rank, name="across"),
+        sample=_as_ring(groups, sample, cfg * groups.context_size, place, name="sample"),
+        data_rank=data_rank,
+        data_size=len(rows),
+    )
+
+
+def _as_ring(groups: Groups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> Groups:
+    """Groups in which `group` stands for the context group."""
+    ring = Groups(
+        name=f"{groups.name}:{name}{size}",
+        mesh=groups.mesh,
+        ring=group,
+        ulysses=None,
+        context=group,
+        context_shape=(size, 1),
+        context_rank=rank,
+        data_rank=groups.data_rank,
+        data_size=groups.data_size,
+    )
+    _by_name[ring.name] = ring
+    return ring
 
 
 def _build_groups(mesh: DeviceMesh) -> Groups:

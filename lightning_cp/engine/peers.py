@@ -15,6 +15,8 @@ from lightning_cp.mesh import Groups
 CheckPeers = Literal["first", "always", "off"]
 CHECK_PEERS: tuple[str, ...] = ("first", "always", "off")
 
+Digest = tuple[str, list[float]]
+
 _FIRST_FORWARDS = 2
 _PROJECTIONS = 4
 _TOLERANCE = 1e-3  # of the norm; other data differs by about its norm, in each of the projections
@@ -35,11 +37,11 @@ def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
     """
     if groups.context is None:
         return
-    mine = {name: _digest(x) for name, x in _tensors("", arguments)}
+    mine = {name: digest(x) for name, x in _tensors("", arguments)}
     everyone: list[Any] = [None] * groups.context_size
     dist.all_gather_object(everyone, mine, group=groups.context)
     for rank, theirs in enumerate(everyone):
-        problem = _difference(everyone[0], theirs)
+        problem = difference(everyone[0], theirs)
         if problem:
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "
@@ -47,7 +49,8 @@ def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
             )
 
 
-def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+def difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
+    """What differs between the named digests of two ranks; None where nothing does."""
     for name in dict.fromkeys([*first, *other]):
         if name not in first or name not in other:
             return f"{name} was given to one of them only"
@@ -60,7 +63,7 @@ def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     return None
 
 
-def _digest(x: Tensor) -> tuple[str, list[float]]:
+def digest(x: Tensor) -> Digest:
     """Shape and dtype, then the norm and some projections."""
     what = f"{tuple(x.shape)} {x.dtype}"
     with torch.no_grad():

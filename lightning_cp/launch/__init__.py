@@ -5,6 +5,7 @@ from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.recipe import check_config, conf_dir, quiet_overrides, run_recipe
+from lightning_cp.launch.sampling import check_sampling
 from lightning_cp.launch.settings import SettingsError
 from lightning_cp.launch.slurm import register_resolvers
 from lightning_cp.launch.world import World
@@ -24,6 +25,7 @@ __all__ = [
     "SettingsError",
     "World",
     "check_config",
+    "check_sampling",
     "conf_dir",
     "external_place",
     "quiet_overrides",

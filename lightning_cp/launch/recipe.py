@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,12 +61,15 @@ def check_config(config: DictConfig, machine: Machine, place: RankPlace | None) 
     world = resolve_world(config, machine, place)
     check_combined(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
     settled = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
-    resolved = _resolve(settled)
+    resolved = resolve(settled)
     check_trainer(resolved)
     return CheckedRun(resolved, world)
 
 
-def run_recipe(config: DictConfig, *, target: str) -> float | None:
+Check = Callable[[DictConfig, Machine, RankPlace | None], CheckedRun]
+
+
+def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) -> float | None:
     """What a recipe's `main` does: checks the configuration, runs the target on all ranks, says what went wrong.
 
     In a multirun it records the job and returns the objective, NaN for a job that failed or was skipped.
@@ -74,11 +77,12 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     Args:
         config: as Hydra composed it.
         target: the function every rank calls with the resolved configuration; see `Job`.
+        check: of the configuration.
     Raises: SystemExit: a single run failed, or a sweep was interrupted.
     """
     place = external_place(os.environ)
     if not sweep.in_sweep():
-        exit_code = report(attempt(config, place, target=target), str(config.get("run_dir")))
+        exit_code = report(attempt(config, place, target=target, check=check), str(config.get("run_dir")))
         if exit_code:
             sys.exit(exit_code)
         return None
@@ -87,7 +91,7 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
         return sweep.record(config, None, started).loss if is_first(place) else math.nan
-    result = attempt(config, place, target=target)
+    result = attempt(config, place, target=target, check=check)
     report(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
         _failed.add(folder)
@@ -99,11 +103,11 @@ def run_recipe(config: DictConfig, *, target: str) -> float | None:
     return math.nan if outcome is None else outcome.loss
 
 
-def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Result:
+def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: Check = check_config) -> Result:
     """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
     try:
         sweep.check_launcher()
-        run = check_config(config, Machine.this(), place)
+        run = check(config, Machine.this(), place)
         run_dir = Path(run.config.run_dir)
         sweep.check_folder(run_dir)
         _check_writable(run_dir)
@@ -115,7 +119,7 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str) -> Resu
             hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
         else:
             slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
-            if run.config.resume != config.get("resume") and config.get("resume") != "last":
+            if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
         hidden.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, hidden / sweep.RESOLVED)
@@ -202,7 +206,8 @@ def _identity(config: DictConfig) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _resolve(config: DictConfig | ListConfig) -> DictConfig:
+def resolve(config: DictConfig | ListConfig) -> DictConfig:
+    """With nothing left open. Raises: SettingsError: a value is missing, or refers to none."""
     try:
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:

@@ -12,7 +12,7 @@ from lightning_cp.launch.settings import SettingsError, read
 
 @dataclass(frozen=True)
 class World:
-    """Ranks = data_parallel × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
+    """Ranks = data_parallel × cfg × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
 
     data_parallel: int
     ring: int
@@ -20,11 +20,12 @@ class World:
     accelerator: str
     devices: int
     num_nodes: int
+    cfg: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data_parallel * self.ring * self.ulysses
+        return self.data_parallel * self.cfg * self.ring * self.ulysses
 
     def settings(self) -> dict[str, Any]:
         """What "auto" in the configuration stands for, by key."""
@@ -47,7 +48,8 @@ def resolve_world(config: DictConfig, machine: Machine, place: RankPlace | None)
     """
     check_single(config, place)
     accelerator = _accelerator(read(config, "accelerator"), machine)
-    group = read(config, "ring") * read(config, "ulysses")
+    ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
+    group = ring * ulysses * cfg
     devices, num_nodes = _given(read(config, "devices")), _given(read(config, "num_nodes"))
     if place is not None:
         available: int | None = place.world_size
@@ -61,8 +63,7 @@ def resolve_world(config: DictConfig, machine: Machine, place: RankPlace | None)
         source = f"devices={devices}"
     data_parallel = _data_parallel(config, group, available, source)
     size = group * data_parallel
-    ring, ulysses = read(config, "ring"), read(config, "ulysses")
-    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes)
+    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg)
     if devices is not None and devices != world.devices:
         raise SettingsError(f"devices={devices} is not valid: {num_nodes} × devices must be the {size} ranks")
     _check_room(world, machine)
@@ -73,8 +74,8 @@ def check_single(config: DictConfig, place: RankPlace | None) -> None:
     """Raises: SettingsError: `strategy=single` with more than one rank."""
     if not is_single(config):
         return
-    for key in ("ring", "ulysses", "data_parallel", "devices", "num_nodes"):
-        value = read(config, key)
+    for key in ("ring", "ulysses", "cfg", "data_parallel", "devices", "num_nodes"):
+        value = read(config, key, 1)
         if value not in (1, "auto"):
             raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
     if place is not None and place.world_size > 1:
@@ -92,6 +93,7 @@ def is_single(config: DictConfig) -> bool:
 def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
     asked = read(config, "data_parallel")
     degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
+    degrees += f" × cfg={read(config, 'cfg')}" if read(config, "cfg", 1) > 1 else ""
     if asked == "auto":
         if available is None:
             return 1
@@ -114,7 +116,9 @@ def _accelerator(asked: str, machine: Machine) -> str:
 
 
 def _check_room(world: World, machine: Machine) -> None:
-    makeup = f"ring={world.ring} × ulysses={world.ulysses} × data_parallel={world.data_parallel} = {world.size} ranks"
+    branches = f" × cfg={world.cfg}" if world.cfg > 1 else ""
+    degrees = f"ring={world.ring} × ulysses={world.ulysses}{branches} × data_parallel={world.data_parallel}"
+    makeup = f"{degrees} = {world.size} ranks"
     if world.accelerator == "cuda" and world.devices > machine.gpus:
         raise SettingsError(
             f"{makeup} need a device each: at most {machine.gpus} on the GPUs here, or use accelerator=cpu"

@@ -39,6 +39,7 @@ def draw_samples(
     settings: SamplingSettings,
     num_classes: int,
     place: DataPlace,
+    labels: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Samples:
     """Draws samples of all classes in turn, through the wrapped model. Call it on every rank.
@@ -52,11 +53,13 @@ def draw_samples(
         settings: how many and how.
         num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
         place: of this rank in the data; each data rank draws an equal share.
+        labels: of the samples, [settings.count]; all classes in turn if left out.
         between: see `integrate_flow`.
     """
     share = -(-settings.count // place.size)
     first = place.rank * share
-    labels = torch.arange(first, first + share) % num_classes
+    everyones = torch.arange(settings.count) % num_classes if labels is None else labels
+    own = everyones[torch.arange(first, first + share) % settings.count]
     noise = sample_noise(
         (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=ranks.device
     )
@@ -65,7 +68,7 @@ def draw_samples(
     pixels = integrate_flow(
         model,
         noise,
-        labels.to(ranks.device),
+        own.to(ranks.device),
         null_label=num_classes,
         guidance=settings.guidance,
         num_steps=settings.num_steps,
@@ -73,7 +76,7 @@ def draw_samples(
     )
     model.train(was_training)
     gathered = gather_shares(ranks, pixels, place)
-    return Samples(gathered[: settings.count].cpu(), torch.arange(settings.count) % num_classes)
+    return Samples(gathered[: settings.count].cpu(), everyones)
 
 
 def gather_shares(ranks: Ranks, share: Tensor, place: DataPlace) -> Tensor:

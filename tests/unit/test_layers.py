@@ -13,7 +13,8 @@ LAYERS = (
     {"comm", "kernels"},
     {"attention", "plans"},
     {"engine"},
-    {"data", "training", "checkpoint", "sampling", "planning", "launch"},
+    {"vae"},
+    {"data", "training", "checkpoint", "sampling", "planning", "launch", "pipelines"},
     {"strategy", "flavour", "sharded", "buckets", "meta", "fabric", "pytorch", "callbacks", "export", "_register"},
     {"__init__"},
 )

@@ -1,0 +1,21 @@
+"""Sampling with any diffusers pipeline on several ranks: tokens, branches of guidance and prompts are shared out."""
+
+from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
+from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
+from lightning_cp.pipelines.rows import cfg_merge, cfg_split
+from lightning_cp.pipelines.stage_times import StageTimes
+
+__all__ = [
+    "StageTimes",
+    "cfg_merge",
+    "cfg_split",
+    "gather",
+    "parallel_pipeline",
+    "parallelize_pipeline",
+    "read_prompts",
+    "sample_prompts",
+    "sampling_ranks",
+    "split",
+    "unparallelize_pipeline",
+]

@@ -1,0 +1,93 @@
+"""Ranks that share a sample must ask for the same one: equal arguments are checked, random states are made equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp.engine.peers import Digest, difference, digest
+from lightning_cp.errors import PeerMismatchError
+from lightning_cp.mesh import Groups
+
+_RANDOM = "generator"
+
+
+def agree(arguments: Mapping[str, Any], sample: Groups) -> None:
+    """Before a call of a pipeline: refuse unequal arguments, and give all ranks the random states of the first.
+
+    That is the state of each `torch.Generator` in the argument `generator`, and of torch's own generators of the CPU
+    and of this rank's device, from which noise is drawn where no generator is given. So every rank draws the same
+    noise, and what one process would have drawn with the first rank's seeds.
+
+    Ranks: all that share the sample. Raises: PeerMismatchError, on all of them, naming the argument.
+    """
+    if sample.context is None:
+        return
+    generators = _generators(arguments.get(_RANDOM))
+    is_first = sample.context_rank == 0
+    mine = {
+        "arguments": dict(_digests("", {name: x for name, x in arguments.items() if name != _RANDOM})),
+        "generators": [x.device.type for x in generators],
+        "states": [x.get_state() for x in generators] if is_first else None,
+        "default": _default_states() if is_first else None,
+    }
+    everyone: list[Any] = [None] * sample.context_size
+    dist.all_gather_object(everyone, mine, group=sample.context)
+    first = everyone[0]
+    for rank, theirs in enumerate(everyone):
+        problem = _problem(first, theirs)
+        if problem:
+            raise PeerMismatchError(
+                f"ranks that share a sample must call the pipeline alike, but {problem} (rank {rank} of them against "
+                "rank 0); prompts of one list are shared out over data groups by lightning_cp.pipelines.sample_prompts"
+            )
+    for generator, state in zip(generators, first["states"], strict=True):
+        generator.set_state(state)
+    _set_default_states(first["default"])
+
+
+def _problem(first: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+    ours, given = first["generators"], theirs["generators"]
+    if ours != given:
+        return f"{_RANDOM} is {ours or 'left out'} on one and {given or 'left out'} on the other"
+    return difference(first["arguments"], theirs["arguments"])
+
+
+def _generators(value: Any) -> list[torch.Generator]:
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [x for x in values if isinstance(x, torch.Generator)]
+
+
+def _default_states() -> list[Tensor]:
+    """Of the CPU, and of this rank's device where there is one."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() else states
+
+
+def _set_default_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
+
+def _digests(name: str, value: Any) -> Iterator[tuple[str, Digest]]:
+    """What can be compared of a (nested) argument: of objects that cannot be looked into, their class."""
+    if isinstance(value, Tensor):
+        yield name, digest(value)
+    elif isinstance(value, Mapping):
+        for key, x in value.items():
+            yield from _digests(f"{name}[{key!r}]" if name else str(key), x)
+    elif isinstance(value, (list, tuple)):
+        yield name, (f"{len(value)} entries", [0.0])
+        for i, x in enumerate(value):
+            yield from _digests(f"{name}[{i}]", x)
+    elif isinstance(value, (str, int, float, bool, type(None))):
+        yield name, (repr(value), [0.0])
+    else:
+        content = value.tobytes() if hasattr(value, "tobytes") else b""  # a PIL image, an array
+        yield name, (f"a {type(value).__name__} {hashlib.blake2b(content, digest_size=6).hexdigest()}", [0.0])

@@ -1,0 +1,245 @@
+"""`parallelize_pipeline` and `unparallelize_pipeline`: a pipeline in place, reversibly."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from torch import nn
+
+from lightning_cp.config import ContextParallelConfig, check_degree, context_config
+from lightning_cp.engine.apply import Installed, no_plan, parallelize, remove_context_parallel
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches, branches_for
+from lightning_cp.pipelines.agreement import agree
+from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.calling import Around, Undo, arguments_by_name, intercept_calls, only_one_shows_progress
+from lightning_cp.pipelines.placement import (
+    check_placement,
+    is_vae,
+    layers_to_shard,
+    rank_device,
+    shard_layers,
+    spoil_if_sharded,
+)
+from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
+from lightning_cp.plans import refusal, registered_plan
+from lightning_cp.vae import parallelize_vae
+
+_INSTALLED = "_lightning_cp"
+_log = logging.getLogger("lightning_cp")
+
+
+@dataclass(eq=False)
+class ParallelPipeline:
+    """What a parallel pipeline carries.
+
+    Attributes:
+        ranks: who shares a sample with whom.
+        transformers: by the name of the component.
+        decoders: names of the autoencoders that encode and decode in parallel.
+        calls: of transformers, how many of the last call were shared out by branch among them.
+        shard: names of the components whose weights are spread over ranks.
+        stages: where components lie when; None where they stay together.
+    """
+
+    ranks: Branches
+    transformers: dict[str, Installed]
+    decoders: tuple[str, ...]
+    calls: BranchCalls
+    shard: tuple[str, ...] = ()
+    stages: Stages | None = None
+    undo: list[Undo] = field(default_factory=list)
+
+
+def parallelize_pipeline(
+    pipe: Any,
+    parallel_config: object,
+    *,
+    cfg: int = 1,
+    vae: bool | Literal["auto"] = "auto",
+    shard: Sequence[str] = (),
+    stages: Setting = "together",
+    kernel: str = "auto",
+    check_peers: str = "first",
+) -> None:
+    """Run any diffusers pipeline context-parallel from now on: call it on every rank, as one process would.
+
+    **All ranks that share a sample draw the same noise.** At each call, the `torch.Generator`s that it is given, and
+    torch's own random states (from which noise comes without a generator), are set to those of the first of these
+    ranks. Other arguments must be equal, and are compared. Every rank returns the whole result, and runs
+    the callbacks.
+
+    World = data x cfg x ring x ulysses ranks. Data groups may be called with different prompts (`sample_prompts`).
+
+    Args:
+        pipe: a `DiffusionPipeline` or `ModularPipeline`; every component with a plan (both experts of Wan)
+            is made parallel.
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
+        cfg: parts of the ranks among which the branches of guidance are shared out: 2 for classifier-free guidance.
+        vae: encode and decode in parallel too; "auto": where the autoencoder's class can.
+        shard: components whose layers' weights are spread over ranks (FSDP2), for pipelines that do not fit. They are
+            moved to the rank's device, layer by layer. There is no way back.
+        stages: which components are on the rank's device when. "offload": those of a stage (encode, denoise, decode),
+            and the others in host memory. "release": the same for one single call, and what a stage no longer needs is
+            freed for good. Components may lie in host memory when this is called.
+        kernel: as of the strategies.
+        check_peers: how often transformers' arguments are compared, as of the strategies.
+    Ranks: the whole world.
+    Raises: ValueError, TypeError: settings, or components that cannot be parallel. The pipeline is then as it was.
+    """
+    components = _components(pipe)
+    config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
+    found = _transformers(pipe, components)
+    ranks = branches_for(config, cfg)
+    layers = layers_to_shard(components, shard, found, ranks)
+    staged = make_stages(pipe, stages, components, found, rank_device(ranks))
+    taken = dict.fromkeys(components, f"stages={stages!r}") if staged else dict.fromkeys(layers, "shard")
+    check_placement(pipe, components, found, taken)
+    undo: list[Undo] = []
+    try:
+        installed = {}
+        for name, module in found.items():
+            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
+            undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
+        calls = BranchCalls(type(pipe).__name__, ranks)
+        if ranks.cfg > 1:
+            undo += [intercept_calls(module, _shared_out(calls, module)) for module in found.values()]
+        decoders = _share_decoders(components, vae, ranks, undo)
+        if staged is not None:
+            follow_stages(staged, undo)
+        check = partial(check_placement, pipe, components, found, taken)
+        undo.append(intercept_calls(pipe, _together(pipe, calls, staged, check), **_places(staged)))
+        undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
+        shard_layers(layers, components, found, ranks)  # last, since there is no way back
+    except BaseException as error:
+        _undo_all(undo)
+        spoil_if_sharded(pipe, layers, error)
+        raise
+    if staged is not None:
+        staged.go_home()
+    pipe.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
+    _describe(pipe, config)
+
+
+def unparallelize_pipeline(pipe: Any) -> None:
+    """Undo `parallelize_pipeline`. Raises: ValueError: the pipeline is not parallel, or its weights are sharded."""
+    installed = parallel_pipeline(pipe)
+    if installed is None:
+        raise PlanError(f"{type(pipe).__name__} is not context-parallel: nothing to undo")
+    if installed.shard and installed.ranks.sample.context_size > 1:
+        raise PlanError(
+            f"shard={list(installed.shard)}: weights that are spread over ranks cannot be made whole again in place: "
+            f"load the {type(pipe).__name__} again"
+        )
+    _undo_all(installed.undo)
+    del pipe.__dict__[_INSTALLED]
+
+
+def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
+    """What `parallelize_pipeline` left on a pipeline; None for one that is not parallel."""
+    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(_INSTALLED)
+    return found
+
+
+def _components(pipe: Any) -> dict[str, Any]:
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping) or not callable(pipe):
+        raise TypeError(f"pipe must be a diffusers pipeline, not {type(pipe).__name__}")
+    if parallel_pipeline(pipe) is not None:
+        raise PlanError(f"{type(pipe).__name__} is context-parallel already: call unparallelize_pipeline first")
+    return dict(components)
+
+
+def _transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The components that denoise, by name; one that has two names is there once."""
+    found: dict[str, nn.Module] = {}
+    for name, module in components.items():
+        if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
+            continue
+        if hasattr(module, "_orig_mod"):
+            raise PlanError(
+                f"{name} is compiled as a whole, which fixes what its ranks exchange: compile its blocks "
+                f"({name}.compile_repeated_blocks()), after parallelize_pipeline or before"
+            )
+        if refusal(type(module)) is not None:
+            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")
+        if registered_plan(type(module)) is not None:
+            found[name] = module
+    if not found:
+        modules = {name: type(x).__name__ for name, x in components.items() if isinstance(x, nn.Module)}
+        raise PlanError(
+            f"{type(pipe).__name__} has no transformer with a plan (its components: {modules}); docs/models.md lists "
+            "the classes that have one"
+        )
+    return found
+
+
+def _shared_out(calls: BranchCalls, module: nn.Module) -> Around:
+    return lambda call, args, kwargs: calls.call(module, call, args, kwargs)
+
+
+def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
+    """Around a call of the pipeline, on every rank."""
+    signature = inspect.signature(type(pipe).__call__)
+
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments_by_name(signature, args, kwargs)
+        check()
+        agree(given, calls.branches.sample)
+        calls.begin()
+        try:
+            with nullcontext() if stages is None else stages.call(given):
+                return call(*args, **kwargs)
+        finally:
+            calls.end()
+
+    return around
+
+
+def _places(stages: Stages | None) -> dict[str, Any]:
+    """What a pipeline says of its device, which diffusers reads from components, wherever these lie."""
+    if stages is None:
+        return {}
+    device = property(lambda pipe: stages.device)
+    return {"device": device, "_execution_device": device}
+
+
+def _share_decoders(
+    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Undo]
+) -> tuple[str, ...]:
+    """Make autoencoders parallel, or leave those whole that cannot be. Returns: the names of those that are."""
+    if setting not in (True, False, "auto"):
+        raise ValueError(f"vae={setting!r} must be True, False or 'auto'")
+    shared = []
+    for name, module in components.items():
+        if not is_vae(module) or not setting or ranks.sample.context is None:
+            continue
+        try:
+            undo.append(parallelize_vae(module, ranks.sample))
+            shared.append(name)
+        except ValueError:
+            if setting is True:
+                raise
+    return tuple(shared)
+
+
+def _describe(pipe: Any, config: ContextParallelConfig) -> None:
+    installed = parallel_pipeline(pipe)
+    assert installed is not None, "it has just been made parallel"
+    ranks = installed.ranks
+    if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
+        degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+        parts = ", ".join([*installed.transformers, *installed.decoders])
+        total = ranks.data_size * ranks.sample.context_size
+        _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, parts)
+
+
+def _undo_all(undo: list[Undo]) -> None:
+    while undo:
+        undo.pop()()

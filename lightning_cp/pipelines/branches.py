@@ -1,0 +1,147 @@
+"""Guidance over a `cfg` axis: each part of the ranks computes one branch (classifier-free guidance parallelism).
+
+Pipelines compute branches in one of two ways, and which one is seen from what they call their transformer with. Some
+repeat the latents along the batch and call it once: the batch is split. Others call it once for each branch: the calls
+are dealt out in turn, and give promises (`promise.py`). Both give the numbers that one process would.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+from lightning_cp.comm.packet import Layout, layout_of
+from lightning_cp.errors import GuidanceError
+from lightning_cp.mesh import Branches
+from lightning_cp.pipelines.promise import Ledger, Promise
+from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
+
+_LONELY_STEPS = 2
+_TENSOR = object()  # stands for one in a result's form
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Of a result: its structure, the tensors in it, and what else there is."""
+
+    spec: TreeSpec
+    layout: Layout
+    device: torch.device
+    rest: list[Any]
+
+    def filled(self, tensors: Sequence[Tensor]) -> Any:
+        """A result of this form, with these tensors."""
+        pieces = iter(tensors)
+        return tree_unflatten([next(pieces) if x is _TENSOR else x for x in self.rest], self.spec)
+
+
+@dataclass(eq=False)
+class BranchCalls:
+    """Deals out the calls of a pipeline's transformers.
+
+    Attributes:
+        name: of the pipeline, for errors.
+        branches: of this rank.
+        ledger: of what is computed elsewhere.
+        forms: of results, by module and the shapes of its arguments. The first call of each is computed by all ranks.
+        lonely: exchanges, one after another, that were for fewer calls than there are branches.
+        shared: calls that were shared out.
+    """
+
+    name: str
+    branches: Branches
+    ledger: Ledger = field(init=False)
+    forms: dict[Any, _Form] = field(default_factory=dict)
+    lonely: int = 0
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        self.ledger = Ledger(self.branches, self._settled)
+
+    def call(
+        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """One call of a transformer. Ranks: those of all branches, with equal arguments."""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
+            raise GuidanceError(
+                f"cfg={self.branches.cfg} is for sampling, but {type(module).__name__} is called where gradients are "
+                "recorded: use torch.no_grad(), or cfg=1"
+            )
+        args, kwargs = tree_map_only(Promise, lambda x: x.kept(), (args, kwargs))
+        main = _main_argument(module, args, kwargs)
+        if not is_repeated(main):
+            return self._take_turns(module, compute, args, kwargs)
+        if len(main) < self.branches.cfg:
+            raise self._too_many(len(main))
+        self.shared += 1
+        mine_args, mine_kwargs = cfg_split((args, kwargs), self.branches, like=main)
+        return cfg_merge(compute(*mine_args, **mine_kwargs), self.branches, like=main)
+
+    def begin(self) -> None:
+        """Before a call of the pipeline."""
+        self.lonely = self.shared = 0
+
+    def end(self) -> None:
+        """After it, or after what it raised."""
+        self.ledger.drop()
+
+    def _take_turns(
+        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        key = (id(module), _shapes((args, kwargs)))
+        form, turn = self.forms.get(key), len(self.ledger.results) % self.branches.cfg
+        if form is not None and turn != self.branches.cfg_rank:
+            room = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
+            return form.filled(self.ledger.promise(room, turn))
+        leaves, spec = tree_flatten(compute(*args, **kwargs))
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        if form is None:
+            rest = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
+            form = self.forms[key] = _Form(spec, layout_of(tensors), tensors[0].device, rest)
+            return form.filled(self.ledger.promise(tensors, None))
+        assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
+        return form.filled(self.ledger.promise(tensors, turn))
+
+    def _settled(self, calls: int) -> None:
+        if calls >= self.branches.cfg:
+            self.shared += calls
+        self.lonely = 0 if calls >= self.branches.cfg else self.lonely + 1
+        if not self.shared and self.lonely == _LONELY_STEPS:
+            raise self._too_many(calls)
+
+    def _too_many(self, found: int) -> GuidanceError:
+        cfg = self.branches.cfg
+        if found > 1:
+            return GuidanceError(f"cfg={cfg}, but {self.name} computes {found} branches of guidance: use cfg={found}")
+        return GuidanceError(
+            f"cfg={cfg}, but {self.name} computes one branch at a time: its guidance is off (guidance_scale=1, or no "
+            "negative prompt where one is needed), built into the model, or each branch needs the one before. Use "
+            "cfg=1, and the ranks for ring or ulysses"
+        )
+
+
+def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the transformer denoises: the first argument of its forward."""
+    if args:
+        return args[0]
+    return kwargs.get(list(inspect.signature(type(module).forward).parameters)[1])
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [x for x in tree_iter(values) if isinstance(x, Tensor)]
+
+
+def _shapes(values: Any) -> Any:
+    """What decides the shapes of a result: shapes of tensors, and all else as it is."""
+    leaves, spec = tree_flatten(values)
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)
+
+
+def _plain(value: Any) -> str:
+    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -1,0 +1,208 @@
+"""Where a pipeline's weights lie: what works beside context parallelism, what is refused, and sharding over ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches, Groups
+from lightning_cp.pipelines.calling import intercept_calls
+
+# diffusers' hooks that keep what blocks computed in earlier steps, by how their names begin.
+_CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")
+
+
+def is_vae(module: object) -> bool:
+    """Whether a component encodes and decodes latents."""
+    return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
+
+
+def rank_device(ranks: Branches) -> torch.device:
+    """Where this rank computes."""
+    mesh = ranks.context.mesh
+    kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+
+def check_placement(
+    pipe: Any, components: Mapping[str, Any], transformers: Mapping[str, nn.Module], taken: Mapping[str, str]
+) -> None:
+    """Whether what diffusers can do with weights goes together with what we do; before, and at every call.
+
+    Offloading (whole models, groups, layers), layerwise casting and quantised weights need nothing from us: tokens are
+    spread, and weights stay where they are.
+
+    Args: taken: components whose weights we move, and by which setting.
+    Raises: PlanError: weights on several devices of this rank, one of diffusers' step caches, or weights that are moved
+        by two.
+    """
+    kind = type(pipe).__name__
+    places = {str(place) for place in (getattr(pipe, "hf_device_map", None) or {}).values()}
+    for name, module in components.items():
+        spread = {str(place) for place in (getattr(module, "hf_device_map", None) or {}).values()} | places
+        if len(spread) > 1:
+            raise PlanError(
+                f"device_map puts {kind}.{name} on {sorted(spread)}, but each rank has a device of its own: load it "
+                "without device_map, move it to the rank's device, and give shard=[...] if it does not fit"
+            )
+        mover = _mover(module) if name in taken else None
+        if mover is not None:
+            raise PlanError(
+                f"{mover[0]} moves the weights of {kind}.{name}, and so does {taken[name]}: use one of the two "
+                f"({mover[1]})"
+            )
+    for name, module in transformers.items():
+        cache = _cache_on(module)
+        if cache is not None:
+            raise PlanError(
+                f"{cache} on {name}: diffusers' step caches decide by, and keep, the tokens of one rank, so they "
+                f"cannot be used context-parallel: call {name}.disable_cache()"
+            )
+
+
+def _cache_on(module: nn.Module) -> str | None:
+    config = getattr(module, "_cache_config", None)
+    if config is not None:
+        return type(config).__name__
+    return next((name for name in _hooks(module) if name.startswith(_CACHES)), None)
+
+
+def _hooks(module: nn.Module) -> Iterator[str]:
+    """Names of diffusers' hooks in a model."""
+    for inner in module.modules():
+        registry = getattr(inner, "_diffusers_hook", None)
+        if registry is not None:
+            yield from registry.hooks
+
+
+def _mover(module: object) -> tuple[str, str] | None:
+    """What of diffusers or accelerate moves a component's weights, and how to turn it off."""
+    if not isinstance(module, nn.Module):
+        return None
+    if any(hasattr(inner, "_hf_hook") for inner in module.modules()):
+        return "accelerate (model or sequential CPU offload, or device_map)", "pipe.remove_all_hooks()"
+    if any(name.startswith(("group_offloading", "lazy_prefetch_group_offloading")) for name in _hooks(module)):
+        return "group offloading", "load it again without enable_group_offload"
+    return None
+
+
+def layers_to_shard(
+    components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: Branches
+) -> dict[str, list[nn.Module]]:
+    """By component, the layers that `shard_layers` can spread. Nothing is touched.
+
+    Raises: PlanError: a component that is not there, has no layers, cannot be spread, or is spread already.
+    """
+    for name, module in components.items():
+        if isinstance(module, nn.Module) and any(isinstance(inner, FSDPModule) for inner in module.modules()):
+            raise PlanError(f"{name} is sharded already (FSDP): load it whole, and give shard=[{name!r}]")
+    found: dict[str, list[nn.Module]] = {}
+    for name in dict.fromkeys([names] if isinstance(names, str) else names):
+        module = components.get(name)
+        if not isinstance(module, nn.Module):
+            there = sorted(key for key, x in components.items() if isinstance(x, nn.Module))
+            raise PlanError(f"shard={name!r} is none of the components {there}")
+        _check_can_shard(name, module)
+        if name in transformers and ranks.context.context_size == 1 < ranks.sample.context_size:
+            raise PlanError(
+                f"shard={name!r}: a transformer is spread over the ranks that compute the same branch of guidance, "
+                f"and with cfg={ranks.cfg} each computes one alone: use ring or ulysses beside cfg, or instead of it"
+            )
+        others = {layer for layers in found.values() for layer in layers}
+        found[name] = [layer for layer in dict.fromkeys(_layers(module)) if layer not in others]
+        if not _layers(module):
+            raise PlanError(f"shard={name!r}: {type(module).__name__} has no lists of layers that could be spread")
+    return found
+
+
+def _check_can_shard(name: str, module: nn.Module) -> None:
+    if is_vae(module):
+        raise PlanError(
+            f"shard={name!r}: ranks decode different tiles or rows, so a {type(module).__name__} stays whole on each: "
+            f"vae=True shares its work, and {name}.enable_tiling() bounds its memory"
+        )
+    if any(_is_quantised(x) for x in module.parameters()):
+        raise PlanError(f"shard={name!r}: quantised weights cannot be spread over ranks: leave {name} out of shard")
+    if any(hook.startswith("layerwise_casting") for hook in _hooks(module)):
+        raise PlanError(
+            f"shard={name!r}: weights that layerwise casting stores in another type cannot be spread over ranks: "
+            f"leave {name} out of shard, or load it without enable_layerwise_casting"
+        )
+    if any(x.is_meta for x in module.parameters()):
+        raise PlanError(f"shard={name!r}: weights on the meta device have no values yet: load them first")
+
+
+def _is_quantised(x: nn.Parameter) -> bool:
+    kind: Any = type(x)
+    return not x.is_floating_point() or (is_traceable_wrapper_subclass(x) and not issubclass(kind, DTensor))
+
+
+def shard_layers(
+    found: Mapping[str, Sequence[nn.Module]],
+    components: Mapping[str, Any],
+    transformers: Mapping[str, nn.Module],
+    ranks: Branches,
+) -> None:
+    """Spread the weights of layers over ranks (FSDP2): each layer is whole only while it computes.
+
+    A transformer is spread over its context group, whose ranks compute the same blocks at the same time; other
+    components over all ranks that share a sample. What is in no layer (embeddings, projections) stays whole, as do
+    weights of another type than most of a layer (norms in fp32). All of a component is on the rank's device then.
+    """
+    for name, layers in found.items():
+        groups = ranks.context if name in transformers else ranks.sample
+        if groups.context is None:
+            continue
+        device = rank_device(ranks)
+        mesh = _mesh_over(groups, device.type)
+        for layer in layers:
+            # Each is a root, which FSDP would leave whole after its forward.
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_of_other_types(layer))
+        components[name].to(device)
+
+
+def spoil_if_sharded(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:
+    """After a failure: a pipeline of which a part was spread over ranks says so whenever it is called."""
+    if not any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers):
+        return
+    message = (
+        f"this {type(pipe).__name__} is spread over ranks in part only, since parallelize_pipeline failed with "
+        f"shard={list(found)} ({type(error).__name__}: {error}): load it again"
+    )
+
+    def refuse(*_: object) -> Any:
+        raise PlanError(message)
+
+    intercept_calls(pipe, refuse)
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """The outermost entries of all lists of modules."""
+    if isinstance(module, nn.ModuleList):
+        return [layer for layer in module if any(True for _ in layer.parameters())]
+    return [layer for child in module.children() for layer in _layers(child)]
+
+
+def _of_other_types(layer: nn.Module) -> set[nn.Parameter]:
+    """FSDP spreads weights of one type together."""
+    sizes: Counter[torch.dtype] = Counter()
+    for x in layer.parameters():
+        sizes[x.dtype] += x.numel() * x.element_size()
+    (main, _), *_ = sizes.most_common(1)
+    return {x for x in layer.parameters() if x.dtype != main}
+
+
+def _mesh_over(groups: Groups, device_type: str) -> DeviceMesh:
+    assert groups.context is not None, "a group of one is left alone"
+    ranks = dist.get_process_group_ranks(groups.context)
+    return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("shard",))

@@ -1,0 +1,167 @@
+"""Results that another rank computes: tensors that are filled in when the first of them is read.
+
+Pipelines with several branches of guidance call their transformer once for each, one call after another. Each rank
+computes the calls of its own branch only and is given promises for the others'. Promises are kept on *all* ranks, by
+those who computed too, so that all of them come to the first reading, and to the exchange that it needs, at the same
+point of the program. What a pipeline does between its calls therefore costs speed at worst, and never the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+from typing_extensions import override
+
+from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
+from lightning_cp.comm.transfer import exchange
+from lightning_cp.mesh import Branches
+
+_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)  # done when the promise is kept
+
+
+@dataclass
+class _Result:
+    """Tensors of one call, and which branch's rank computes them; None: every rank did."""
+
+    owner: int | None
+    tensors: list[Tensor]
+
+
+@dataclass(eq=False)
+class Ledger:
+    """The promises of a pipeline that are not kept yet.
+
+    Attributes:
+        branches: of this rank.
+        on_settle: is told how many calls each exchange was for.
+    """
+
+    branches: Branches
+    on_settle: Callable[[int], None] = lambda calls: None
+    results: list[_Result] = field(default_factory=list)
+    copies: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+
+    def promise(self, tensors: list[Tensor], owner: int | None) -> list[Promise]:
+        """Promises for the tensors of one call: there already if `owner` is this rank's branch or None."""
+        self.results.append(_Result(owner, tensors))
+        return [Promise(x, self) for x in tensors]
+
+    def copy_later(self, function: Callable[[], Tensor], held: Tensor) -> Promise:
+        """A promise for what `function` will give, to be put into `held`."""
+        self.copies.append((held, function))
+        return Promise(held, self)
+
+    def settle(self) -> None:
+        """Keep all promises. Ranks: those of all branches that hold the same tokens."""
+        results, copies = self.results, self.copies
+        if not results:
+            return
+        self.results, self.copies = [], []
+        _exchange(results, self.branches)
+        for held, function in copies:
+            held.copy_(function())
+        self.on_settle(len(results))
+
+    def drop(self) -> None:
+        """Forget what nobody will read any more."""
+        self.results, self.copies = [], []
+
+
+def _exchange(results: list[_Result], branches: Branches) -> None:
+    by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(branches.cfg)]
+    group = branches.across.context
+    if group is None or not any(by_owner):
+        return
+    others = [rank for rank in range(branches.cfg) if rank != branches.cfg_rank]
+    mine = by_owner[branches.cfg_rank]
+    sends = [(rank, pack(mine)) for rank in others] if mine else []
+    receives = [
+        (rank, _buffer(packet_bytes(layout_of(by_owner[rank])), by_owner[rank][0])) for rank in others if by_owner[rank]
+    ]
+    exchange(sends, receives, group=group).wait()
+    for rank, buffer in receives:
+        for held, came in zip(by_owner[rank], unpack(buffer, layout_of(by_owner[rank])), strict=True):
+            held.copy_(came)
+
+
+def _buffer(length_bytes: int, like: Tensor) -> Tensor:
+    return torch.empty(length_bytes, dtype=torch.uint8, device=like.device)
+
+
+class Promise(Tensor):
+    """A tensor that may not be there yet. Its views are promises too; whatever reads it waits for it."""
+
+    held: Tensor
+    ledger: Ledger
+
+    @staticmethod
+    def __new__(cls, held: Tensor, ledger: Ledger) -> Promise:
+        promise: Promise = Tensor._make_wrapper_subclass(
+            cls,
+            held.shape,
+            strides=held.stride(),
+            storage_offset=held.storage_offset(),
+            dtype=held.dtype,
+            device=held.device,
+        )
+        promise.held, promise.ledger = held, ledger
+        return promise
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        promises = [x for x in tree_iter((args, kwargs)) if isinstance(x, Promise)]
+        held_args, held_kwargs = tree_map_only(Promise, lambda x: x.held, (args, kwargs))
+        ledger = promises[0].ledger
+        if ledger.results and len(promises) == 1:
+            if func.is_view:
+                return tree_map_only(Tensor, lambda x: Promise(x, ledger), func(*held_args, **held_kwargs))
+            if func.overloadpacket in _COPIES:
+                return ledger.copy_later(
+                    lambda: func(*held_args, **held_kwargs), _room_for(func, held_args, held_kwargs)
+                )
+        for promise in promises:
+            promise.ledger.settle()
+        return func(*held_args, **held_kwargs)
+
+    def kept(self) -> Tensor:
+        """The tensor itself. Ranks: as of `Ledger.settle`."""
+        self.ledger.settle()
+        return self.held
+
+    # These read memory without passing through the dispatcher.
+
+    @override
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.kept().numpy(force=force)
+
+    @override
+    def tolist(self) -> Any:
+        return self.kept().tolist()
+
+    @override
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.kept().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @override
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"Promise({self.kept()!r})"
+
+
+def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Room for what a copying operator gives."""
+    x: Tensor = args[0]
+    one: Tensor = func(x.new_empty((0,) * x.ndim), *args[1:], **kwargs)
+    return one.new_empty(x.shape)
+
+
+def keep_all(values: Any) -> Any:
+    """`values` (a nest) with every promise kept. Ranks: as of `Ledger.settle`, if there is one among them."""
+    return tree_map_only(Promise, lambda x: x.kept(), values)

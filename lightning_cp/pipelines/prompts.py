@@ -1,0 +1,103 @@
+"""Many prompts over data groups: each is sampled by one group, and results come back in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches
+from lightning_cp.pipelines.apply import parallel_pipeline
+
+
+def sample_prompts(
+    pipe: Any,
+    prompts: Sequence[str] | Path,
+    *,
+    seed: int = 0,
+    per_call: int = 1,
+    write: Callable[[int, Any], None] | None = None,
+    collect: bool = True,
+    **inputs: Any,
+) -> list[Any]:
+    """Calls a parallel pipeline with every prompt, each data group with its share of them (counts may be uneven).
+
+    Sample i is drawn from a generator of its own, seeded with `seed + i`, so that it does not depend on the number of
+    groups, or of samples a call.
+
+    Args:
+        pipe: made parallel by `parallelize_pipeline`.
+        prompts: texts, or a file with one a line; the same on every rank.
+        seed: of the first sample.
+        per_call: prompts that a group gives its pipeline at a time.
+        write: called with (number of the prompt, its sample) once for each prompt, by one rank, as soon as it is there.
+        collect: whether every rank gets all samples; else each gets those of its own group.
+        inputs: every other argument of the pipeline.
+    Returns: samples in the order of the prompts: entries of the first field of the pipeline's result.
+    Ranks: the whole world. Raises: ValueError: no prompts, or a pipeline that is not parallel.
+    """
+    installed = parallel_pipeline(pipe)
+    if installed is None:
+        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    if per_call < 1:
+        raise ValueError(f"per_call={per_call} must be at least 1")
+    texts, ranks = read_prompts(prompts), installed.ranks
+    mine = share_of(len(texts), ranks)
+    found: list[Any] = []
+    for first, batch in _batches(texts, mine, per_call):
+        generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
+        samples = _samples(pipe(prompt=batch, generator=generators, **inputs))
+        for i, sample in enumerate(samples):
+            if write is not None and ranks.sample.context_rank == 0:
+                write(first + i, sample)
+        found += samples
+    return _everyones(found, ranks) if collect else found
+
+
+def read_prompts(prompts: Sequence[str] | Path) -> list[str]:
+    """Texts, or the lines of a file that are not empty. Raises: ValueError: there are none."""
+    if isinstance(prompts, (str, Path)):
+        if not Path(prompts).is_file():
+            raise ValueError(
+                f"prompts={str(prompts)!r} is no file with a prompt a line; give a list of texts, or a path"
+            )
+        texts = [line.strip() for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
+    else:
+        texts = list(prompts)
+    texts = [text for text in texts if text]
+    if not texts:
+        raise ValueError("prompts: there are none")
+    return texts
+
+
+def share_of(count: int, ranks: Branches) -> range:
+    """The numbers of the prompts that this rank's data group samples: a contiguous share, longer ones first."""
+    sizes = shard_sizes(count, ranks.data_size)
+    first = sum(sizes[: ranks.data_rank])
+    return range(first, first + sizes[ranks.data_rank])
+
+
+def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:
+    for first in range(share.start, share.stop, size):
+        yield first, texts[first : min(first + size, share.stop)]
+
+
+def _samples(result: Any) -> list[Any]:
+    """One entry a sample, of the first field of a result."""
+    values = result[0] if isinstance(result, tuple) else next(iter(result.values()))
+    return list(values)
+
+
+def _everyones(found: list[Any], ranks: Branches) -> list[Any]:
+    """The samples of all groups, on every rank, from the first rank of each."""
+    if not dist.is_initialized() or ranks.data_size == 1:
+        return found
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None)
+    shares = dict(entry for entry in everyone if entry is not None)
+    return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]

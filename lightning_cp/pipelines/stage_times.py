@@ -1,0 +1,65 @@
+"""How long a pipeline takes to encode, to denoise and to decode."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lightning_cp.pipelines.apply import parallel_pipeline
+from lightning_cp.pipelines.calling import Undo, intercept_calls
+
+
+@dataclass(eq=False)
+class StageTimes:
+    """Seconds of each stage of all calls of a parallel pipeline so far, on this rank, while it is watched.
+
+    Encoding is what comes before the first call of a transformer, decoding what comes after the last.
+
+    Attributes: encode_s, denoise_s, decode_s: sums. steps: calls of transformers.
+    """
+
+    encode_s: float = 0.0
+    denoise_s: float = 0.0
+    decode_s: float = 0.0
+    steps: int = 0
+    _marks: list[float] = field(default_factory=list)
+
+    def watch(self, pipe: Any) -> Undo:
+        """Measure calls of a pipeline from now on. Returns: what ends that. Raises: ValueError: it is not parallel."""
+        installed = parallel_pipeline(pipe)
+        if installed is None:
+            raise ValueError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+        undo = [intercept_calls(pipe, self._whole)]
+        undo += [intercept_calls(pipe.components[name], self._step) for name in installed.transformers]
+
+        def undo_all() -> None:
+            while undo:
+                undo.pop()()
+
+        return undo_all
+
+    def _step(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self._marks:
+            self._marks.append(_now())
+        result = call(*args, **kwargs)
+        self._marks[1:] = [_now()]
+        self.steps += 1
+        return result
+
+    def _whole(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._marks, began = [], _now()
+        result = call(*args, **kwargs)
+        first, last = self._marks or (began, began)
+        self.encode_s += first - began
+        self.denoise_s += last - first
+        self.decode_s += _now() - last
+        return result
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

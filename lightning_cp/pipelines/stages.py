@@ -1,0 +1,223 @@
+"""Stages of a pipeline, one after another (encode, denoise, decode), and where weights lie in each.
+
+Which stage it is, is seen from what is called: the first call of a transformer begins the denoising, and the first
+`vae.decode` after that the decoding. So no pipeline needs code of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from lightning_cp.errors import PlanError
+from lightning_cp.pipelines.calling import Around, Undo, intercept_calls, intercept_method
+from lightning_cp.pipelines.placement import is_vae
+
+Setting = Literal["together", "offload", "release"]
+_HOST = torch.device("cpu")
+
+
+class Stage(IntEnum):
+    """In their order."""
+
+    ENCODE = 0
+    DENOISE = 1
+    DECODE = 2
+
+
+@dataclass(eq=False)
+class Stages:
+    """The components of one pipeline, each on the rank's device when its stage needs it.
+
+    A component that is called in another stage than its own is brought, and stays until the stage changes.
+
+    Attributes:
+        pipeline: its name, for errors.
+        setting: "offload": components lie in host memory outside of their stage. "release": a component's weights are
+            freed for good when a later stage begins.
+        device: the rank's.
+        components: modules by name.
+        stages: of each; none for those that may be called at any time (a safety checker): they are never freed.
+        now: the stage; None between calls.
+        released: names of those without weights.
+    """
+
+    pipeline: str
+    setting: Setting
+    device: torch.device
+    components: Mapping[str, nn.Module]
+    stages: Mapping[str, Stage]
+    now: Stage | None = None
+    released: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
+        """Around a call of the pipeline. Raises: PlanError: it needs what was released."""
+        self._check(arguments)
+        self._begin(Stage.ENCODE)
+        for name, stage in self.stages.items():
+            if stage is Stage.ENCODE and name not in self.released:  # they may be called by any of their methods
+                self._bring(name)
+        try:
+            yield
+        finally:
+            self.now = None
+            self.go_home()
+
+    def go_home(self) -> None:
+        """Between calls: all components to the host, if they are offloaded."""
+        if self.setting == "offload":
+            for name in self.components:
+                self._send_home(name)
+            _empty_cache(self.device)
+
+    def enter(self, stage: Stage) -> None:
+        """The stage of what is called now. Decoding follows denoising; before it, it may be part of encoding."""
+        if self.now is None or self.now is stage or (stage is Stage.DECODE and self.now is Stage.ENCODE):
+            return
+        self._begin(stage)
+
+    def bring(self, name: str, values: Any) -> Any:
+        """A component to the rank's device; returns what it is called with, there too.
+
+        Raises: PlanError: its weights were freed.
+        """
+        if name in self.released:
+            raise PlanError(
+                f"{self.pipeline} calls {name} after its stage, whose weights were freed (stages='release'): use "
+                "stages='offload'"
+            )
+        self._bring(name)
+        if all(x.device == self.device for x in tree_iter(values) if isinstance(x, Tensor)):
+            return values
+        return tree_map_only(Tensor, lambda x: x.to(self.device), values)
+
+    def _begin(self, stage: Stage) -> None:
+        self.now = stage
+        for name in self.components:
+            other = self.stages.get(name)
+            if self.setting == "offload" and other is not stage:
+                self._send_home(name)
+            elif self.setting == "release" and other is not None and other < stage and name not in self.released:
+                free(self.components[name])
+                self.released.append(name)
+        _empty_cache(self.device)
+
+    def _bring(self, name: str) -> None:
+        self.components[name].to(self.device)
+
+    def _send_home(self, name: str) -> None:
+        self.components[name].to(_HOST)
+
+    def _check(self, arguments: Mapping[str, Any]) -> None:
+        """Transformers are always needed, and encoders for texts."""
+        texts = [name for name, value in arguments.items() if "prompt" in name and _is_text(value)]
+        for name in self.released:
+            if self.stages[name] is Stage.DENOISE or texts:
+                why = "" if self.stages[name] is Stage.DENOISE else f" for {texts[0]}"
+                raise PlanError(
+                    f"{self.pipeline}.{name} is needed{why}, but its weights were freed in an earlier call, since "
+                    "stages='release' is for a single call: load the pipeline again, or use stages='offload'"
+                )
+
+
+def make_stages(
+    pipe: Any, setting: Setting, components: Mapping[str, Any], transformers: Mapping[str, nn.Module], at: torch.device
+) -> Stages | None:
+    """The stages of a pipeline; None where all components stay together. Raises: ValueError: no such setting."""
+    if setting not in get_args(Setting):
+        raise ValueError(f"stages={setting!r} must be one of {', '.join(map(repr, get_args(Setting)))}")
+    if setting == "together":
+        return None
+    modules: dict[str, nn.Module] = {}
+    for name, module in components.items():
+        if isinstance(module, nn.Module) and not any(module is other for other in modules.values()):
+            modules[name] = module
+    order = getattr(pipe, "model_cpu_offload_seq", None)
+    stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
+    return Stages(
+        type(pipe).__name__, setting, at, modules, {name: stage for name, stage in stages.items() if stage is not None}
+    )
+
+
+def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:
+    """Of one component; `order` is diffusers' own of a pipeline, "text_encoder->transformer->vae"."""
+    if name in transformers or "ControlNet" in type(module).__name__:
+        return Stage.DENOISE
+    if is_vae(module):
+        return Stage.DECODE
+    if order is None:
+        return Stage.ENCODE
+    names = order.split("->")
+    if name not in names:
+        return None
+    before = names[: names.index(name)]
+    return Stage.DECODE if set(before) & transformers.keys() else Stage.ENCODE
+
+
+def follow_stages(stages: Stages, undo: list[Undo]) -> None:
+    """Has every call of a component tell its stage. Outermost: also a call whose result another rank computes."""
+    for name, module in stages.components.items():
+        stage = stages.stages.get(name)
+        if stages.setting == "offload":
+            undo.append(_back(module))
+        if stage is Stage.DENOISE:
+            undo.append(intercept_calls(module, _around(stages, name, stage)))
+        elif is_vae(module):
+            undo.append(intercept_method(module, "decode", _around(stages, name, Stage.DECODE)))
+            if hasattr(module, "encode"):
+                undo.append(intercept_method(module, "encode", _around(stages, name, None)))
+        else:
+            undo.append(module.register_forward_pre_hook(_before(stages, name), prepend=True, with_kwargs=True).remove)
+
+
+def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if stage is not None:
+            stages.enter(stage)
+        args, kwargs = stages.bring(name, (args, kwargs))
+        return call(*args, **kwargs)
+
+    return around
+
+
+def _before(stages: Stages, name: str) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return stages.bring(name, (args, kwargs))
+
+    return before
+
+
+def _back(module: nn.Module) -> Undo:
+    """Takes a module back to where it is now."""
+    device = next((x.device for x in module.parameters()), None)
+
+    def undo() -> None:
+        module.to(device)
+
+    return undo
+
+
+def free(module: nn.Module) -> None:
+    """Weights to the meta device, and their memory back. What a module says of itself (its dtype, say) stays."""
+    for x in module.parameters():
+        if isinstance(x, DTensor):  # FSDP keeps references of its own
+            x.to_local().untyped_storage().resize_(0)
+    module.to("meta")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, (list, tuple)) and any(map(_is_text, value)))
+
+
+def _empty_cache(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,105 @@
+"""Samples as files: a picture, a clip or a sound, whatever a pipeline gave."""
+
+from __future__ import annotations
+
+import importlib.util
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lightning_cp.errors import MediaError
+
+
+def frames_of(sample: Any) -> Tensor:
+    """The frames of a picture or clip: uint8 [frames, height, width, 1, 3 or 4].
+
+    Args: sample: a PIL image or a list of them, or an array or tensor [h, w, c] or [f, h, w, c], in [0, 1] or uint8.
+    Raises: MediaError: anything else.
+    """
+    if isinstance(sample, Image.Image):
+        sample = [sample]
+    if isinstance(sample, (list, tuple)) and sample and isinstance(sample[0], Image.Image):
+        modes = "RGBA" if sample[0].mode == "RGBA" else "RGB"
+        sample = np.stack([np.asarray(image.convert(modes)) for image in sample])
+    if isinstance(sample, (np.ndarray, Tensor)):
+        pixels = torch.as_tensor(sample).detach().cpu()
+        pixels = pixels.unsqueeze(0) if pixels.ndim == 3 else pixels
+        if pixels.ndim == 4 and pixels.shape[-1] in (1, 3, 4):
+            whole = pixels.dtype == torch.uint8
+            return pixels if whole else (pixels.float().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
+    shape = f" of shape {tuple(sample.shape)}" if hasattr(sample, "shape") else ""
+    raise MediaError(f"a {type(sample).__name__}{shape} is neither a picture [h, w, c] nor a clip [f, h, w, c]")
+
+
+def is_sound(sample: Any) -> bool:
+    """Whether a sample is values over time, not pictures."""
+    return isinstance(sample, (np.ndarray, Tensor)) and sample.ndim <= 2
+
+
+def check_format(format: str) -> None:
+    """Raises: MediaError: what writes it is not installed."""
+    if format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise MediaError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
+
+
+def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16, rate_hz: int = 44100) -> Path:
+    """Writes one sample.
+
+    Args:
+        sample: see `frames_of`; or a sound, an array or tensor [channels, n] or [n] in [-1, 1].
+        stem: path without the suffix.
+        format: png, gif, mp4 or wav; auto: by what it is.
+        fps: frames a second of a clip.
+        rate_hz: values a second of a sound.
+    Returns: the file. Raises: MediaError: the format cannot hold the sample, or is not installed.
+    """
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    if is_sound(sample) or format == "wav":
+        return _write_sound(sample, stem.with_name(f"{stem.name}.wav"), rate_hz)
+    frames = frames_of(sample)
+    kind = ("png" if len(frames) == 1 else "gif") if format == "auto" else format
+    path = stem.with_name(f"{stem.name}.{kind}")
+    if kind == "png" and len(frames) > 1:
+        raise MediaError(f"format=png holds one picture, and a sample has {len(frames)} frames: use gif, mp4 or auto")
+    if kind == "mp4":
+        _write_mp4(frames, path, fps)
+        return path
+    images = [_image(frame) for frame in frames]
+    if kind == "png":
+        images[0].save(path)
+    else:
+        images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
+    return path
+
+
+def _image(frame: Tensor) -> Image.Image:
+    array = frame.numpy()
+    return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
+
+
+def _write_mp4(frames: Tensor, path: Path, fps: int) -> None:
+    import imageio.v2 as imageio  # type: ignore[import-not-found,unused-ignore]  # optional
+
+    check_format("mp4")
+    colour = frames[..., :3].expand(-1, -1, -1, 3).numpy()
+    with imageio.get_writer(path, fps=fps, macro_block_size=2) as writer:
+        for frame in colour:
+            writer.append_data(frame)
+
+
+def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:
+    values = torch.as_tensor(sample).detach().float().cpu().nan_to_num(0).clamp(-1, 1)
+    if values.ndim not in (1, 2):
+        raise MediaError(f"a sample of shape {tuple(values.shape)} is no sound [channels, n]")
+    channels = values.unsqueeze(0) if values.ndim == 1 else values
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(len(channels))
+        file.setsampwidth(2)
+        file.setframerate(rate_hz)
+        file.writeframes((channels.T * 32767).round().to(torch.int16).numpy().tobytes())
+    return path

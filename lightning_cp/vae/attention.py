@@ -1,0 +1,58 @@
+"""A VAE's self-attention over all positions of an image, of which each rank holds some rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.shards import gather
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.mesh import Groups
+
+
+def attend_all_rows(
+    attend: Callable[..., Tensor],
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    rest: tuple[tuple[Any, ...], dict[str, Any]],
+    *,
+    groups: Groups,
+) -> Tensor:
+    """Attention of this rank's positions to those of all ranks; keys come in rank order, which changes nothing.
+
+    Args:
+        attend: `F.scaled_dot_product_attention`, and `rest`: its arguments after the mask.
+        tensors: query, key and value [..., positions, head_dim].
+        mask: None, or of frames, additive: [..., positions, positions], 0 where the key's frame is not after the
+            query's; positions are frame by frame.
+    Raises: NotImplementedError: another mask, or causal by position.
+    Ranks: all of the context group.
+    """
+    query, key, value = tensors
+    assert groups.context is not None, "a group of one attends alone"
+    args, kwargs = rest
+    if kwargs.get("is_causal") or any(args[1:2]) or query.shape[-2] != key.shape[-2]:
+        raise NotImplementedError("causal attention and cross-attention of a VAE are not split over rows")
+    lengths = [n for (n,) in all_gather_ints([key.shape[-2]], group=groups.context)]
+    if mask is not None:
+        mask = _mask_of_frames(mask, lengths)
+    dim = key.ndim - 2
+    keys, values = (gather(x.contiguous(), dim, lengths, groups.name) for x in (key, value))
+    return attend(query, keys, values, mask, *args, **kwargs)
+
+
+def _mask_of_frames(mask: Tensor, lengths: list[int]) -> Tensor:
+    """A mask [..., own, own] by frames -> [..., own, all]: the same frames, of every rank's positions."""
+    first = mask[(0,) * (mask.ndim - 1)]  # of the first position, which sees its own frame only
+    own = int((first == 0).sum())
+    assert own, "a position that may attend to nothing"
+    assert len(first) % own == 0, f"a mask over {len(first)} positions is not one of frames of {own}"
+    frames = len(first) // own
+    by_frame = mask[..., ::own, ::own]
+    rows = by_frame.repeat_interleave(own, -2)
+    if not torch.equal(rows.repeat_interleave(own, -1), mask):
+        raise NotImplementedError("an attention mask of a VAE that is not one of whole frames is not split over rows")
+    return torch.cat([rows.repeat_interleave(length // frames, -1) for length in lengths], -1)

@@ -1,0 +1,76 @@
+"""What is known of diffusers' autoencoders: which can be decoded and encoded by several ranks, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class VaeClass:
+    """What the parallel decode and encode of one class need to know.
+
+    Attributes:
+        halos: whether an untiled decode or encode can be split over rows.
+        caches: whether encoder and decoder return their result with a feature cache.
+        patched: whether `config.patch_size` pixels are packed before the encoder, not in it.
+    """
+
+    halos: bool = True
+    caches: bool = False
+    patched: bool = False
+
+
+_TILES_ONLY = VaeClass(halos=False)
+CLASSES: dict[str, VaeClass] = {
+    "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
+    "AutoencoderKL": VaeClass(),
+    "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # cuts frames by the size of what a rank holds
+    "AutoencoderKLFlux2": VaeClass(),
+    "AutoencoderKLHunyuanImage": VaeClass(),
+    "AutoencoderKLHunyuanVideo": VaeClass(),
+    "AutoencoderKLHunyuanVideo15": VaeClass(),
+    "AutoencoderKLLTX2Video": VaeClass(),
+    "AutoencoderKLLTXVideo": VaeClass(),
+    "AutoencoderKLQwenImage": VaeClass(),
+    "AutoencoderKLQwenImage21": VaeClass(patched=True),
+    "AutoencoderKLWan": VaeClass(patched=True),
+}
+_PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # those that call F.scaled_dot_product_attention
+
+
+def class_of(vae: nn.Module) -> VaeClass:
+    """Raises: ValueError: its class, its noise, its attention or its compilation is not supported."""
+    name = type(vae).__name__
+    found = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)
+    if found is None:
+        raise ValueError(
+            f"{name} cannot be decoded over several ranks; leave it alone, then every rank decodes the whole. "
+            f"Supported: {', '.join(CLASSES)}"
+        )
+    for path, module in vae.named_modules():
+        if getattr(module, "per_channel_scale1", None) is not None:
+            raise ValueError(
+                f"{name} adds random noise while it decodes ({path}), which several ranks cannot draw as one does; "
+                "leave it alone, then every rank decodes the whole"
+            )
+        if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
+            raise ValueError(f"{name} has a compiled part ({path or 'itself'}): parallelize it without torch.compile")
+        processor = type(getattr(module, "processor", None)).__name__
+        if found.halos and processor != "NoneType" and processor not in _PROCESSORS:
+            raise ValueError(
+                f"{name} computes attention with {processor} ({path}): call vae.set_default_attn_processor(), "
+                "so that it goes through F.scaled_dot_product_attention"
+            )
+    return found
+
+
+def compression_of(vae: Any, kind: VaeClass) -> int:
+    """Rows of an encoder's input that become one row of its output."""
+    config = vae.config
+    ratio = vae.__dict__.get("spatial_compression_ratio") or config.get("spatial_compression_ratio")
+    if ratio is None:
+        ratio = 2 ** (len(config["block_out_channels"]) - 1)
+    return int(ratio) // (config.get("patch_size") or 1 if kind.patched else 1)

@@ -1,0 +1,139 @@
+"""`parallelize_vae`: a VAE of diffusers that the ranks of a context group decode and encode with together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.mesh import Groups
+from lightning_cp.vae.classes import VaeClass, class_of, compression_of
+from lightning_cp.vae.deferred import Batch, settle
+from lightning_cp.vae.rows import by_rows, reach_of
+from lightning_cp.vae.tiles import TileWorker
+
+Undo = Callable[[], None]
+
+_TILE_LOOPS = (
+    *("tiled_encode", "_tiled_encode", "_temporal_tiled_encode"),
+    *("tiled_decode", "_tiled_decode", "_temporal_tiled_decode"),
+)
+
+
+def parallelize_vae(vae: nn.Module, groups: Groups) -> Undo:
+    """Share a VAE's work over the ranks of `groups.context`.
+
+    `vae.decode(z)` and `vae.encode(x)` keep their interface: whole tensors in, whole tensors out, on every rank, the
+    same bits on all of them. Where the VAE tiles (`vae.enable_tiling()`, and an input larger than a tile), its tiles
+    are dealt to the ranks, and the result is bit for bit its own. Otherwise each rank computes its rows, with those of
+    its neighbours where a convolution looks at them, statistics over all rows and attention to all of them: the result
+    differs from the whole decode by rounding (relative 1e-12 in float64, 1e-5 in float32). With fewer latent rows than
+    ranks every rank computes the whole. Call `decode` and `encode` under `torch.no_grad()`: gradients are refused.
+
+    Args:
+        vae: an autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
+        groups: their context group; a group of one changes nothing.
+    Returns: a function that restores the VAE exactly.
+    Raises: ValueError: a class that is not supported, noise in its decoder, a compiled part, attention that does not
+        go through F.scaled_dot_product_attention, or a VAE that is parallel already; from `decode` and `encode`: a
+        gradient is needed, or tiling is not enabled for a class that only its tiles can be shared of.
+    Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
+    """
+    if groups.context_size == 1:
+        return lambda: None
+    if isinstance(vae.__dict__.get("_parallel_vae"), _Session):
+        raise ValueError(f"this {type(vae).__name__} is parallel already: undo that first")
+    session = _Session(vae, class_of(vae), groups)
+    saved: list[tuple[nn.Module, str, Any]] = []
+    for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
+        module = getattr(vae, name)
+        _set(module, "forward", _Part(session, module, module.forward, step, reach_of(module)), saved=saved)
+    for name in _TILE_LOOPS:
+        if hasattr(vae, name):
+            _set(vae, name, _TileLoop(session, getattr(vae, name)), saved=saved)
+    _set(vae, "_parallel_vae", session, saved=saved)
+
+    def undo() -> None:
+        while saved:
+            owner, attribute, before = saved.pop()
+            owner.__dict__.pop(attribute)
+            if before is not _ABSENT:
+                owner.__dict__[attribute] = before
+
+    return undo
+
+
+_ABSENT = object()
+
+
+def _set(owner: nn.Module, name: str, value: Any, *, saved: list[tuple[nn.Module, str, Any]]) -> None:
+    """An attribute of this instance, in front of its class'; what it had itself is kept in `saved`."""
+    saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
+    owner.__dict__[name] = value
+
+
+@dataclass(eq=False)
+class _Session:
+    """One parallel VAE. `batch` is there while one of its tile loops runs."""
+
+    vae: Any
+    kind: VaeClass
+    groups: Groups
+    batch: Batch | None = None
+
+    def refuse_gradients(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        inputs = [x for x in args if isinstance(x, Tensor)]
+        if any(x.requires_grad for x in (*inputs, *module.parameters())):
+            raise ValueError(
+                f"a parallel {type(self.vae).__name__} has no gradients: decode and encode under torch.no_grad(), or "
+                "undo parallelize_vae to train"
+            )
+
+
+@dataclass(eq=False)
+class _TileLoop:
+    """One of a VAE's loops over tiles: it runs as it is, on every rank, but on tiles that are computed together."""
+
+    session: _Session
+    loop: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session = self.session
+        if session.batch is not None or not session.vae.use_tiling:
+            return self.loop(*args, **kwargs)
+        session.batch = Batch(TileWorker(session.groups))
+        try:
+            return settle(self.loop(*args, **kwargs))
+        finally:
+            session.batch = None
+
+
+@dataclass(eq=False)
+class _Part:
+    """The forward of an encoder or decoder: a tile's, put off; or a whole input's, by rows."""
+
+    session: _Session
+    module: nn.Module
+    forward: Callable[..., Any]
+    step: int
+    least: int
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        session, kind = self.session, self.session.kind
+        session.refuse_gradients(self.module, (*args, *kwargs.values()))
+        if session.batch is not None:
+            return session.batch.call(self.forward, args, kwargs, caches=kind.caches)
+        if kind.halos:
+            least = max(1, self.least)
+            return by_rows(self.forward, args, kwargs, groups=session.groups, least=least, step=self.step)
+        if not session.vae.use_tiling:
+            raise ValueError(
+                f"{type(session.vae).__name__} is shared by tiles only: call vae.enable_tiling(), or leave it alone, "
+                "then every rank computes the whole"
+            )
+        return self.forward(*args, **kwargs)

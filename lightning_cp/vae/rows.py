@@ -1,0 +1,210 @@
+"""Convolutions, paddings and the rest over rows that several ranks hold: what a whole image gives, row for row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_cp.comm.borders import border_rows
+from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.mesh import Groups
+from lightning_cp.vae.attention import attend_all_rows
+from lightning_cp.vae.statistics import group_norm_of_all_rows
+
+
+class Rows(TorchFunctionMode):
+    """While it is entered, tensors [..., height, width] are this rank's rows of them (columns, where `dim` is -1).
+
+    Only functions that look beyond a row are replaced; everything else is computed on this rank's rows as it is.
+    Nothing is patched: the mode holds for this thread and this `with` only.
+
+    Raises: NotImplementedError: a function that looks beyond a row and is not known here.
+    Ranks: all of the context group. Gradient: none, sampling only.
+    """
+
+    def __init__(self, groups: Groups, dim: int) -> None:
+        super().__init__()
+        self.groups, self.dim = groups, dim
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _REFUSED:
+            raise NotImplementedError(
+                f"{getattr(func, '__name__', func)} looks beyond one rank's rows of a VAE's image: use "
+                "vae.enable_tiling(), or leave this VAE alone"
+            )
+        if func in _REPLACED:
+            return _REPLACED[func](self, func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def at_end(self) -> tuple[bool, bool]:
+        """Whether this rank holds the first rows, and the last."""
+        return self.groups.context_rank == 0, self.groups.context_rank == self.groups.context_size - 1
+
+
+def reach_of(module: nn.Module) -> int:
+    """How many rows beyond its own a convolution of `module` looks at most."""
+    kernels = [size for x in module.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)) for size in x.kernel_size[-2:]]
+    return max(kernels, default=1) // 2
+
+
+def by_rows(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, groups: Groups, least: int, step: int
+) -> Any:
+    """`forward(*args, **kwargs)`, whole, computed by rows: of its first argument, and of the result (or its first).
+
+    Args:
+        args: first x [b, c, (f,) h, w], split along the longer of height and width.
+        least: steps that each rank needs; with fewer every rank computes the whole.
+        step: rows that stay together, because they become one row.
+    Ranks: all of the context group; the same bits on all.
+    """
+    x, ranks = args[0], groups.context_size
+    dim = -2 if x.shape[-2] >= x.shape[-1] else -1
+    steps, rest = divmod(x.shape[dim], step)
+    if steps < ranks * least:
+        return forward(*args, **kwargs)
+    sizes = [size * step for size in shard_sizes(steps, ranks)]
+    sizes[-1] += rest
+    rank = groups.context_rank
+    with Rows(groups, dim):
+        out = forward(x.narrow(dim, sum(sizes[:rank]), sizes[rank]), *args[1:], **kwargs)
+    mine = out if isinstance(out, Tensor) else out[0]
+    assert groups.context is not None, "a group of one is not split"
+    found = [n for (n,) in all_gather_ints([mine.shape[dim]], group=groups.context)]
+    whole: Tensor = gather(mine.contiguous(), mine.ndim + dim, found, groups.name)
+    return whole if isinstance(out, Tensor) else (whole, *out[1:])
+
+
+def _extend(rows: Rows, x: Tensor, before: int, after: int, zeros: tuple[int, int]) -> Tensor:
+    """`x` between its neighbours' rows; at the ends of the image between so many rows of zeros."""
+    above, below = border_rows(x, x.ndim + rows.dim, before, after, groups=rows.groups)
+    shape = list(x.shape)
+    parts = [x]
+    for piece, at_end, count, place in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
+        if at_end and count:
+            shape[rows.dim] = count
+            piece = x.new_zeros(shape)
+        if piece is not None:
+            parts.insert(place, piece)
+    return torch.cat(parts, rows.dim) if len(parts) > 1 else x
+
+
+def _convolve(
+    rows: Rows,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """A shard's first row is a multiple of the stride, so output rows begin where they do in the whole."""
+    if isinstance(padding, str):
+        raise NotImplementedError(f"a convolution with padding={padding!r} is not split over rows")
+    strides, paddings, dilations = (_each(x, weight.ndim - 2) for x in (stride, padding, dilation))
+    pad, step = paddings[rows.dim], strides[rows.dim]
+    beyond = dilations[rows.dim] * (weight.shape[rows.dim] - 1) + 1 - step  # rows of others that a shard's output needs
+    if pad:
+        input = _extend(rows, input, pad, max(0, beyond - pad), (pad, pad))
+        paddings[rows.dim] = 0
+    else:  # its input was padded before, or needs nothing
+        spare = getattr(input, "_rows_beyond", 0) - beyond
+        assert beyond <= 0 or 0 <= spare < step, f"a convolution over rows needs {beyond} more than were padded"
+    return function(input, weight, bias, strides, paddings, dilations, groups)
+
+
+def _pad(
+    rows: Rows,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    pad: Sequence[int],
+    mode: str = "constant",
+    value: float | None = None,
+) -> Tensor:
+    """Pads where the image ends; elsewhere there are the neighbours' rows."""
+    first = 2 * (-1 - rows.dim)
+    before, after = pad[first : first + 2] if len(pad) >= first + 2 else (0, 0)
+    if input.ndim < 4 or not (before or after):
+        return function(input, pad, mode, value)
+    assert min(before, after) >= 0, "a negative padding crops"
+    extended = _extend(rows, input, before, after, (0, 0))
+    mine = list(pad)
+    mine[first : first + 2] = [n if at_end else 0 for n, at_end in zip((before, after), rows.at_end, strict=True)]
+    padded = function(extended, mine, mode, value)
+    padded._rows_beyond = before + after  # type: ignore[attr-defined]
+    return padded
+
+
+def _interpolate(
+    rows: Rows,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """A row becomes so many equal rows."""
+    if input.ndim >= 4:
+        given = size if scale_factor is None else scale_factor
+        along = given[rows.dim] if isinstance(given, (list, tuple)) else given
+        factor = along / input.shape[rows.dim] if scale_factor is None else along
+        if not mode.startswith("nearest") or factor != int(factor):
+            raise NotImplementedError(f"interpolation by {factor} with mode={mode!r} is not split over rows")
+    return function(input, size, scale_factor, mode, *args, **kwargs)
+
+
+def _group_norm(
+    rows: Rows,
+    function: Callable[..., Tensor],
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    return group_norm_of_all_rows(input, num_groups, weight, bias, eps=eps, groups=rows.groups)
+
+
+def _attend(
+    rows: Rows,
+    function: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    return attend_all_rows(function, (query, key, value), attn_mask, (args, kwargs), groups=rows.groups)
+
+
+def _each(value: int | Sequence[int], dims: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values if len(values) == dims else values * dims
+
+
+_REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+    torch.conv2d: _convolve,
+    torch.conv3d: _convolve,
+    F.pad: _pad,
+    F.interpolate: _interpolate,
+    F.group_norm: _group_norm,
+    F.scaled_dot_product_attention: _attend,
+}
+_REFUSED: set[Callable[..., Any]] = {
+    *(torch.conv_transpose2d, torch.conv_transpose3d, F.avg_pool2d, F.avg_pool3d, F.max_pool2d, F.max_pool3d),
+    *(torch.bmm, torch.baddbmm, torch.matmul, torch.einsum, torch.rand, torch.randn, torch.randn_like),
+}

@@ -1,0 +1,39 @@
+"""Group normalisation over rows that several ranks hold."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_cp.comm.shards import gather
+from lightning_cp.mesh import Groups
+
+
+def group_norm_of_all_rows(
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float, groups: Groups
+) -> Tensor:
+    """`F.group_norm` of this rank's positions, with mean and variance over those of all ranks.
+
+    mean = sum n_r mean_r / n;  var = sum n_r (var_r + (mean_r - mean)^2) / n, in float64
+
+    Args:
+        x: [b, c, ...]; the number of positions may differ between ranks.
+        weight, bias: [c].
+    Ranks: all of the context group: a gather of 3 numbers for each sample and group.
+    Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm, 1979.
+    """
+    batch, channels = x.shape[:2]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    var, mean = torch.var_mean(x.reshape(batch, num_groups, -1).to(wide), dim=-1, correction=0)
+    count = torch.full_like(mean, x[0, 0].numel() * (channels // num_groups), dtype=torch.float64)
+    own = torch.stack([count, mean.double(), var.double()])[None]
+    counts, means, variances = gather(own, 0, [1] * groups.context_size, groups.name).unbind(1)
+    share = counts / counts.sum(0)
+    mean = (share * means).sum(0)
+    var = (share * (variances + (means - mean).square())).sum(0)
+    # One channel of a batch normalisation for each channel of each sample: one pass, and no copy in a wider dtype.
+    mean, var = (s.repeat_interleave(channels // num_groups, 1).flatten().to(wide) for s in (mean, var))
+    scale, shift = (None if w is None else w.to(wide).repeat(batch) for w in (weight, bias))
+    flat = x.reshape(1, batch * channels, -1)
+    return F.batch_norm(flat, mean, var, scale, shift, training=False, eps=eps).reshape(x.shape)

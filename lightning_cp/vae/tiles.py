@@ -1,0 +1,83 @@
+"""A batch of tiles, dealt to the ranks and exchanged: what each computes is what the VAE alone would compute."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from lightning_cp.comm.borders import packets_of_all
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.mesh import Groups
+from lightning_cp.vae.deferred import UnitCall
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MAX_DIMS = 5
+_FIELDS = 2 + _MAX_DIMS  # of a result: dtype, dims, shape
+
+
+def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
+    """Unit -> rank: the dearest unit first, each to the rank with the least to do; the same on every rank."""
+    loads, owner = [0] * ranks, {}
+    for unit in sorted(costs, key=lambda unit: (-costs[unit], unit)):
+        owner[unit] = loads.index(min(loads))
+        loads[owner[unit]] += costs[unit]
+    return owner
+
+
+@dataclass(frozen=True)
+class TileWorker:
+    """Computes a batch of calls over the ranks of a context group.
+
+    Ranks: all of the group, with equal batches: a gather of ints and one packet to every peer.
+    Raises: RuntimeError: another rank failed; that rank raises its own error.
+    """
+
+    groups: Groups
+
+    def __call__(self, calls: list[UnitCall]) -> None:
+        costs: dict[int, int] = {}
+        for call in calls:
+            costs[call.unit] = costs.get(call.unit, 0) + call.tile.numel()
+        owner = owners(costs, self.groups.context_size)
+        by_rank = [[call for call in calls if owner[call.unit] == rank] for rank in range(self.groups.context_size)]
+        own, failure = by_rank[self.groups.context_rank], None
+        try:
+            for call in own:
+                call.run()
+        except Exception as error:  # the others wait for this rank: they are told first
+            failure = error
+        layouts = self._layouts(calls, own, failure)
+        tiles = [call.result.value.contiguous() for call in own]
+        mine = pack(tiles) if tiles else torch.empty(0, dtype=torch.uint8, device=calls[0].tile.device)
+        of_rank = [[layouts[id(call)] for call in theirs] for theirs in by_rank]
+        packets = packets_of_all(mine, [packet_bytes(layout) for layout in of_rank], groups=self.groups)
+        for rank, (packet, layout, theirs) in enumerate(zip(packets, of_rank, by_rank, strict=True)):
+            if rank != self.groups.context_rank:
+                for call, tile in zip(theirs, unpack(packet, layout), strict=True):
+                    call.result.value = tile
+
+    def _layouts(self, calls: list[UnitCall], own: list[UnitCall], failure: Exception | None) -> dict[int, Piece]:
+        """Shape and dtype of every call's result, by the call's id: each rank knows those of its own."""
+        assert self.groups.context is not None, "a group of one computes tiles itself"
+        values = [int(failure is not None)]
+        computed = {id(call) for call in own} if failure is None else set()
+        for call in calls:
+            entry = [0] * _FIELDS
+            if id(call) in computed:
+                x = call.result.value
+                entry[: 2 + x.ndim] = _DTYPES.index(x.dtype), x.ndim, *x.shape
+            values += entry
+        everyone = all_gather_ints(values, group=self.groups.context)
+        if failure is not None:
+            raise failure
+        failed = [rank for rank, row in enumerate(everyone) if row[0]]
+        if failed:
+            raise RuntimeError(f"the VAE's tiles are not complete: rank {failed[0]} of the context group failed")
+        total = [sum(column) for column in zip(*everyone, strict=True)][1:]
+        entries = [total[i * _FIELDS : (i + 1) * _FIELDS] for i in range(len(calls))]
+        return {
+            id(call): Piece(tuple(entry[2 : 2 + entry[1]]), _DTYPES[entry[0]])
+            for call, entry in zip(calls, entries, strict=True)
+        }

@@ -1,0 +1,170 @@
+"""Samples from a checkpoint of recipes/train.py, or with any pipeline of diffusers, on one rank or several.
+
+    python recipes/sample.py                                     the newest checkpoint under outputs
+    python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
+    python recipes/sample.py source=my/pipeline prompts=[a cat]  a folder of a pipeline, or its id on the hub
+
+It starts its own ranks. `--help` lists the settings.
+"""
+
+import inspect
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cp.launch import check_sampling, conf_dir, quiet_overrides, run_recipe
+
+
+def sample(config: DictConfig) -> None:
+    """What every rank does: load, sample, write, tell. (Imports are here: the process that starts it needs none.)"""
+    from hydra.utils import instantiate
+
+    from lightning_cp import ContextParallelConfig
+    from lightning_cp.sampling import Album
+    from lightning_cp.training.run import less_talkative
+
+    fabric: Any = instantiate(config.trainer)
+    with less_talkative():
+        fabric.launch()
+    folder = Path(fabric.broadcast(config.run_dir))
+    album = Album(folder / "samples", config.format, config.fps)
+    context = getattr(fabric.strategy, "context", None)
+    parallel = ContextParallelConfig() if context is None else context.config
+    seconds = (from_pipeline if config.trained is None else from_checkpoint)(config, fabric, album, parallel)
+    has_sheet = album.draw_sheet(folder / "contact_sheet.png")
+    if fabric.is_global_zero:
+        summarise(folder, seconds, config, has_sheet=has_sheet)
+
+
+def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
+    """Samples of a run's classes, with its averaged weights. Returns: seconds of each stage."""
+    import torch
+
+    from lightning_cp import apply_context_parallel
+    from lightning_cp.pipelines import sampling_ranks
+    from lightning_cp.sampling import (
+        SamplingSettings,
+        SharedGuidance,
+        WithPrecision,
+        draw_samples,
+        load_denoiser,
+        recognise_digits,
+    )
+    from lightning_cp.training.run import DataPlace
+
+    began, trained, data = time.perf_counter(), config.trained, config.trained.data
+    ranks = sampling_ranks(parallel, cfg=config.cfg)
+    module: Any = load_denoiser(trained, Path(config.checkpoint)).to(fabric.device)
+    if ranks.context.context_size > 1:
+        apply_context_parallel(module.transformer, parallel)
+    chosen = {x: config[x] if config[x] is not None else trained.sampling[x] for x in ("num_steps", "guidance")}
+    labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
+    count = len(labels) or config.count or trained.sampling.count
+    loaded = time.perf_counter()
+    drawn = draw_samples(
+        *(fabric, SharedGuidance(WithPrecision(fabric, module), ranks)),
+        (data.channels, data.frames, data.height, data.width),
+        settings=SamplingSettings(count, **chosen, seed=config.seed),
+        num_classes=data.num_classes,
+        place=DataPlace(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
+        labels=torch.tensor(labels) if labels else None,
+    )
+    sampled = time.perf_counter()
+    if fabric.is_global_zero:
+        for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
+            album.add(number, pixels)
+        read = recognise_digits(drawn.pixels, drawn.labels)
+        print(f"A classifier of the real digits recognises {read.fraction:.1%} of {count} samples.")
+    return {"load": loaded - began, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
+
+
+def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
+    """Samples of a pipeline, each data group with its share of the prompts. Returns: seconds of each stage."""
+    import torch
+    from diffusers import DiffusionPipeline
+
+    from lightning_cp.pipelines import StageTimes, parallelize_pipeline, read_prompts, sample_prompts
+
+    began = time.perf_counter()
+    precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    pipe: Any = DiffusionPipeline.from_pretrained(config.pipeline, torch_dtype=precisions[config.precision])
+    inputs = call_arguments(config, pipe)
+    pipe.set_progress_bar_config(disable=not config.progress)
+    if config.stages == "together":
+        pipe.to(fabric.device)
+    chosen = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
+    parallelize_pipeline(pipe, parallel, shard=list(config.shard), **chosen)
+    album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
+    asked = config.prompts
+    texts = read_prompts(
+        Path(asked)
+        if isinstance(asked, str) and Path(asked).is_file()
+        else [asked]
+        if isinstance(asked, str)
+        else asked
+    )
+    times, loaded = StageTimes(), time.perf_counter()
+    times.watch(pipe)
+    sample_prompts(
+        pipe,
+        [text for text in texts for _ in range(config.count or 1)],
+        seed=config.seed,
+        per_call=config.per_call,
+        write=album.add,
+        collect=False,
+        **inputs,
+    )
+    sampling = times.encode_s + times.denoise_s + times.decode_s
+    stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
+    return {"load": loaded - began, **stages, "write": time.perf_counter() - loaded - sampling}
+
+
+def call_arguments(config: DictConfig, pipe: Any) -> dict[str, Any]:
+    """What the settings say of a pipeline's call. Raises: ValueError: something that this pipeline does not take."""
+    from PIL import Image
+
+    settings = {"num_inference_steps": config.num_steps, "guidance_scale": config.guidance}
+    settings |= {"negative_prompt": config.negative_prompt, "image": config.image}
+    given = {name: value for name, value in settings.items() if value is not None}
+    given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
+    taken = inspect.signature(type(pipe).__call__).parameters
+    unknown = sorted(name for name in given if name not in taken)
+    if unknown:
+        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(list(taken)[1:])}")
+    if "image" in given:
+        given["image"] = Image.open(given["image"]).convert("RGB")
+    return given
+
+
+def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
+    """Says how long each stage took, and where things lie."""
+    (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
+    ranks = f"data {config.data_parallel} × cfg {config.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+    table = Table()
+    for name in seconds:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    console.print(f"{config.checkpoint or config.pipeline}\non {ranks}", highlight=False, soft_wrap=True)
+    console.print(table)
+    sheet = "  contact_sheet.png" if has_sheet else ""
+    console.print(f"{folder}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="sample")
+def main(config: DictConfig) -> float | None:
+    """Checks the settings and starts the ranks."""
+    return run_recipe(config, target=f"{os.path.abspath(__file__)}:sample", check=check_sampling)
+
+
+if __name__ == "__main__":
+    sys.argv += quiet_overrides(os.environ)
+    main()

@@ -1,0 +1,282 @@
+"""Branches of guidance over a cfg axis: promises, pieces for one's own loop, prompts over data groups, refusals."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import GuidanceError, PeerMismatchError
+from lightning_cp.mesh import Branches
+from lightning_cp.pipelines import (
+    cfg_merge,
+    cfg_split,
+    gather,
+    parallel_pipeline,
+    sample_prompts,
+    sampling_ranks,
+    split,
+)
+from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.promise import Promise
+from tests.dist.plain import PLAIN_PLAN, Plain
+from tests.harness import RankPool
+from tests.pipelines import table
+
+
+def _ranks(rank: int, cfg: int) -> Branches:
+    return sampling_ranks(ContextParallelConfig(), cfg=cfg)
+
+
+class Counted(nn.Module):
+    """Gives what it is given, in a tuple, and counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> tuple[Tensor, str]:
+        self.calls += 1
+        return x * scale, "kept"
+
+
+def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
+    """Two steps of as many branches as there are ranks, whose results are read in some way between the calls."""
+    calls = BranchCalls("a loop", _ranks(rank, world))
+    model, found = Counted(), list[float]()
+    x = torch.arange(6.0).view(1, 6)
+    with torch.no_grad():
+        for step in range(4):
+            outs: list[Any] = []
+            for branch in range(world):
+                out, word = calls.call(model, model, (x + step + branch,), {})
+                assert word == "kept"
+                assert isinstance(out, Promise)
+                if how == "views":
+                    out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
+                if how == "copies":
+                    out = (-out.double()[:, :3].to(torch.float32)).clone()
+                if how == "read":
+                    out = out * 2
+                if how == "printed":
+                    assert str(float(step + branch)) in repr(out).replace(".,", ".0,")
+                if how == "numpy":
+                    out = torch.from_numpy(np.asarray(out) + out.numpy()) + torch.tensor(out.tolist())
+                outs.append(out)
+            found += [float(x) for x in torch.cat(outs).flatten()]
+    return found, model.calls, calls.shared
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("how", ["untouched", "views", "copies", "read", "printed", "numpy"])
+def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, world: int) -> None:
+    if how in ("read", "printed", "numpy"):
+        with pytest.raises(AssertionError, match=r"computes one branch at a time.*each branch needs the one before"):
+            run_ranks(world, _reading, how)
+        return
+    x = torch.arange(6.0).view(1, 6)
+    expected: list[float] = []
+    for step in range(4):
+        for branch in range(world):
+            out = x + step + branch
+            if how == "views":
+                out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
+            if how == "copies":
+                out = -out[:, :3]
+            expected += out.flatten().tolist()
+    for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
+        assert found == expected
+        assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all, which tells of shapes
+        assert shared == 4 * world
+
+
+def _lonely(rank: int, world: int) -> tuple[list[float], int]:
+    """Results that are read between the calls of a step, where other steps are shared: right, and refused never."""
+    calls = BranchCalls("a loop", _ranks(rank, world))
+    model, found = Counted(), list[float]()
+    with torch.no_grad():
+        for step in range(4):
+            outs = [calls.call(model, model, (torch.full((1, 2), 10.0 * step + branch),), {})[0] for branch in range(2)]
+            found += [float(x.sum()) for x in outs]
+            alone = calls.call(model, model, (torch.full((1, 2), 5.0 * step),), {})[0]
+            found.append(float(alone.sum()))
+    return found, calls.shared
+
+
+def test_steps_without_guidance_among_others_are_exact(run_ranks: RankPool) -> None:
+    expected = [y for step in range(4) for y in (20.0 * step, 20.0 * step + 2, 10.0 * step)]
+    assert run_ranks(2, _lonely) == [(expected, 8)] * 2
+
+
+def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: int) -> tuple[float, int]:
+    """A hand-written sampling loop with a model of one's own; its largest error, and the rows of its batches."""
+    torch.manual_seed(3)
+    model, text = Plain().double(), torch.randn(rows, 1, 16, dtype=torch.float64)
+    noise = torch.randn(1, 7, 16, dtype=torch.float64).expand(rows, -1, -1)
+    mixing = torch.randn(3, 16, dtype=torch.float64)
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+    ranks, met = sampling_ranks(config, cfg=cfg), list[int]()
+
+    def sample(denoise: Any) -> Tensor:
+        x = noise
+        for step in range(3):
+            velocity = denoise(x, text * (step + 1))
+            x = x - 0.3 * (velocity @ mixing).mean(0, keepdim=True)
+        return x
+
+    def alone(x: Tensor, text: Tensor) -> Tensor:
+        return model(x + text)[0]
+
+    def together(x: Tensor, text: Tensor) -> Tensor:
+        mine = cfg_split({"x": x, "text": text}, ranks)
+        met.append(len(mine["x"]))
+        return cfg_merge(model(mine["x"] + mine["text"])[0], ranks)
+
+    with torch.no_grad():
+        expected = sample(alone)
+        apply_context_parallel(model, config, PLAIN_PLAN)
+        actual = sample(together)
+        parts = split(actual, 1, ranks)
+        assert torch.equal(gather(parts, 1, ranks), actual)
+    assert parts.shape[1] in (7 // (ring * ulysses), -(-7 // (ring * ulysses)))
+    return float((actual - expected).abs().max()), met[0]
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "cfg", "rows"),
+    [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4), (1, 1, 4, 6), (3, 1, 1, 2)],
+)
+def test_a_loop_of_ones_own_with_the_pieces_is_exact(
+    run_ranks: RankPool, ring: int, ulysses: int, cfg: int, rows: int
+) -> None:
+    answers = run_ranks(ring * ulysses * cfg, _own_loop, ring, ulysses, cfg, rows)
+    assert all(error < 1e-13 for error, _ in answers)
+    met = [met for _, met in answers[:: ring * ulysses]]
+    assert sum(met) == rows
+    assert max(met) - min(met) <= 1
+
+
+def _pipe(name: str = "wan") -> Any:
+    torch.manual_seed(0)
+    pipe = table("wan")[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _refused(rank: int, world: int, what: str) -> str:
+    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    config, cfg = ContextParallelConfig(), 2
+    if what == "no guidance":
+        inputs["guidance_scale"] = 1.0
+    if what == "prompt":
+        inputs["prompt"] = f"rank {rank}"
+    if what == "generator":
+        inputs["generator"] = torch.Generator() if rank == 0 else None
+    if what == "gradients":
+        parallelize_pipeline(pipe, config, cfg=2)
+        with pytest.raises(GuidanceError) as told:
+            pipe.transformer(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+        return str(told.value)
+    if what == "cfg":
+        cfg = 3
+    if what == "mesh":
+        config = ContextParallelConfig(
+            mesh=init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("cfg", "ring", "ulysses"))
+        )
+        cfg = 4
+    try:
+        parallelize_pipeline(pipe, config, cfg=cfg)
+        if what == "twice":
+            parallelize_pipeline(pipe, config, cfg=cfg)
+        inputs["num_inference_steps"] = 4
+        pipe(**inputs)
+    except (ValueError, PeerMismatchError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("no guidance", "GuidanceError: cfg=2, but WanPipeline computes one branch at a time: its guidance is off"),
+        ("prompt", "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other"),
+        ("generator", r"PeerMismatchError: .*generator is \['cpu'\] on one and left out on the other"),
+        ("gradients", "cfg=2 is for sampling, but WanTransformer3DModel is called where gradients are recorded"),
+        ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 does not divide the 2 ranks"),
+        ("mesh", "ValueError: cfg=4 contradicts the mesh, whose axis 'cfg' has size 2"),
+        ("twice", "PlanError: WanPipeline is context-parallel already"),
+    ],
+)
+def test_what_cannot_be_shared_out_is_refused_on_every_rank(run_ranks: RankPool, what: str, told: str) -> None:
+    import re
+
+    answers = run_ranks(2, _refused, what)
+    for answer in answers:
+        assert re.search(told, answer), answer
+
+
+def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder: str) -> list[float]:
+    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    del inputs["prompt"]
+    texts = ["a cat", "a very slow dog", "", "two birds", "rain", "a house, far away"][: count + 1]
+
+    def write(number: int, sample: Any) -> None:
+        path = Path(folder) / f"{number}.{rank}"
+        assert not path.exists()
+        path.write_text(repr(float(torch.as_tensor(sample).double().norm())))
+
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=ring))
+    (Path(folder) / "prompts.txt").write_text("\n".join(texts)) if rank == 0 else None
+    dist.barrier()
+    found = sample_prompts(pipe, Path(folder) / "prompts.txt", seed=11, per_call=per_call, write=write, **inputs)
+    again = sample_prompts(pipe, texts, seed=11, collect=False, **inputs)
+    installed = parallel_pipeline(pipe)
+    assert installed is not None
+    assert len(again) <= -(-count // installed.ranks.data_size)
+    dist.barrier()
+    return [float(torch.as_tensor(x).double().norm()) for x in found]
+
+
+@pytest.mark.parametrize(("world", "ring", "per_call"), [(2, 1, 1), (3, 1, 2), (4, 2, 1)])
+def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
+    run_ranks: RankPool, world: int, ring: int, per_call: int
+) -> None:
+    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    texts = ["a cat", "a very slow dog", "two birds", "rain", "a house, far away"]
+    expected = []
+    for i, text in enumerate(texts):
+        generator = [torch.Generator().manual_seed(11 + i)]
+        expected.append(float(pipe(**{**inputs, "prompt": [text]}, generator=generator)[0].double().norm()))
+    with tempfile.TemporaryDirectory() as folder:
+        for found in run_ranks(world, _prompts, ring, 5, per_call, folder):
+            assert found == pytest.approx(expected, rel=1e-4)
+        written = sorted(path.name for path in Path(folder).glob("*.[0-9]"))
+        assert [name.split(".")[0] for name in written] == ["0", "1", "2", "3", "4"]
+        assert all(int(name.split(".")[1]) % ring == 0 for name in written)
+
+
+def _default_noise(rank: int, world: int) -> tuple[float, float]:
+    """Without a generator, ranks draw what one process would with the first one's seed."""
+    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    torch.manual_seed(5)
+    alone = pipe(**inputs)[0]
+    parallelize_pipeline(pipe, ContextParallelConfig(ulysses_degree=world))
+    torch.manual_seed(5 + rank)
+    together = pipe(**inputs)[0]
+    after = float(torch.rand(()))
+    unparallelize_pipeline(pipe)
+    return float((together - alone).abs().max() / alone.abs().max()), after
+
+
+def test_without_a_generator_all_ranks_draw_the_noise_of_the_first(run_ranks: RankPool) -> None:
+    answers = run_ranks(3, _default_noise)
+    assert all(error < 1e-4 for error, _ in answers)
+    assert len({after for _, after in answers}) == 1

@@ -1,0 +1,315 @@
+"""Weights spread over ranks, and stages one after another: one process's latents, with less memory."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp import parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import PlanError
+from lightning_cp.pipelines import apply, placement
+from tests.harness import RankPool
+from tests.models.modes import MODES
+from tests.pipelines import table
+
+ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+
+
+def _pipe(family: str, name: str) -> Any:
+    """Of equal weights on all ranks."""
+    torch.manual_seed(0)
+    pipe = table(family)[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _output(pipe: Any, family: str, name: str, **others: Any) -> Tensor:
+    tiny = table(family)[name]
+    result = pipe(**{**tiny.inputs(), **others}, generator=torch.Generator().manual_seed(7))
+    value = getattr(result, tiny.output)
+    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+
+
+def _error(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def _bytes_of(tensors: Any) -> int:
+    """Of storages, each once."""
+    local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in local if not x.is_meta}
+    return sum(storages.values())
+
+
+def _live_bytes() -> int:
+    """Of all tensors that this process holds."""
+    gc.collect()
+    found = [x for x in gc.get_objects() if issubclass(type(x), Tensor)]
+    return _bytes_of([x for x in found if type(x) in (Tensor, nn.Parameter, DTensor)])
+
+
+# --- weights over ranks
+
+
+def _sharded(
+    rank: int, world: int, family: str, name: str, shard: tuple[str, ...], trial: tuple[str, int, int], dtype: Any
+) -> tuple[float, dict[str, float]]:
+    """The error, and of each component the part of its layers' bytes that this rank holds after a call."""
+    mode, ranks, cfg = trial
+    pipe = _pipe(family, name).to(dtype)
+    alone = _output(pipe, family, name)
+    layers = {key: _layer_bytes(pipe.components[key]) for key in shard}
+    before = _live_bytes()
+    parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, shard=shard)
+    together = _output(pipe, family, name)
+    held = {key: _layer_bytes(pipe.components[key]) / layers[key] for key in shard}
+    saved = before - _live_bytes()
+    assert saved >= 0.9 * sum(layers[key] * (1 - held[key]) for key in shard), "the whole weights live on"
+    with pytest.raises(PlanError, match="cannot be made whole again in place"):
+        unparallelize_pipeline(pipe)
+    assert _error(_output(pipe, family, name), together) == 0.0, "a refusal changes nothing"
+    return _error(together, alone), held
+
+
+def _layer_bytes(module: nn.Module) -> int:
+    """Of everything in lists of modules."""
+    lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList)]
+    return _bytes_of({x for each in lists for x in each.parameters()})
+
+
+SHARDED = {
+    "flux": ("flux", "flux_true_cfg", ("transformer", "text_encoder", "text_encoder_2")),  # CLIP, T5
+    "sd3": ("sd3", "sd3", ("transformer", *ENCODERS)),  # two of CLIP, T5; both branches in one call
+    "qwen": ("qwen_image", "qwen_image", ("transformer", "text_encoder")),
+    "wan": ("wan", "wan_two_experts", ("transformer", "transformer_2", "text_encoder")),
+}
+WAYS = {2: [("ring", 2, 1)], 3: [("ulysses", 3, 1)], 4: [("unified", 4, 1), ("ring", 2, 2), ("ulysses", 2, 2)]}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", SHARDED)
+def test_sharded_pipelines_give_one_process_latents(run_ranks: RankPool, kind: str, world: int) -> None:
+    for trial in WAYS[world]:
+        _, context, cfg = trial
+        for error, held in run_ranks(world, _sharded, *SHARDED[kind], trial, torch.float32):
+            assert error <= 1e-4, f"{trial}: {error:.1e}"
+            for name, part in held.items():
+                over = context if name.startswith("transformer") else context * cfg
+                assert part <= 1 / over + 0.1, f"{trial}: {name}: {part:.2f} of its layers' bytes"
+
+
+def _mixed_types(rank: int, world: int) -> tuple[float, list[str]]:
+    """Norms in another type than the rest, as diffusers loads Wan in lower precision."""
+    pipe = _pipe("wan", "wan")
+    for block in pipe.transformer.blocks:
+        block.norm2.to(torch.float64)
+        block.norm2.register_forward_pre_hook(lambda module, args: (args[0].double(),))
+        block.norm2.register_forward_hook(lambda module, args, output: output.float())
+    alone = _output(pipe, "wan", "wan")
+    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    whole = [name for name, x in pipe.transformer.blocks.named_parameters() if not isinstance(x, DTensor)]
+    return _error(_output(pipe, "wan", "wan"), alone), whole
+
+
+@pytest.mark.full
+def test_weights_of_another_type_stay_whole(run_ranks: RankPool) -> None:
+    for error, whole in run_ranks(2, _mixed_types):
+        assert error <= 1e-4
+        assert whole
+        assert all(".norm2." in name for name in whole)
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    """What is said of what cannot be spread. The pipeline works afterwards."""
+    pipe = _pipe("flux", "flux_true_cfg")
+    said = []
+    for shard, cfg, ring in ((["vae"], 1, 2), ("tokenizer", 1, 2), (["transformer"], 2, 1)):
+        with pytest.raises(PlanError) as refusal:
+            parallelize_pipeline(pipe, MODES["ring"](ring), cfg=cfg, shard=shard)
+        said.append(str(refusal.value))
+    with pytest.raises(ValueError, match="stages='later' must be one of 'together', 'offload', 'release'"):
+        parallelize_pipeline(pipe, MODES["ring"](world), stages="later")  # type: ignore[arg-type]
+    parallelize_pipeline(pipe, MODES["ring"](world))
+    unparallelize_pipeline(pipe)
+    return said
+
+
+def _fails_half_way(rank: int, world: int) -> list[str]:
+    pipe = _pipe("flux", "flux_true_cfg")
+    real, spread = placement.fully_shard, []
+
+    def fails_at_third(layer: nn.Module, **settings: Any) -> None:
+        if len(spread) == 2:
+            raise RuntimeError("out of memory")
+        spread.append(layer)
+        real(layer, **settings)
+
+    placement.fully_shard = fails_at_third  # type: ignore[assignment]
+    try:
+        with pytest.raises(RuntimeError, match="out of memory"):
+            parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    finally:
+        placement.fully_shard = real
+    said = []
+    for attempt in (
+        lambda: _output(pipe, "flux", "flux_true_cfg"),
+        lambda: parallelize_pipeline(pipe, MODES["ring"](world)),
+    ):
+        with pytest.raises(PlanError) as refusal:
+            attempt()
+        said.append(str(refusal.value))
+    return said
+
+
+def test_what_cannot_be_sharded_is_refused_by_name(run_ranks: RankPool) -> None:
+    for said in run_ranks(2, _refused):
+        for message, part in zip(said, ("a AutoencoderKL stays whole", "none of the components", "cfg=2"), strict=True):
+            assert part in message
+
+
+def test_a_pipeline_sharded_in_part_says_so(run_ranks: RankPool) -> None:
+    for called, again in run_ranks(2, _fails_half_way):
+        assert "spread over ranks in part only" in called
+        assert "out of memory" in called
+        assert "transformer is sharded already (FSDP): load it whole" in again
+
+
+# --- stages, one after another
+
+_DEVICE = torch.device("cpu", 0)  # stands for an accelerator: what is not on it is on the meta device
+
+
+def _on_a_device(pipe: Any) -> None:
+    """Has components, when they are moved to the host, lose their weights until they are moved to `_DEVICE`."""
+    apply.rank_device = lambda ranks: _DEVICE  # type: ignore[assignment]
+    for module in _modules(pipe).values():
+        module.to = _Parked(module)  # type: ignore[assignment]
+
+
+class _Parked:
+    """`module.to`."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.host = module, [module.state_dict()]
+        self.call = module.to
+
+    def __call__(self, device: torch.device | str) -> nn.Module:
+        device = torch.device(device)
+        if device == _DEVICE and self.host:
+            self.call("meta")
+            self.module.load_state_dict(self.host.pop(), assign=True)
+        elif device == torch.device("cpu") and not self.host:
+            self.host.append(self.module.state_dict())
+        if device != _DEVICE:
+            self.call("meta")
+        return self.module
+
+
+def _modules(pipe: Any) -> dict[str, nn.Module]:
+    return {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
+
+
+def _present(pipe: Any) -> tuple[str, ...]:
+    """Components with weights."""
+    return tuple(name for name, x in _modules(pipe).items() if not any(p.is_meta for p in x.parameters()))
+
+
+def _watch(pipe: Any, note: Any) -> None:
+    """`note(stage)` at each encoding of a text, each step, and each decoding, on every rank."""
+    pipe.text_encoder.register_forward_hook(lambda *_: note("encode"))
+    step = pipe.scheduler.step
+    pipe.scheduler.step = lambda *args, **kwargs: (note("denoise"), step(*args, **kwargs))[1]
+    pipe.vae.decoder.register_forward_pre_hook(lambda *_: note("decode"))
+
+
+def _offloaded(
+    rank: int, world: int, family: str, name: str, trial: tuple[str, int, int], others: dict[str, Any]
+) -> tuple[list[float], dict[str, set[tuple[str, ...]]]]:
+    """Errors of two calls, and which components had weights in which stage."""
+    mode, ranks, cfg = trial
+    pipe = _pipe(family, name)
+    alone = _output(pipe, family, name, output_type="pt")
+    found: dict[str, set[tuple[str, ...]]] = {}
+    real = apply.rank_device
+    _on_a_device(pipe)
+    try:
+        parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, stages="offload", **others)
+    finally:
+        apply.rank_device = real
+    _watch(pipe, lambda stage: found.setdefault(stage, set()).add(_present(pipe)))
+    assert not _present(pipe)
+    assert pipe.device == pipe._execution_device == _DEVICE
+    errors = [_error(_output(pipe, family, name, output_type="pt"), alone) for _ in range(2)]
+    assert not _present(pipe)
+    unparallelize_pipeline(pipe)
+    assert pipe.device != _DEVICE
+    return errors, found
+
+
+OFFLOADED = {
+    "flux": ("flux", "flux_true_cfg", ("text_encoder", "text_encoder_2"), ("transformer",)),
+    "sd3": ("sd3", "sd3", ENCODERS, ("transformer",)),
+    "controlnet": ("flux", "flux_controlnet", ("text_encoder", "text_encoder_2"), ("controlnet", "transformer")),
+    "wan": ("wan", "wan_two_experts", ("text_encoder",), ("transformer", "transformer_2")),
+}
+STAGED = {"ring2": ("ring", 2, 1), "cfg2": ("ring", 1, 2), "cfg2_ring2": ("ring", 2, 2)}
+
+
+@pytest.mark.parametrize("way", STAGED)
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool, kind: str, way: str) -> None:
+    family, name, encode, denoise = OFFLOADED[kind]
+    _, ranks, cfg = STAGED[way]
+    for errors, found in run_ranks(ranks * cfg, _offloaded, family, name, STAGED[way], {"vae": True}):
+        assert max(errors) <= 1e-4
+        assert {frozenset(x) for x in found["encode"]} == {frozenset(encode)}
+        assert all(set(x) <= set(denoise) for x in found["denoise"])
+        assert set().union(*found["denoise"]) == set(denoise)
+        assert found["decode"] == {("vae",)}
+
+
+def _released(
+    rank: int, world: int, family: str, name: str, trial: tuple[str, int, int], shard: tuple[str, ...]
+) -> tuple[float, dict[str, tuple[int, tuple[str, ...]]], dict[str, int], list[str]]:
+    """The error; at each stage the bytes that live and the components with weights; bytes of each; later refusals."""
+    mode, ranks, cfg = trial
+    pipe = _pipe(family, name)
+    alone = _output(pipe, family, name, output_type="pt")
+    found: dict[str, tuple[int, tuple[str, ...]]] = {}
+    _watch(pipe, lambda stage: found.setdefault(stage, (_live_bytes(), _present(pipe))))
+    parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg, stages="release", vae=True, shard=shard)
+    sizes = {key: _bytes_of(x.parameters()) for key, x in _modules(pipe).items()}
+    latents = _output(pipe, family, name, output_type="pt")
+    assert pipe._execution_device == torch.device("cpu")
+    seen, said = len(found), []
+    with pytest.raises(PlanError) as refusal:
+        _output(pipe, family, name, output_type="pt")
+    said.append(str(refusal.value))
+    assert len(found) == seen, "something ran"
+    return _error(latents, alone), found, sizes, said
+
+
+@pytest.mark.parametrize("way", STAGED)
+@pytest.mark.parametrize("shard", [(), ("transformer", "text_encoder")], ids=["whole", "sharded"])
+@pytest.mark.parametrize("kind", OFFLOADED)
+def test_what_is_no_longer_needed_is_freed(run_ranks: RankPool, kind: str, shard: tuple[str, ...], way: str) -> None:
+    family, name, encode, denoise = OFFLOADED[kind]
+    _, ranks, cfg = STAGED[way]
+    shard = shard if ranks > 1 else shard[1:]
+    for error, found, sizes, said in run_ranks(ranks * cfg, _released, family, name, STAGED[way], shard):
+        assert error <= 1e-4
+        start, there = found["encode"]
+        assert {*encode, *denoise, "vae"} <= set(there)
+        live, there = found["denoise"]
+        assert set(there) == {*denoise, "vae"}
+        assert start - live >= 0.8 * sum(sizes[x] for x in encode)
+        live, there = found["decode"]
+        assert there == ("vae",)
+        assert start - live >= 0.8 * sum(sizes[x] for x in (*encode, *denoise))
+        assert f".{encode[0]} is needed" in said[0] or ".transformer is needed" in said[0]
+        assert "stages='release' is for a single call" in said[0]

@@ -1,0 +1,179 @@
+"""VAEs of diffusers over the ranks of a context group: tiles bit for bit, halos within rounding."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers.models.attention_processor import AttnProcessor
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig
+from lightning_cp.mesh import ALONE, Groups, groups_for
+from lightning_cp.vae import parallelize_vae
+from lightning_cp.vae.tiles import owners
+from tests.dist.vaes import ALL, QUICK, make_vae
+from tests.harness import RankPool
+
+
+def _run(vae: Any, name: str, way: str) -> Tensor:
+    shape = ALL[name].latent if way == "decode" else ALL[name].sample
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(7)).to(vae.dtype) / 2
+    with torch.no_grad():
+        out = vae.decode(x).sample if way == "decode" else vae.encode(x, return_dict=False)[0]
+    whole: Tensor = out if isinstance(out, Tensor) else out.parameters
+    return whole
+
+
+def _groups(world: int) -> Groups:
+    return groups_for(ContextParallelConfig(ring_degree=world))
+
+
+def _count_convolutions(vae: nn.Module) -> list[int]:
+    """The elements that convolutions of encoder and decoder are given from now on."""
+    total = [0]
+
+    def add(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        total[0] += args[0].numel()
+
+    for module in (*vae.encoder.modules(), *vae.decoder.modules()):
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            module.register_forward_pre_hook(add)
+    return total
+
+
+def _compare(rank: int, world: int, name: str, mode: str, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """Both ways alone and parallel: equality, largest error, this rank's share of the work, a digest of the bits."""
+    results = {}
+    for way in ("decode", "encode"):
+        if f"{mode} {way}" == ALL[name].broken:
+            continue
+        vae = make_vae(name, dtype)
+        if mode == "tiles":
+            vae.enable_tiling(**ALL[name].tiles)
+        work = _count_convolutions(vae)
+        expected, alone = _run(vae, name, way), work[0]
+        parallelize_vae(vae, _groups(world))
+        got, shared = _run(vae, name, way), work[0] - alone
+        assert got.shape == expected.shape
+        assert got.dtype == expected.dtype
+        assert (expected.abs() == 1).float().mean() < 0.5, "a clamped result hides errors"
+        results[way] = {
+            "equal": torch.equal(got, expected),
+            "error": float((got - expected).abs().max() / expected.abs().max()),
+            "share": shared / alone,
+            "bits": hashlib.sha256(got.contiguous().numpy().tobytes()).hexdigest(),
+        }
+    return results
+
+
+def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.dtype) -> None:
+    everyone = run_ranks(world, _compare, name, mode, dtype)
+    for way in everyone[0]:
+        results = [result[way] for result in everyone]
+        shares, error = [result["share"] for result in results], max(result["error"] for result in results)
+        print(f"{name} {mode} {way}, {world} ranks, {dtype}: error {error:.1e}, shares {[round(x, 3) for x in shares]}")
+        assert len({result["bits"] for result in results}) == 1, "not the same bits on all ranks"
+        if mode == "tiles":
+            assert all(result["equal"] for result in results), f"not the VAE's own tiles: {error}"
+            assert math.isclose(sum(shares), 1), f"a tile is computed by one rank: {shares}"
+        assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
+        assert max(shares) < 1.5 / world, f"the work is not shared: {shares}"
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> None:
+    _check(run_ranks, 3, name, "tiles", torch.float32)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_halos_give_the_whole_within_rounding(run_ranks: RankPool, name: str) -> None:
+    _check(run_ranks, 3, name, "halos", torch.float64)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", ALL)
+def test_every_class_at_every_number_of_ranks(run_ranks: RankPool, name: str, world: int) -> None:
+    for mode in ALL[name].modes.split():
+        for dtype in (torch.float32, torch.float64):
+            _check(run_ranks, world, name, mode, dtype)
+
+
+def _behaves(rank: int, world: int) -> None:
+    vae, other = make_vae("kl"), make_vae("kl")
+    small, latent = torch.randn(1, 4, 2, 2), torch.randn(ALL["kl"].latent)
+    expected, tiny = _run(vae, "kl", "decode"), vae.decode(small).sample.detach()
+    before = [dict(module.__dict__) for module in (vae, vae.encoder, vae.decoder)]
+    undo = parallelize_vae(vae, _groups(world))
+    with pytest.raises(ValueError, match="AutoencoderKL is parallel already"):
+        parallelize_vae(vae, _groups(world))
+    with pytest.raises(ValueError, match=r"AutoencoderKL has no gradients: .* torch.no_grad"):
+        vae.decode(latent)
+    with pytest.raises(ValueError, match="no gradients"):
+        vae.requires_grad_(False).encode(torch.randn(1, 3, 24, 24, requires_grad=True))
+    assert torch.equal(vae.decode(small).sample, tiny), "fewer rows than ranks: every rank computes the whole"
+    assert torch.equal(_run(other, "kl", "decode"), expected), "another VAE is disturbed"
+    shared = _run(vae, "kl", "decode")
+    vae.enable_slicing()
+    torch.testing.assert_close(_run(vae, "kl", "decode"), shared)
+    vae.disable_slicing()
+    undo()
+    undo()
+    after = [module.__dict__ for module in (vae, vae.encoder, vae.decoder)]
+    assert [set(x) for x in after] == [set(x) for x in before], "undo left something behind"
+    assert torch.equal(_run(vae, "kl", "decode"), expected)
+
+
+def test_a_parallel_vae_refuses_gradients_and_can_be_undone(run_ranks: RankPool) -> None:
+    run_ranks(3, _behaves)
+
+
+def _fails_on_one(rank: int, world: int) -> str:
+    vae = make_vae("kl")
+    vae.enable_tiling()
+    if rank == 1:
+        vae.decoder.conv_in.register_forward_pre_hook(lambda *_: 1 // 0)
+    parallelize_vae(vae, _groups(world))
+    with pytest.raises(ZeroDivisionError if rank == 1 else RuntimeError) as failure:
+        _run(vae, "kl", "decode")
+    untiled = make_vae("cogvideox")
+    parallelize_vae(untiled, _groups(world))
+    with pytest.raises(ValueError, match=r"AutoencoderKLCogVideoX is shared by tiles only: call vae.enable_tiling"):
+        _run(untiled, "cogvideox", "decode")
+    return str(failure.value)
+
+
+def test_a_failure_on_one_rank_reaches_all(run_ranks: RankPool) -> None:
+    messages = run_ranks(3, _fails_on_one)
+    assert messages[0] == messages[2] == "the VAE's tiles are not complete: rank 1 of the context group failed"
+
+
+def test_what_is_not_supported_is_refused_by_name() -> None:
+    groups = replace(ALONE, context_shape=(2, 1))
+    with pytest.raises(ValueError, match="AutoencoderTiny cannot be decoded over several ranks; leave it alone"):
+        parallelize_vae(diffusers.AutoencoderTiny(), groups)
+    noisy = diffusers.AutoencoderKLLTXVideo(**{**ALL["ltx"].settings, "decoder_inject_noise": (True, False, False)})
+    with pytest.raises(ValueError, match="AutoencoderKLLTXVideo adds random noise"):
+        parallelize_vae(noisy, groups)
+    vae = make_vae("kl")
+    vae.set_attn_processor(AttnProcessor())
+    with pytest.raises(ValueError, match=r"AutoencoderKL computes attention with AttnProcessor .*set_default"):
+        parallelize_vae(vae, groups)
+    vae = make_vae("kl")
+    vae.decoder._compiled_call_impl = lambda: None  # what vae.decoder.compile() sets
+    with pytest.raises(ValueError, match=r"AutoencoderKL has a compiled part \(decoder\)"):
+        parallelize_vae(vae, groups)
+    before = dict(vae.__dict__)
+    parallelize_vae(vae, ALONE)()
+    assert vae.__dict__ == before, "a group of one changes nothing"
+
+
+def test_units_of_uneven_work_are_dealt_evenly() -> None:
+    assert owners({1: 9, 2: 3, 3: 9, 4: 3, 5: 3, 6: 1}, 3) == {1: 0, 3: 1, 2: 2, 4: 2, 5: 2, 6: 0}
+    assert owners({1: 5}, 2) == {1: 0}

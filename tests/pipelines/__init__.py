@@ -1,0 +1,22 @@
+"""Pipelines of diffusers, tiny: a file a family, with a table `TINY` of what is tried of it."""
+
+from __future__ import annotations
+
+import pkgutil
+from importlib import import_module
+
+from tests.pipelines.tiny import TinyPipe
+
+_SHARED = ("common", "media", "text", "tiny", "vaes", "test_")
+
+
+def names() -> list[str]:
+    """Of the files with a table."""
+    found = [module.name for module in pkgutil.iter_modules(__path__)]
+    return [name for name in found if not name.startswith(_SHARED)]
+
+
+def table(family: str) -> dict[str, TinyPipe]:
+    """Of one file. (Each imports classes of diffusers and transformers, which takes seconds.)"""
+    found: dict[str, TinyPipe] = import_module(f"{__name__}.{family}").TINY
+    return found

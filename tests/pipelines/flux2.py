@@ -1,0 +1,69 @@
+"""FLUX.2 and FLUX.2 Klein, with and without images to go by."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+
+from tests.pipelines import vaes
+from tests.pipelines.common import asked, flow_match, loud, picture
+from tests.pipelines.text.mistral import mistral3
+from tests.pipelines.text.qwen import qwen3
+from tests.pipelines.tiny import TinyPipe
+
+_LATENTS = 4
+_SIZE = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and the transformer sees patches of 2 x 2
+_IMAGE_SIZE = (80, 80)  # no side may be below 64
+_TEXT = 2 * 16  # of two layers of the encoder
+
+
+def _make(pipeline: type) -> Any:
+    klein = pipeline is Flux2KleinPipeline
+    tokenizer, text_encoder = qwen3(hidden=16, causal_lm=True) if klein else mistral3(hidden=16)
+    transformer = Flux2Transformer2DModel(
+        patch_size=1,
+        in_channels=4 * _LATENTS,
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=_TEXT,
+        timestep_guidance_channels=256,
+        axes_dims_rope=[4, 4, 4, 4],
+        guidance_embeds=not klein,
+    )
+    return pipeline(
+        scheduler=flow_match(),
+        vae=vaes.flux2(_LATENTS),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=loud(transformer),
+    )
+
+
+def _inputs(**others: Any) -> dict[str, Any]:
+    return asked(*_SIZE, text_encoder_out_layers=(1, 2), **others)
+
+
+def _klein(**others: Any) -> dict[str, Any]:
+    """Its negative prompt is empty unless it is given as embeddings."""
+    negative = torch.randn(1, 13, _TEXT, generator=torch.Generator().manual_seed(4))
+    return _inputs(max_sequence_length=25, guidance_scale=4.0, negative_prompt_embeds=negative, **others)
+
+
+TINY = {
+    "flux2": TinyPipe(
+        lambda: _make(Flux2Pipeline), lambda: _inputs(max_sequence_length=67, guidance_scale=4.0), guidance="none"
+    ),
+    "flux2_image": TinyPipe(
+        lambda: _make(Flux2Pipeline),
+        lambda: _inputs(max_sequence_length=67, guidance_scale=4.0, image=picture(*_IMAGE_SIZE)),
+        guidance="none",
+    ),
+    "flux2_klein": TinyPipe(lambda: _make(Flux2KleinPipeline), _klein, guidance="calls"),
+    "flux2_klein_image": TinyPipe(
+        lambda: _make(Flux2KleinPipeline), lambda: _klein(image=picture(*_IMAGE_SIZE)), guidance="calls"
+    ),
+}

@@ -1,0 +1,47 @@
+"""Lumina 2 and Lumina-Next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
+
+from tests.pipelines import vaes
+from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
+from tests.pipelines.text.gemma import gemma2
+from tests.pipelines.tiny import TinyPipe
+
+_LATENTS = 4
+_SIZE = (48, 80)  # 3 x 5 tokens: the autoencoder makes it 8 times smaller, and the transformer sees patches of 2 x 2
+
+
+def _make() -> Any:
+    tokenizer, text_encoder = gemma2(hidden=16)
+    transformer = Lumina2Transformer2DModel(
+        sample_size=16,
+        patch_size=2,
+        in_channels=_LATENTS,
+        hidden_size=32,
+        num_layers=2,
+        num_refiner_layers=1,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=16,
+        axes_dim_rope=(4, 2, 2),
+        axes_lens=(128, 16, 16),
+        cap_feat_dim=16,
+    )
+    return Lumina2Pipeline(
+        scheduler=flow_match(shift=6.0),
+        vae=vaes.kl(_LATENTS, levels=4),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=loud(transformer),
+    )
+
+
+def _inputs() -> dict[str, Any]:
+    return asked(*_SIZE, negative_prompt=NEGATIVE, guidance_scale=4.0, system_prompt="Paint.", max_sequence_length=61)
+
+
+TINY = {"lumina2": TinyPipe(_make, _inputs, guidance="calls")}

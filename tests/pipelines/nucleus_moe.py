@@ -1,0 +1,48 @@
+"""Nucleus-Image, a mixture of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import NucleusMoEImagePipeline, NucleusMoEImageTransformer2DModel
+
+from tests.pipelines import vaes
+from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
+from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
+from tests.pipelines.tiny import TinyPipe
+
+_LATENTS = 4
+_SIZE = (24, 40)  # 3 x 5 tokens: the autoencoder makes it 4 times smaller, and the transformer sees patches of 2 x 2
+
+
+def _make() -> Any:
+    tokenizer, text_encoder = qwen3_vl(hidden=16)
+    transformer = NucleusMoEImageTransformer2DModel(
+        patch_size=2,
+        in_channels=4 * _LATENTS,
+        out_channels=_LATENTS,
+        num_layers=3,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        joint_attention_dim=16,
+        axes_dims_rope=(8, 4, 4),
+        num_experts=4,
+        moe_intermediate_dim=16,
+        capacity_factors=1.5,
+        dense_moe_strategy="leave_first_block_dense",
+    )
+    return NucleusMoEImagePipeline(
+        scheduler=flow_match(),
+        vae=vaes.qwen_image(_LATENTS, levels=2),
+        text_encoder=text_encoder,
+        processor=qwen3_vl_processor(tokenizer),
+        transformer=loud(transformer),
+    )
+
+
+def _inputs() -> dict[str, Any]:
+    return asked(*_SIZE, negative_prompt=NEGATIVE, guidance_scale=4.0, max_sequence_length=128, return_index=-1)
+
+
+TINY = {"nucleus_moe": TinyPipe(_make, _inputs, guidance="calls")}

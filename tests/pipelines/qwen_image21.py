@@ -1,0 +1,50 @@
+"""QwenImage 2.1: text to image, and editing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import QwenImage21Pipeline, QwenImage21Transformer2DModel
+
+from tests.pipelines import vaes
+from tests.pipelines.common import NEGATIVE, asked, flow_match, loud, picture
+from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
+from tests.pipelines.tiny import TinyPipe
+
+_LATENTS = 8
+_SIZE = (96, 160)  # 6 x 10 tokens: the autoencoder makes it 16 times smaller, and a text position stands for 2 x 2
+
+
+def _make() -> Any:
+    tokenizer, text_encoder = qwen3_vl(hidden=16)
+    transformer = QwenImage21Transformer2DModel(
+        in_channels=_LATENTS,
+        out_channels=_LATENTS,
+        num_layers=2,
+        attention_head_dim=12,
+        num_attention_heads=4,
+        context_in_dim=16,
+        axes_dims_rope=(4, 4, 4),
+    )
+    return QwenImage21Pipeline(
+        scheduler=flow_match(),
+        vae=vaes.qwen_image21(_LATENTS),
+        text_encoder=text_encoder,
+        processor=qwen3_vl_processor(tokenizer),
+        transformer=loud(transformer),
+    )
+
+
+def _inputs(**others: Any) -> dict[str, Any]:
+    return asked(*_SIZE, negative_prompt=NEGATIVE, true_cfg_scale=3.0, **others)
+
+
+TINY = {
+    "qwen_image21": TinyPipe(_make, lambda: _inputs(use_kv_cache=False), guidance="calls"),
+    "qwen_image21_cache": TinyPipe(_make, _inputs, guidance="calls"),
+    "qwen_image21_edit": TinyPipe(
+        _make,
+        lambda: _inputs(image=picture(96, 64), output_resolution=96, use_kv_cache=False),
+        guidance="calls",
+    ),
+}

@@ -1,0 +1,71 @@
+"""Pipelines give one process's latents, whatever tokens and branches are shared out, and are as before afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines import parallel_pipeline
+from tests.harness import RankPool
+from tests.models.modes import MODES
+from tests.pipelines import names, table
+
+# (mode of the context, ranks, cfg)
+TRIALS = {
+    "ring2": ("ring", 2, 1),
+    "ring3": ("ring", 3, 1),
+    "rotation3": ("rotation", 3, 1),
+    "ulysses2": ("ulysses", 2, 1),
+    "ulysses3": ("ulysses", 3, 1),
+    "unified4": ("unified", 4, 1),
+    "cfg2": ("ring", 1, 2),
+    "cfg2_ring2": ("ring", 2, 2),
+    "cfg2_ulysses2": ("ulysses", 2, 2),
+}
+PIPES = {name: family for family in names() for name in table(family)}
+
+
+def _latents(pipe: Any, name: str, family: str, seed: int) -> Tensor:
+    tiny = table(family)[name]
+    result = pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(seed))
+    value = getattr(result, tiny.output)
+    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+
+
+def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) -> list[tuple[float, int]]:
+    """Of each trial the largest error, by what the latents measure, and the calls that were shared out by branch."""
+    tiny = table(family)[name]
+    torch.manual_seed(0)
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    alone = _latents(pipe, name, family, seed=7)
+    before = [dict(module.__dict__) for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
+    found = []
+    for trial in trials:
+        mode, ranks, cfg = TRIALS[trial]
+        parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg)
+        installed = parallel_pipeline(pipe)
+        assert installed is not None and tuple(installed.transformers) == tiny.transformers
+        together = _latents(pipe, name, family, seed=7 + rank)
+        unparallelize_pipeline(pipe)
+        found.append((float((together - alone).abs().max() / alone.abs().max()), installed.calls.shared))
+    after = [module.__dict__ for module in pipe.components.values() if isinstance(module, torch.nn.Module)]
+    assert [sorted(x) for x in before] == [sorted(x) for x in after]
+    assert torch.equal(_latents(pipe, name, family, seed=7), alone)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("name", PIPES)
+def test_latents_are_those_of_one_process(run_ranks: RankPool, name: str, world: int) -> None:
+    tiny = table(PIPES[name])[name]
+    trials = [trial for trial, (_, ranks, cfg) in TRIALS.items() if ranks * cfg == world]
+    trials = [trial for trial in trials if TRIALS[trial][2] == 1 or tiny.guidance != "none"]
+    for found in run_ranks(world, _errors, name, PIPES[name], trials):
+        for trial, (error, shared) in zip(trials, found, strict=True):
+            assert error <= 1e-4, f"{trial}: {error:.1e}"
+            assert (shared > 0) == (TRIALS[trial][2] > 1), f"{trial}: {shared} calls were shared out"

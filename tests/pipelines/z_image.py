@@ -1,0 +1,54 @@
+"""Z-Image: text to image, image to image."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import ZImageImg2ImgPipeline, ZImagePipeline, ZImageTransformer2DModel
+from torch import nn
+
+from tests.pipelines import vaes
+from tests.pipelines.common import NEGATIVE, asked, flow_match, picture
+from tests.pipelines.text.qwen import qwen3
+from tests.pipelines.tiny import TinyPipe, no_zeros
+
+_LATENTS = 16
+_SIZE = (20, 28)  # 5 x 7 tokens (which the class pads to 64): the autoencoder halves both, and patches are 2 x 2
+
+
+def _make(pipeline: type) -> Any:
+    tokenizer, text_encoder = qwen3(hidden=16)
+    transformer = ZImageTransformer2DModel(
+        in_channels=_LATENTS,
+        dim=32,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=16,
+        axes_dims=[4, 2, 2],
+        axes_lens=[128, 32, 32],
+    )
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):  # diffusers leaves them as memory was
+        nn.init.normal_(token, std=0.02)
+    return pipeline(
+        scheduler=flow_match(),
+        vae=vaes.kl(_LATENTS, levels=2),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=no_zeros(transformer).eval(),
+    )
+
+
+def _inputs(**others: Any) -> dict[str, Any]:
+    return asked(*_SIZE, **{"negative_prompt": NEGATIVE, "guidance_scale": 3.0, "max_sequence_length": 40, **others})
+
+
+TINY = {
+    "z_image": TinyPipe(lambda: _make(ZImagePipeline), _inputs, guidance="batch"),
+    "z_image_img2img": TinyPipe(
+        lambda: _make(ZImageImg2ImgPipeline),
+        lambda: _inputs(image=picture(*_SIZE), strength=0.5, num_inference_steps=4),
+        guidance="batch",
+    ),
+}
