@@ -225,12 +225,12 @@ def refuse_caches(module: nn.Module) -> None:
 
 
 def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Raises: ShapeError: an argument, or ("argument.key") an entry of one, that must be left out."""
+    """Raises: ShapeError: an argument, or ("argument.key") an entry or attribute of one, that must be left out."""
     for name, reason in refused.items():
         argument, _, key = name.partition(".")
         value = given.get(argument)
         if key:
-            value = value.get(key) if isinstance(value, Mapping) else None
+            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
         if value is not None:
             shown = f"a {type(value).__name__}" if isinstance(value, (Tensor, list, tuple, dict)) else repr(value)
             raise ShapeError(f"{name}={shown} cannot be used context-parallel ({reason}): leave it out")

@@ -18,7 +18,14 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
 from lightning_cp.pipelines.agreement import agree
 from lightning_cp.pipelines.branches import BranchCalls
-from lightning_cp.pipelines.calling import Around, Undo, arguments_by_name, intercept_calls, only_one_shows_progress
+from lightning_cp.pipelines.calling import (
+    Around,
+    Undo,
+    arguments_by_name,
+    intercept_calls,
+    intercept_method,
+    only_one_shows_progress,
+)
 from lightning_cp.pipelines.placement import (
     check_placement,
     is_vae,
@@ -27,6 +34,7 @@ from lightning_cp.pipelines.placement import (
     shard_layers,
     spoil_if_sharded,
 )
+from lightning_cp.pipelines.promise import keep_all
 from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
 from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.vae import parallelize_vae
@@ -99,8 +107,8 @@ def parallelize_pipeline(
     ranks = branches_for(config, cfg)
     layers = layers_to_shard(components, shard, found, ranks)
     staged = make_stages(pipe, stages, components, found, rank_device(ranks))
-    taken = dict.fromkeys(components, f"stages={stages!r}") if staged else dict.fromkeys(layers, "shard")
-    check_placement(pipe, components, found, taken)
+    check = partial(check_placement, pipe, components, found, shard=layers, stages=stages)
+    check()
     undo: list[Undo] = []
     try:
         installed = {}
@@ -110,10 +118,11 @@ def parallelize_pipeline(
         calls = BranchCalls(type(pipe).__name__, ranks)
         if ranks.cfg > 1:
             undo += [intercept_calls(module, _shared_out(calls, module)) for module in found.values()]
+            if hasattr(components.get("scheduler"), "step"):  # no promise is to outlive its step, and reach a callback
+                undo.append(intercept_method(components["scheduler"], "step", _with_kept_promises))
         decoders = _share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
-        check = partial(check_placement, pipe, components, found, taken)
         undo.append(intercept_calls(pipe, _together(pipe, calls, staged, check), **_places(staged)))
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last, since there is no way back
@@ -184,6 +193,10 @@ def _shared_out(calls: BranchCalls, module: nn.Module) -> Around:
     return lambda call, args, kwargs: calls.call(module, call, args, kwargs)
 
 
+def _with_kept_promises(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*keep_all(args), **keep_all(kwargs))
+
+
 def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
     """Around a call of the pipeline, on every rank."""
     signature = inspect.signature(type(pipe).__call__)
@@ -195,7 +208,7 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
         calls.begin()
         try:
             with nullcontext() if stages is None else stages.call(given):
-                return call(*args, **kwargs)
+                return keep_all(call(*args, **kwargs))
         finally:
             calls.end()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, Groups
-from lightning_cp.pipelines.calling import intercept_calls
+from lightning_cp.pipelines.calling import intercept_calls, intercept_method
 
 # diffusers' hooks that keep what blocks computed in earlier steps, by how their names begin.
 _CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")
+
+_OF_WHOLE_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
 
 
 def is_vae(module: object) -> bool:
@@ -35,32 +37,39 @@ def rank_device(ranks: Branches) -> torch.device:
 
 
 def check_placement(
-    pipe: Any, components: Mapping[str, Any], transformers: Mapping[str, nn.Module], taken: Mapping[str, str]
+    pipe: Any,
+    components: Mapping[str, Any],
+    transformers: Mapping[str, nn.Module],
+    *,
+    shard: Collection[str],
+    stages: str,
 ) -> None:
     """Whether what diffusers can do with weights goes together with what we do; before, and at every call.
 
     Offloading (whole models, groups, layers), layerwise casting and quantised weights need nothing from us: tokens are
     spread, and weights stay where they are.
 
-    Args: taken: components whose weights we move, and by which setting.
+    Args: shard, stages: as of `parallelize_pipeline`: which components' weights we move ourselves.
     Raises: PlanError: weights on several devices of this rank, one of diffusers' step caches, or weights that are moved
         by two.
     """
     kind = type(pipe).__name__
-    places = {str(place) for place in (getattr(pipe, "hf_device_map", None) or {}).values()}
+    places = _mapped_places(pipe)
     for name, module in components.items():
-        spread = {str(place) for place in (getattr(module, "hf_device_map", None) or {}).values()} | places
+        spread = _mapped_places(module) | places
         if len(spread) > 1:
             raise PlanError(
                 f"device_map puts {kind}.{name} on {sorted(spread)}, but each rank has a device of its own: load it "
                 "without device_map, move it to the rank's device, and give shard=[...] if it does not fit"
             )
-        mover = _mover(module) if name in taken else None
+        ours = f"shard={name!r}" if name in shard else f"stages={stages!r}" if stages != "together" else ""
+        mover = _mover(module) if ours else None
         if mover is not None:
             raise PlanError(
-                f"{mover[0]} moves the weights of {kind}.{name}, and so does {taken[name]}: use one of the two "
-                f"({mover[1]})"
+                f"{mover[0]} moves the weights of {kind}.{name}, and so does {ours}: use one of the two ({mover[1]})"
             )
+        if name in shard:
+            _check_weights(name, module)
     for name, module in transformers.items():
         cache = _cache_on(module)
         if cache is not None:
@@ -68,6 +77,12 @@ def check_placement(
                 f"{cache} on {name}: diffusers' step caches decide by, and keep, the tokens of one rank, so they "
                 f"cannot be used context-parallel: call {name}.disable_cache()"
             )
+
+
+def _mapped_places(thing: Any) -> set[str]:
+    """Where a `device_map` put a pipeline or a model; diffusers keeps the name of a single device as it is."""
+    found = getattr(thing, "hf_device_map", None) or {}
+    return {str(place) for place in found.values()} if isinstance(found, Mapping) else {str(found)}
 
 
 def _cache_on(module: nn.Module) -> str | None:
@@ -131,6 +146,12 @@ def _check_can_shard(name: str, module: nn.Module) -> None:
             f"shard={name!r}: ranks decode different tiles or rows, so a {type(module).__name__} stays whole on each: "
             f"vae=True shares its work, and {name}.enable_tiling() bounds its memory"
         )
+    if any(x.is_meta for x in module.parameters()):
+        raise PlanError(f"shard={name!r}: weights on the meta device have no values yet: load them first")
+    _check_weights(name, module)
+
+
+def _check_weights(name: str, module: nn.Module) -> None:
     if any(_is_quantised(x) for x in module.parameters()):
         raise PlanError(f"shard={name!r}: quantised weights cannot be spread over ranks: leave {name} out of shard")
     if any(hook.startswith("layerwise_casting") for hook in _hooks(module)):
@@ -138,8 +159,6 @@ def _check_can_shard(name: str, module: nn.Module) -> None:
             f"shard={name!r}: weights that layerwise casting stores in another type cannot be spread over ranks: "
             f"leave {name} out of shard, or load it without enable_layerwise_casting"
         )
-    if any(x.is_meta for x in module.parameters()):
-        raise PlanError(f"shard={name!r}: weights on the meta device have no values yet: load them first")
 
 
 def _is_quantised(x: nn.Parameter) -> bool:
@@ -169,6 +188,21 @@ def shard_layers(
             # Each is a root, which FSDP would leave whole after its forward.
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_of_other_types(layer))
         components[name].to(device)
+        _refuse_changes(name, components[name])
+
+
+def _refuse_changes(name: str, module: nn.Module) -> None:
+    """Of what diffusers can do with a model, what needs its weights whole or its blocks of their own class."""
+    for method in (method for method in _OF_WHOLE_WEIGHTS if hasattr(module, method)):
+        message = (
+            f"{name}.{method}: the weights of {name} are spread over ranks (shard={name!r}): call it before "
+            "parallelize_pipeline"
+        )
+
+        def refuse(*_: object, message: str = message) -> Any:
+            raise PlanError(message)
+
+        intercept_method(module, method, refuse)
 
 
 def spoil_if_sharded(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:

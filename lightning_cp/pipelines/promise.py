@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
 from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import Branches
 
-_COPIES = (torch.ops.aten._to_copy, torch.ops.aten.clone, torch.ops.aten.neg)  # done when the promise is kept
+_aten = torch.ops.aten
+# What pipelines do to one branch's result before they call for the next; done when the promise is kept.
+_LATER = (_aten._to_copy, _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.add, _aten.sub, _aten.rsub)
 
 
 @dataclass
@@ -44,32 +47,32 @@ class Ledger:
     branches: Branches
     on_settle: Callable[[int], None] = lambda calls: None
     results: list[_Result] = field(default_factory=list)
-    copies: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
     def promise(self, tensors: list[Tensor], owner: int | None) -> list[Promise]:
         """Promises for the tensors of one call: there already if `owner` is this rank's branch or None."""
         self.results.append(_Result(owner, tensors))
         return [Promise(x, self) for x in tensors]
 
-    def copy_later(self, function: Callable[[], Tensor], held: Tensor) -> Promise:
+    def compute_later(self, function: Callable[[], Tensor], held: Tensor) -> Promise:
         """A promise for what `function` will give, to be put into `held`."""
-        self.copies.append((held, function))
+        self.later.append((held, function))
         return Promise(held, self)
 
     def settle(self) -> None:
         """Keep all promises. Ranks: those of all branches that hold the same tokens."""
-        results, copies = self.results, self.copies
+        results, later = self.results, self.later
         if not results:
             return
-        self.results, self.copies = [], []
+        self.results, self.later = [], []
         _exchange(results, self.branches)
-        for held, function in copies:
+        for held, function in later:
             held.copy_(function())
         self.on_settle(len(results))
 
     def drop(self) -> None:
         """Forget what nobody will read any more."""
-        self.results, self.copies = [], []
+        self.results, self.later = [], []
 
 
 def _exchange(results: list[_Result], branches: Branches) -> None:
@@ -118,18 +121,18 @@ class Promise(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         promises = [x for x in tree_iter((args, kwargs)) if isinstance(x, Promise)]
-        held_args, held_kwargs = tree_map_only(Promise, lambda x: x.held, (args, kwargs))
         ledger = promises[0].ledger
         if ledger.results and len(promises) == 1:
             if func.is_view:
-                return tree_map_only(Tensor, lambda x: Promise(x, ledger), func(*held_args, **held_kwargs))
-            if func.overloadpacket in _COPIES:
-                return ledger.copy_later(
-                    lambda: func(*held_args, **held_kwargs), _room_for(func, held_args, held_kwargs)
-                )
+                args, kwargs = _held((args, kwargs))
+                return tree_map_only(Tensor, lambda x: Promise(x, ledger), func(*args, **kwargs))
+            if func.overloadpacket in _LATER and "out" not in kwargs:
+                args, kwargs = tree_map_only(Tensor, _as_now, (args, kwargs))
+                return ledger.compute_later(partial(func, *args, **kwargs), _room_for(func, args, kwargs))
         for promise in promises:
             promise.ledger.settle()
-        return func(*held_args, **held_kwargs)
+        args, kwargs = _held((args, kwargs))
+        return func(*args, **kwargs)
 
     def kept(self) -> Tensor:
         """The tensor itself. Ranks: as of `Ledger.settle`."""
@@ -155,11 +158,23 @@ class Promise(Tensor):
         return f"Promise({self.kept()!r})"
 
 
+def _held(values: Any) -> Any:
+    return tree_map_only(Promise, lambda x: x.held, values)
+
+
+def _as_now(x: Tensor) -> Tensor:
+    """What a promise will be, or what another tensor is: that may be written to before the promise is kept."""
+    return x.held if isinstance(x, Promise) else x.clone()
+
+
 def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Room for what a copying operator gives."""
-    x: Tensor = args[0]
-    one: Tensor = func(x.new_empty((0,) * x.ndim), *args[1:], **kwargs)
-    return one.new_empty(x.shape)
+    """Room for what an operator of one value at a time gives."""
+    shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
+        *(x.shape for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
+    )
+    none_of = tree_map_only(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
+    one: Tensor = func(*none_of[0], **none_of[1])
+    return one.new_empty(shape)
 
 
 def keep_all(values: Any) -> Any:

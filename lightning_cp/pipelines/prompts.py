@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from lightning_cp.pipelines.apply import parallel_pipeline
 
 def sample_prompts(
     pipe: Any,
-    prompts: Sequence[str] | Path,
+    prompts: Sequence[Any] | Path,
     *,
     seed: int = 0,
     per_call: int = 1,
@@ -39,19 +40,21 @@ def sample_prompts(
         collect: whether every rank gets all samples; else each gets those of its own group.
         inputs: every other argument of the pipeline.
     Returns: samples in the order of the prompts: entries of the first field of the pipeline's result.
-    Ranks: the whole world. Raises: ValueError: no prompts, or a pipeline that is not parallel.
+    Ranks: the whole world.
+    Raises: ValueError: no prompts, inputs that the pipeline does not take, or a pipeline that is not parallel.
     """
     installed = parallel_pipeline(pipe)
     if installed is None:
         raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
+    asked = _check_inputs(pipe, inputs)
     texts, ranks = read_prompts(prompts), installed.ranks
     mine = share_of(len(texts), ranks)
     found: list[Any] = []
     for first, batch in _batches(texts, mine, per_call):
         generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-        samples = _samples(pipe(prompt=batch, generator=generators, **inputs))
+        samples = _samples(pipe(**{asked: batch}, generator=generators, **inputs))
         for i, sample in enumerate(samples):
             if write is not None and ranks.sample.context_rank == 0:
                 write(first + i, sample)
@@ -59,8 +62,8 @@ def sample_prompts(
     return _everyones(found, ranks) if collect else found
 
 
-def read_prompts(prompts: Sequence[str] | Path) -> list[str]:
-    """Texts, or the lines of a file that are not empty. Raises: ValueError: there are none."""
+def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
+    """Texts (or classes), or the lines of a file, without empty ones. Raises: ValueError: none is left."""
     if isinstance(prompts, (str, Path)):
         if not Path(prompts).is_file():
             raise ValueError(
@@ -69,7 +72,7 @@ def read_prompts(prompts: Sequence[str] | Path) -> list[str]:
         texts = [line.strip() for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
     else:
         texts = list(prompts)
-    texts = [text for text in texts if text]
+    texts = [text for text in texts if text != ""]
     if not texts:
         raise ValueError("prompts: there are none")
     return texts
@@ -80,6 +83,21 @@ def share_of(count: int, ranks: Branches) -> range:
     sizes = shard_sizes(count, ranks.data_size)
     first = sum(sizes[: ranks.data_rank])
     return range(first, first + sizes[ranks.data_rank])
+
+
+def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
+    """The name of the argument that takes prompts. Raises: ValueError: what this pipeline does not take."""
+    taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+    asked = next((name for name in ("prompt", "class_labels") if name in taken), None)
+    several = next((name for name in inputs if name.startswith("num_") and name.endswith("_per_prompt")), None)
+    if asked is None:
+        raise ValueError(f"{type(pipe).__name__} takes no prompts; call it on every rank (it takes {', '.join(taken)})")
+    if several is not None and inputs[several] != 1:
+        raise ValueError(f"{several}={inputs[several]}: give a prompt as often as it shall be sampled instead")
+    unknown = sorted(name for name in inputs if name not in taken)
+    if unknown:
+        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(taken)}")
+    return asked
 
 
 def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:

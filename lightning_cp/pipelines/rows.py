@@ -14,6 +14,9 @@ from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
 
 _MOST_BRANCHES = 4
+_OTHER_DIMS = {
+    "encoder_hidden_states_llama3": 1
+}  # arguments with rows along another dim than 0: HiDream's layers first
 
 
 def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
@@ -93,7 +96,10 @@ def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool) -> Any:
     if isinstance(value, Tensor):
         return value[chosen] if value.ndim and value.shape[0] == size else value
     if isinstance(value, dict):
-        return {name: _rows(x, size, chosen, of_lists=of_lists) for name, x in value.items()}
+        return {
+            name: x[:, chosen] if _OTHER_DIMS.get(name) == 1 else _rows(x, size, chosen, of_lists=of_lists)
+            for name, x in value.items()
+        }
     if isinstance(value, list) and len(value) == size and (of_lists or _describes_samples(value)):
         return value[chosen]
     if isinstance(value, (list, tuple)):

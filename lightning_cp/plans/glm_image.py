@@ -14,6 +14,6 @@ PLANS = {
         },
         attention={"attn1": Attention(("text", "image"), mask="outer")},
         gather={"proj_out": split(1, "image")},
-        refused={"kv_caches": "it would keep this rank's keys of the condition images only"},
+        refused={"kv_cache.mode": "it would keep this rank's keys of the condition images only"},
     ),
 }

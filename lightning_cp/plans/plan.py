@@ -175,8 +175,8 @@ class Plan:
         pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
         unused: parameters (`*` allowed) that get no gradient, ever or with some inputs: DDP is told to look for them.
         required: arguments of the model that must be given, and why.
-        refused: arguments of the model or of a block ("argument.key": an entry of a dict) that must be left out, and
-            why.
+        refused: arguments of the model or of a block ("argument.key": an entry of a dict, or an attribute) that must be
+            left out, and why.
         refused_backends: diffusers' attention backends that the class treats in a way of its own, and why.
         variants: other plans, by an entry of the model's config and its value.
     """

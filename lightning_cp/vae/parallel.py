@@ -30,16 +30,17 @@ def parallelize_vae(vae: nn.Module, groups: Groups) -> Undo:
     same bits on all of them. Where the VAE tiles (`vae.enable_tiling()`, and an input larger than a tile), its tiles
     are dealt to the ranks, and the result is bit for bit its own. Otherwise each rank computes its rows, with those of
     its neighbours where a convolution looks at them, statistics over all rows and attention to all of them: the result
-    differs from the whole decode by rounding (relative 1e-12 in float64, 1e-5 in float32). With fewer latent rows than
-    ranks every rank computes the whole. Call `decode` and `encode` under `torch.no_grad()`: gradients are refused.
+    differs from the whole decode by rounding: relative 1e-5 in float32, 1e-12 in float64 (1e-6 for LTX, whose norms
+    round to float32 themselves). With fewer latent rows than ranks every rank computes the whole. Call `decode` and
+    `encode` under `torch.no_grad()`: gradients are refused.
 
     Args:
         vae: an autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
         groups: their context group; a group of one changes nothing.
     Returns: a function that restores the VAE exactly.
-    Raises: ValueError: a class that is not supported, noise in its decoder, a compiled part, attention that does not
-        go through F.scaled_dot_product_attention, or a VAE that is parallel already; from `decode` and `encode`: a
-        gradient is needed, or tiling is not enabled for a class that only its tiles can be shared of.
+    Raises: ValueError: a class that is not supported, or only by tiles where tiling is not enabled; noise in its
+        decoder, a compiled part, attention that does not go through F.scaled_dot_product_attention, or a VAE that is
+        parallel already; from `decode` and `encode`: a gradient is needed, or tiling was disabled since.
     Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
     """
     if groups.context_size == 1:
@@ -47,6 +48,7 @@ def parallelize_vae(vae: nn.Module, groups: Groups) -> Undo:
     if isinstance(vae.__dict__.get("_parallel_vae"), _Session):
         raise ValueError(f"this {type(vae).__name__} is parallel already: undo that first")
     session = _Session(vae, class_of(vae), groups)
+    session.refuse_untiled()
     saved: list[tuple[nn.Module, str, Any]] = []
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
         module = getattr(vae, name)
@@ -83,6 +85,13 @@ class _Session:
     kind: VaeClass
     groups: Groups
     batch: Batch | None = None
+
+    def refuse_untiled(self) -> None:
+        if not self.kind.halos and not self.vae.use_tiling:
+            raise ValueError(
+                f"{type(self.vae).__name__} is shared by tiles only: call vae.enable_tiling() first, or leave it "
+                "alone, then every rank computes the whole"
+            )
 
     def refuse_gradients(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if not torch.is_grad_enabled():
@@ -131,9 +140,5 @@ class _Part:
         if kind.halos:
             least = max(1, self.least)
             return by_rows(self.forward, args, kwargs, groups=session.groups, least=least, step=self.step)
-        if not session.vae.use_tiling:
-            raise ValueError(
-                f"{type(session.vae).__name__} is shared by tiles only: call vae.enable_tiling(), or leave it alone, "
-                "then every rank computes the whole"
-            )
+        session.refuse_untiled()
         return self.forward(*args, **kwargs)

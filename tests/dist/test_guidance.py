@@ -64,8 +64,12 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
                     out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
                 if how == "copies":
                     out = (-out.double()[:, :3].to(torch.float32)).clone()
+                if how == "arithmetic":
+                    mask = torch.tensor([[[0.0], [2.0]]])
+                    out = 1 - (0.5 + out[:, :2] * mask - mask) / 2
+                    mask.fill_(99)
                 if how == "read":
-                    out = out * 2
+                    out = out.abs()
                 if how == "printed":
                     assert str(float(step + branch)) in repr(out).replace(".,", ".0,")
                 if how == "numpy":
@@ -76,7 +80,7 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("how", ["untouched", "views", "copies", "read", "printed", "numpy"])
+@pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "read", "printed", "numpy"])
 def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, world: int) -> None:
     if how in ("read", "printed", "numpy"):
         with pytest.raises(AssertionError, match=r"computes one branch at a time.*each branch needs the one before"):
@@ -91,6 +95,8 @@ def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, wor
                 out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
             if how == "copies":
                 out = -out[:, :3]
+            if how == "arithmetic":
+                out = 1 - (0.5 + out[:, :2] * torch.tensor([[[0.0], [2.0]]]) - torch.tensor([[[0.0], [2.0]]])) / 2
             expected += out.flatten().tolist()
     for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
         assert found == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -105,6 +106,22 @@ def test_every_class_at_every_number_of_ranks(run_ranks: RankPool, name: str, wo
             _check(run_ranks, world, name, mode, dtype)
 
 
+def _low_precision(rank: int, world: int, name: str, dtype: torch.dtype) -> None:
+    for way in ("decode", "encode"):
+        vae = make_vae(name).to(dtype)
+        exact, alone = _run(deepcopy(vae).double(), name, way), _run(vae, name, way)
+        parallelize_vae(vae, _groups(world))
+        own, shared = ((x - exact).square().mean().sqrt() for x in (alone, _run(vae, name, way)))
+        assert shared <= 1.1 * own
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", QUICK)
+def test_halos_are_as_exact_as_one_rank_in_half_precision(run_ranks: RankPool, name: str, dtype: torch.dtype) -> None:
+    run_ranks(3, _low_precision, name, dtype)
+
+
 def _behaves(rank: int, world: int) -> None:
     vae, other = make_vae("kl"), make_vae("kl")
     small, latent = torch.randn(1, 4, 2, 2), torch.randn(ALL["kl"].latent)
@@ -142,10 +159,6 @@ def _fails_on_one(rank: int, world: int) -> str:
     parallelize_vae(vae, _groups(world))
     with pytest.raises(ZeroDivisionError if rank == 1 else RuntimeError) as failure:
         _run(vae, "kl", "decode")
-    untiled = make_vae("cogvideox")
-    parallelize_vae(untiled, _groups(world))
-    with pytest.raises(ValueError, match=r"AutoencoderKLCogVideoX is shared by tiles only: call vae.enable_tiling"):
-        _run(untiled, "cogvideox", "decode")
     return str(failure.value)
 
 
@@ -158,6 +171,14 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     groups = replace(ALONE, context_shape=(2, 1))
     with pytest.raises(ValueError, match="AutoencoderTiny cannot be decoded over several ranks; leave it alone"):
         parallelize_vae(diffusers.AutoencoderTiny(), groups)
+    tiled = make_vae("cogvideox")
+    with pytest.raises(ValueError, match=r"AutoencoderKLCogVideoX is shared by tiles only: call vae.enable_tiling"):
+        parallelize_vae(tiled, groups)
+    tiled.enable_tiling()
+    parallelize_vae(tiled, groups)
+    tiled.disable_tiling()
+    with pytest.raises(ValueError, match="AutoencoderKLCogVideoX is shared by tiles only"):
+        _run(tiled, "cogvideox", "decode")
     noisy = diffusers.AutoencoderKLLTXVideo(**{**ALL["ltx"].settings, "decoder_inject_noise": (True, False, False)})
     with pytest.raises(ValueError, match="AutoencoderKLLTXVideo adds random noise"):
         parallelize_vae(noisy, groups)

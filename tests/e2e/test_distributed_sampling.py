@@ -27,8 +27,9 @@ from tests.harness import RankPool
 PAGE = (ROOT / "docs" / "distributed_sampling.md").read_text(encoding="utf-8")
 BLOCKS = {text.splitlines()[0].lstrip("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
-EVEN = {"height": 64, "width": 96, "num_inference_steps": 2, "output_type": "latent"}  # 24 tokens
-UNEVEN = {**EVEN, "height": 48, "width": 80}  # 15
+SETTINGS = {"num_inference_steps": 2, "output_type": "latent", "max_sequence_length": 24}
+EVEN = {**SETTINGS, "height": 64, "width": 96}  # 24 tokens
+UNEVEN = {**SETTINGS, "height": 80, "width": 112}  # 35
 CLOSE = 1e-6
 
 
@@ -83,17 +84,24 @@ def _told(raised: tuple[str, str], kind: type[Exception], text: str = "") -> Non
     assert text in PAGE
 
 
-def _block(rank: int, world: int, folder: Path, name: str, main: bool = True) -> tuple[str, str]:
-    """Runs a block of the page as one of its processes; what spawns is called as what it spawns."""
+def _block(rank: int, world: int, folder: Path, name: str, main: bool = True) -> str:
+    """Runs a block of the page as one of its processes; what spawns is called as what it spawns.
+
+    Returns: the type of error that a process ends with for want of a prompt, else "".
+    """
     from accelerate import PartialState
 
     with _quiet(), contextlib.chdir(folder):
         try:
             space: dict[str, Any] = {"__name__": "__main__" if main else "spawned"}
-            raised = _raised(exec, compile(BLOCKS[name], name, "exec"), space)
-            return raised if main or raised[0] else _raised(space["sample"], rank, world)
+            exec(compile(BLOCKS[name], name, "exec"), space)
+            if not main:
+                space["sample"](rank, world)
+        except UnboundLocalError as error:
+            return type(error).__name__
         finally:
             PartialState._reset_state()
+        return ""
 
 
 def _load(**given: Any) -> Any:
@@ -134,13 +142,13 @@ def _everyones(value: Any) -> list[Any]:
 
 
 def test_prompts_are_split_as_the_guide_has_it(run_ranks: RankPool, here: Path) -> None:
-    assert run_ranks(2, _block, here, "split_prompts.py", init=False) == [("", "")] * 2
+    assert run_ranks(2, _block, here, "split_prompts.py", init=False) == [""] * 2
     assert sorted(x.name for x in here.glob("*.png")) == ["result_0.png", "result_1.png"]
 
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
 def test_all_prompts_are_written(run_ranks: RankPool, here: Path, world: int) -> None:
-    assert run_ranks(world, _block, here, "our_prompts.py", init=False) == [("", "")] * world
+    assert run_ranks(world, _block, here, "our_prompts.py", init=False) == [""] * world
     assert sorted(x.name for x in here.glob("*.png")) == ["ours_0.png", "ours_1.png", "ours_2.png"]
 
 
@@ -223,9 +231,28 @@ def test_what_we_do_with_prompts(run_ranks: RankPool, folder: Path, world: int) 
         assert "prompt has" in found["unequal"][1]
 
 
+def _without_a_group(rank: int, world: int, folder: Path) -> list[int]:
+    from lightning_cp import ContextParallelConfig, parallelize_pipeline
+    from lightning_cp.pipelines import sample_prompts
+
+    with _quiet(), contextlib.chdir(folder):
+        pipe = _load()
+        assert _raised(parallelize_pipeline, pipe, ContextParallelConfig(ring_degree=world))[0] == "ValueError"
+        parallelize_pipeline(pipe, ContextParallelConfig())
+        written: list[int] = []
+        sample_prompts(pipe, ["a dog", "a cat"], write=lambda i, _: written.append(i), **EVEN)
+        return written
+
+
+def test_without_a_process_group_each_process_samples_all(run_ranks: RankPool, folder: Path) -> None:
+    assert run_ranks(2, _without_a_group, folder, init=False) == [[0, 1], [0, 1]]
+    assert "without `init_process_group`" in PAGE
+
+
+@pytest.mark.full
 def test_spawned_functions_sample(run_ranks: RankPool, here: Path) -> None:
     for name in ("spawn_prompts.py", "our_spawned_prompts.py"):
-        assert run_ranks(2, _block, here, name, False, init=False) == [("", "")] * 2
+        assert run_ranks(2, _block, here, name, False, init=False) == [""] * 2
     theirs = {"a_ _d_o_g.png", "a_ _c_a_t.png"}
     assert {x.name for x in here.glob("*.png")} == {*theirs, "spawned_0.png", "spawned_1.png"}
     assert all(name in PAGE for name in theirs)
@@ -233,8 +260,9 @@ def test_spawned_functions_sample(run_ranks: RankPool, here: Path) -> None:
 
 @pytest.mark.full
 def test_a_third_spawned_process(run_ranks: RankPool, here: Path) -> None:
-    _told(run_ranks(3, _block, here, "spawn_prompts.py", False, init=False)[2], UnboundLocalError)
-    assert run_ranks(3, _block, here, "our_spawned_prompts.py", False, init=False) == [("", "")] * 3
+    assert run_ranks(3, _block, here, "spawn_prompts.py", False, init=False) == ["", "", "UnboundLocalError"]
+    assert "UnboundLocalError" in PAGE
+    assert run_ranks(3, _block, here, "our_spawned_prompts.py", False, init=False) == [""] * 3
 
 
 # Weights
@@ -245,8 +273,8 @@ def _pixels(path: Path) -> Any:
 
 
 def test_stages_give_the_same_picture(run_ranks: RankPool, here: Path) -> None:
-    assert run_ranks(1, _block, here, "stages.py", init=False) == [("", "")]
-    assert run_ranks(2, _block, here, "our_stages.py", init=False) == [("", "")] * 2
+    assert run_ranks(1, _block, here, "stages.py", init=False) == [""]
+    assert run_ranks(2, _block, here, "our_stages.py", init=False) == [""] * 2
     theirs, ours = _pixels(here / "stages.png"), _pixels(here / "our_stages.png")
     assert theirs.shape == (64, 96, 3)
     assert theirs.std() > 1
@@ -273,7 +301,7 @@ def _placed(rank: int, world: int, folder: Path) -> dict[str, Any]:
             "no transformer": _raised(parallelize_pipeline, _load(transformer=None, vae=None), ring),
             "factor without a vae": _load(vae=None).vae_scale_factor,
         }
-        embeds, pooled, _ = pipe.encode_prompt(prompt="a dog", prompt_2=None, max_sequence_length=512)
+        embeds, pooled, _ = pipe.encode_prompt(prompt="a dog", prompt_2=None, max_sequence_length=24)
         parallelize_pipeline(pipe, ring, shard=["transformer"])
         found["kept"] = _held_bytes(pipe.transformer) / whole
         found["sharded"] = _error(_dog(pipe), expected)
@@ -358,11 +386,15 @@ def _theirs_and_ours(rank: int, world: int, folder: Path) -> dict[str, Any]:
         one = {"even": _dog(pipe), "uneven": _dog(pipe, **UNEVEN)}
         found: dict[str, Any] = {"plain": _raised(_enabled, pipe, ulysses_degree=world)}
         with _cpu_counts():
-            found["ulysses"] = _error(_dog(_enabled(pipe, ulysses_degree=world)), one["even"])
+            ulysses = _raised(_dog, _enabled(pipe, ulysses_degree=world))
+            found["ulysses"] = ulysses if ulysses[0] else _error(_dog(pipe), one["even"])
             found["uneven"] = _raised(_dog, pipe, **UNEVEN)
             loose = _enabled(pipe, ulysses_degree=world, ulysses_anything=True)
-            found["loose"] = _error(_dog(loose, **UNEVEN), one["uneven"])
+            raised = _raised(_dog, loose)
+            found["loose"] = raised if raised[0] else _error(_dog(loose), one["even"])
+            found["loose, uneven"] = _raised(_dog, loose, **UNEVEN)
             found["ring"] = _raised(_dog, _enabled(pipe, ring_degree=world))
+            found["long text"] = _raised(_dog, pipe, max_sequence_length=512)
         with _cpu_counts(kernel=True):
             found["ring, our kernel"] = _error(_dog(_enabled(pipe, ring_degree=world)), one["even"])
         for name, degrees in (("ring", {"ring_degree": world}), ("ulysses", {"ulysses_degree": world})):
@@ -373,10 +405,200 @@ def _theirs_and_ours(rank: int, world: int, folder: Path) -> dict[str, Any]:
         return found
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
+@pytest.mark.parametrize("world", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (3, 4))])
 def test_what_modes_give(run_ranks: RankPool, folder: Path, world: int) -> None:
+    indivisible = "Tensor size along dimension to be sharded must be divisible by mesh size"
     for found in run_ranks(world, _theirs_and_ours, folder):
         _told(found["plain"], ZeroDivisionError, "integer modulo by zero")
         _told(found["ring"], ValueError, "Native attention does not support return_lse=True")
-        assert found["ring, our kernel"] < CLOSE
-        assert max(found[name] for name in ("our ring", "our ulysses", "our loose")) < CLOSE
+        _told(found["uneven"], AssertionError, indivisible)
+        assert max(found[name] for name in ("ring, our kernel", "our ring", "our ulysses", "our loose")) < CLOSE
+        if world == 3:
+            _told(found["long text"], AssertionError, indivisible)
+            _told(found["ulysses"], RuntimeError, "invalid for input of size")
+            _told(found["loose"], AssertionError, "Padding head num 2 should be less than new local head num 2")
+        else:
+            assert max(found["ulysses"], found["loose"]) < CLOSE
+            _told(found["loose, uneven"], RuntimeError, "invalid tensor size")
+
+
+def _misuse(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    """What is not said to either, or is said twice; ranks' states and prompts that differ."""
+    from lightning_cp import ContextParallelConfig, parallelize_pipeline
+
+    ring = ContextParallelConfig(ring_degree=world)
+    with _quiet(), contextlib.chdir(folder):
+        pipe = _load()
+        one = [_dog(pipe, prompt) for prompt in ("a dog", "a cat")]
+        noises = [_dog(pipe, generator=_seed(seed)) for seed in range(world)]
+        with _cpu_counts():
+            _enabled(pipe, ulysses_degree=world)
+            theirs = _everyones(_dog(pipe, generator=_seed(rank)))
+            mixed = _everyones(_dog(pipe, ["a dog", "a cat"][rank % 2]))
+            found: dict[str, Any] = {
+                "ranks differ by": min(_error(x, theirs[0]) for x in theirs[1:]),
+                "their noise": min(_error(x, noise) for x in theirs for noise in noises),
+                "mixed ranks": max(_error(x, mixed[0]) for x in mixed),
+                "mixed": min(_error(mixed[0], x) for x in one),
+                "enabled twice": _raised(pipe.transformer.enable_parallelism, config=ring),
+                "ours on theirs": _raised(parallelize_pipeline, pipe, ring),
+            }
+        with _ours(pipe, ring_degree=world), _cpu_counts():
+            found["our noise"] = max(_error(x, noises[0]) for x in _everyones(_dog(pipe, generator=_seed(rank))))
+            torch.manual_seed(rank)
+            states = _everyones(_dog(pipe, generator=None))
+            found["twice"] = _raised(parallelize_pipeline, pipe, ring)
+            found["theirs on ours"] = _raised(pipe.transformer.enable_parallelism, config=ring)
+        torch.manual_seed(0)
+        expected = _dog(pipe, generator=None)
+        found["our state"] = max(_error(x, expected) for x in states)
+        return found
+
+
+def test_what_comes_of_unequal_ranks_and_of_both(run_ranks: RankPool, folder: Path) -> None:
+    for found in run_ranks(2, _misuse, folder):
+        assert min(found["ranks differ by"], found["their noise"], found["mixed"]) > 1e-2
+        assert found["mixed ranks"] == 0
+        assert max(found["our noise"], found["our state"]) < CLOSE
+        for name in ("enabled twice", "theirs on ours"):
+            _told(found[name], RuntimeError)
+        for name in ("twice", "ours on theirs"):
+            _told(found[name], PlanError)
+
+
+def _backends(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    from diffusers import ContextParallelConfig, ParallelConfig
+
+    ulysses = ContextParallelConfig(ulysses_degree=world)
+    with _quiet(), contextlib.chdir(folder):
+        pipe = _load()
+        expected = _dog(pipe)
+        found: dict[str, Any] = {}
+        for name in ("_native_cudnn", "native", "_native_flash", "_native_math"):
+            with _cpu_counts():
+                found[name] = _raised(lambda name=name: _dog(_enabled(pipe, name, ring_degree=world)))
+            with _ours(pipe, ring_degree=world):
+                pipe.transformer.set_attention_backend(name)
+                found[f"our {name}"] = _raised(_dog, pipe)
+                if not found[f"our {name}"][0]:
+                    found[f"our {name}"] = _error(_dog(pipe), expected)
+            pipe.transformer.set_attention_backend("native")  # it is all models'
+        found["loading"] = _raised(_transformer, parallel_config=ulysses)
+        with _cpu_counts():
+            pipe.transformer = _transformer(parallel_config=ParallelConfig(context_parallel_config=ulysses))
+            found["loaded"] = _error(_dog(pipe), expected)
+        with mock.patch("diffusers.pipelines.pipeline_utils.logger.warning") as warning:
+            pipe = _load(parallel_config=ulysses)
+        found["warnings"] = [str(call.args[0]) for call in warning.call_args_list]
+        found["parallel"] = pipe.transformer._parallel_config is not None
+        return found
+
+
+@pytest.mark.full
+def test_what_backends_and_parallel_config_give(run_ranks: RankPool, folder: Path) -> None:
+    for found in run_ranks(2, _backends, folder):
+        _told(found["_native_cudnn"], NotImplementedError)
+        _told(found["our _native_cudnn"], KernelError)
+        assert "it runs on cuda" in found["our _native_cudnn"][1]
+        for name in ("native", "_native_flash", "_native_math"):
+            assert found[name][0], name
+            assert found[f"our {name}"] < CLOSE
+        _told(
+            found["loading"], AttributeError, "'ContextParallelConfig' object has no attribute 'tensor_parallel_config'"
+        )
+        assert found["loaded"] < CLOSE
+        assert any("not expected by FluxPipeline and will be ignored" in x for x in found["warnings"])
+        assert not found["parallel"]
+
+
+def _four(rank: int, world: int, folder: Path) -> dict[str, Any]:
+    from lightning_cp import ContextParallelConfig, parallelize_pipeline
+    from lightning_cp.pipelines import parallel_pipeline
+    from tests.pipelines.wan import TINY
+
+    guided = {"negative_prompt": "blurry", "true_cfg_scale": 3.0}
+    unified = {"ring_degree": 2, "ulysses_degree": 2}
+    with _quiet(), contextlib.chdir(folder):
+        pipe = _load()
+        expected, expected_guided = _dog(pipe), _dog(pipe, **guided)
+        with _cpu_counts():
+            found: dict[str, Any] = {"unified": _raised(_dog, _enabled(pipe, **unified))}
+        with _cpu_counts(kernel=True):
+            found["unified, our kernel"] = _error(_dog(_enabled(pipe, **unified)), expected)
+        with _ours(pipe, **unified):
+            found["our unified"] = _error(_dog(pipe), expected)
+        with _ours(pipe, ring_degree=2, cfg=2):
+            found["our cfg"] = _error(_dog(pipe, **guided), expected_guided)
+        wan = TINY["wan_two_experts"].make()
+        parallelize_pipeline(wan, ContextParallelConfig(ring_degree=2))
+        installed = parallel_pipeline(wan)
+        found["wan"] = list(installed.transformers) if installed else []
+        return found
+
+
+@pytest.mark.full
+def test_unified_attention_and_branches_at_four_ranks(run_ranks: RankPool, folder: Path) -> None:
+    for found in run_ranks(4, _four, folder):
+        _told(found["unified"], ValueError, "Native attention does not support return_lse=True")
+        assert max(found[name] for name in ("unified, our kernel", "our unified", "our cfg")) < CLOSE
+        assert found["wan"] == ["transformer", "transformer_2"]
+
+
+# The scripts, as they are started
+
+
+def _started(folder: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+
+
+def _write(folder: Path, name: str, extra: str = "") -> str:
+    (folder / name).write_text(BLOCKS[name] + extra, encoding="utf-8")
+    return name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "count"), [("split_prompts.py", 2), ("our_prompts.py", 3), ("our_tokens.py", 1)])
+def test_scripts_run_under_torchrun(here: Path, name: str, count: int) -> None:
+    done = _started(here, *TORCHRUN, _write(here, name))
+    assert done.returncode == 0, done.stderr
+    assert len(list(here.glob("*.png"))) == count
+
+
+@pytest.mark.full
+def test_the_guides_script_ends_on_cpu(here: Path) -> None:
+    done = _started(here, *TORCHRUN, _write(here, "enable.py"))
+    assert done.returncode != 0
+    assert "ZeroDivisionError: integer modulo by zero" in done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("before", [False, True])
+def test_accelerate_starts_one_process_on_cpu(here: Path, before: bool) -> None:
+    script = _write(here, "split_prompts.py", "print('given', prompt, state.num_processes)\n")
+    command = ["--cpu", "--num_processes=2", script] if before else [script, "--num_processes=2"]
+    done = _started(here, "-m", "accelerate.commands.launch", *command)
+    assert done.returncode == 0, done.stderr
+    assert "given ['a dog', 'a cat'] 1" in done.stdout
+    assert [x.name for x in here.glob("*.png")] == ["result_0.png"]
+
+
+@pytest.mark.full
+def test_spawning_scripts_need_an_address(here: Path) -> None:
+    for name in ("spawn_prompts.py", "our_spawned_prompts.py"):
+        done = _started(here, _write(here, name))
+        assert "ValueError" in done.stderr
+        assert "environment variable MASTER_ADDR expected" in done.stderr
+    assert not list(here.glob("*.png"))
+
+
+@pytest.mark.full
+def test_a_spawning_script_under_torchrun_starts_four(here: Path) -> None:
+    met = "    dist.init_process_group"  # what comes of it is chance: pictures written twice, an error, or a hang
+    script = BLOCKS["spawn_prompts.py"].replace(met, f"    return print('starts', rank, flush=True)\n{met}")
+    (here / "four.py").write_text(script, encoding="utf-8")
+    done = _started(here, *TORCHRUN, "four.py")
+    assert done.returncode == 0, done.stderr
+    assert [done.stdout.count(f"starts {rank}") for rank in (0, 1)] == [2, 2]

@@ -31,6 +31,8 @@ IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r".*", FutureWarning, r"torch\..*"),
     # Chroma's, and FLUX's ControlNet's, own __init__
     (r"`FluxPosEmbed` is deprecated.*", FutureWarning, r".*"),
+    # diffusers' flow schedulers, given their timesteps as a tensor
+    (r"__array__ implementation.*", DeprecationWarning, r"diffusers\.schedulers\..*"),
     # Mochi asks for float32 autocast, on a CPU too
     (r"In CPU autocast, but the target dtype.*", UserWarning, r"diffusers\..*"),
 )

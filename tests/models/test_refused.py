@@ -20,6 +20,17 @@ _REQUIRED = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.
 _LEADING = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.leading]
 
 
+def _written_caches() -> dict[str, Any]:
+    from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+
+    caches = GlmImageKVCache(num_layers=2)
+    caches.set_mode("write")
+    return {"kv_caches": caches}
+
+
+_OF_BLOCKS = {"kv_cache.mode": _written_caches}  # arguments of the model that give blocks what is refused
+
+
 @pytest.fixture(autouse=True)
 def _no_trace_of_imports(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # set by what some of diffusers' modules import
@@ -36,10 +47,12 @@ def _parallel(kind: str) -> tuple[torch.nn.Module, dict[str, Any]]:
 def test_an_argument_that_a_plan_refuses(kind: str, name: str) -> None:
     model, arguments = _parallel(kind)
     argument, _, key = name.partition(".")
-    assert argument in inspect.signature(type(model).forward).parameters, "a block's: try it with the model's"
-    given = {**(arguments.get(argument) or {}), key: 1} if key else 1
+    if argument in inspect.signature(type(model).forward).parameters:
+        given = {argument: {**(arguments.get(argument) or {}), key: 1} if key else 1}
+    else:
+        given = _OF_BLOCKS[name]()
     with pytest.raises(ShapeError) as caught:
-        model(**{**arguments, argument: given})
+        model(**{**arguments, **given})
     assert f"{name}=" in str(caught.value)
     assert REGISTERED[kind].refused[name] in str(caught.value)
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from tests.pipelines.tiny import TinyPipe
 
-_SHARED = ("common", "media", "text", "tiny", "vaes", "test_")
+_SHARED = ("common", "media", "report", "text", "tiny", "vaes", "test_")
 
 
 def names() -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,10 +61,23 @@ def quiet() -> Iterator[None]:
         yield
 
 
+def _quietly(set_timesteps: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(set_timesteps)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            set_timesteps(*args, **kwargs)
+
+    return wrapped
+
+
 class MultistepScheduler(DPMSolverMultistepScheduler):
     """A scheduler that looks back on former steps, without its warning about numpy."""
 
-    def set_timesteps(self, *args: Any, **kwargs: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            super().set_timesteps(*args, **kwargs)
+    set_timesteps = _quietly(DPMSolverMultistepScheduler.set_timesteps)
+
+
+class FlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
+    """Where a pipeline gives it tensors of sigmas: without its warning about numpy."""
+
+    set_timesteps = _quietly(FlowMatchEulerDiscreteScheduler.set_timesteps)

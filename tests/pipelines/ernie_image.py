@@ -7,7 +7,7 @@ from typing import Any
 from diffusers import ErnieImagePipeline, ErnieImageTransformer2DModel
 
 from tests.pipelines import vaes
-from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
+from tests.pipelines.common import NEGATIVE, FlowMatchScheduler, asked, loud
 from tests.pipelines.text.mistral import mistral3
 from tests.pipelines.tiny import TinyPipe
 
@@ -29,7 +29,7 @@ def _make() -> Any:
         rope_axes_dim=(4, 2, 2),
     )
     return ErnieImagePipeline(
-        scheduler=flow_match(),
+        scheduler=FlowMatchScheduler(),
         vae=vaes.flux2(_LATENTS),
         text_encoder=text_encoder,
         tokenizer=tokenizer,

@@ -52,7 +52,9 @@ def _image_to_video() -> Kandinsky5I2VPipeline:
 def _kandinsky6() -> Kandinsky6TI2VAPipeline:
     tokenizer, text_encoder = qwen25_vl()
     tokenizer_2, text_encoder_2 = clip(hidden=8)
-    transformer = Kandinsky6Transformer3DModel(**{**_KANDINSKY6, "visual_cond": True})
+    transformer = Kandinsky6Transformer3DModel(
+        **{**_KANDINSKY6, "visual_cond": True, "visual_token_type_num_embeddings": 2}
+    )
     return Kandinsky6TI2VAPipeline(
         transformer=no_zeros(transformer.eval()),
         vae=vaes_video.hunyuan_video(),

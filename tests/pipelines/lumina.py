@@ -1,4 +1,4 @@
-"""Lumina 2 and Lumina-Next."""
+"""Lumina 2."""
 
 from __future__ import annotations
 

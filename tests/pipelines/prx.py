@@ -10,7 +10,7 @@ from transformers import T5GemmaModuleConfig
 from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from tests.pipelines import vaes
-from tests.pipelines.common import asked, flow_match, loud
+from tests.pipelines.common import asked, flow_match, loud, quiet
 from tests.pipelines.text.gemma import gemma_tokenizer
 from tests.pipelines.tiny import TinyPipe
 
@@ -43,13 +43,14 @@ def _make() -> Any:
         depth=2,
         axes_dim=[4, 4],
     )
-    return PRXPipeline(
-        scheduler=flow_match(shift=3.0),
-        vae=vaes.kl(_LATENTS, levels=4),
-        text_encoder=text_encoder.eval(),
-        tokenizer=tokenizer,
-        transformer=loud(transformer),
-    )
+    with quiet():
+        return PRXPipeline(
+            scheduler=flow_match(shift=3.0),
+            vae=vaes.kl(_LATENTS, levels=4),
+            text_encoder=text_encoder.eval(),
+            tokenizer=tokenizer,
+            transformer=loud(transformer),
+        )
 
 
 def _inputs() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tests.pipelines.text.gemma import gemma2
 from tests.pipelines.tiny import TinyPipe
 
 _LATENTS = 4
-_SIZE = (96, 160)  # 3 x 5 tokens: the autoencoder makes it 32 times smaller
+_SIZE = (160, 96)  # 5 x 3 tokens: the autoencoder makes it 32 times smaller
 
 
 def _make(pipeline: type) -> Any:

@@ -49,7 +49,7 @@ def _image_to_video() -> SanaImageToVideoPipeline:
 
 
 def _inputs() -> dict[str, Any]:
-    """Three latent frames of 15 patches."""
+    """Five latent frames of 15 patches."""
     return {
         "prompt": "A cat runs.",
         "negative_prompt": "A slow dog, blurred.",
@@ -58,7 +58,7 @@ def _inputs() -> dict[str, Any]:
         "use_resolution_binning": False,
         "height": 96,
         "width": 160,
-        "frames": 9,
+        "frames": 17,
         "num_inference_steps": 2,
         "guidance_scale": 6.0,
         "output_type": "latent",

@@ -8,6 +8,7 @@ from diffusers import (
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanImage,
     AutoencoderKLQwenImage,
+    AutoencoderKLQwenImage21,
 )
 
 
@@ -89,4 +90,18 @@ def hunyuan_image(channels: int = 4) -> AutoencoderKLHunyuanImage:
         spatial_compression_ratio=8,
         sample_size=32,
         scaling_factor=0.75,
+    ).eval()
+
+
+def qwen_image21(channels: int = 8, *, width: int = 2) -> AutoencoderKLQwenImage21:
+    """AutoencoderKLQwenImage21 (causal, of videos, with an alpha channel), which makes images 16 times smaller."""
+    return AutoencoderKLQwenImage21(
+        base_dim=width,
+        decoder_base_dim=width,
+        z_dim=channels,
+        dim_mult=[1] * 5,
+        num_res_blocks=1,
+        temperal_downsample=[False] * 4,
+        latents_mean=[0.1] * channels,
+        latents_std=[0.9] * channels,
     ).eval()

@@ -193,7 +193,7 @@ class Image3Processor(Qwen3VLProcessor):
         ProcessorMixin.__init__(self, image_processor, tokenizer, chat_template=tokenizer.chat_template)
 
 
-def qwen3_vl_processor(tokenizer: Qwen2Tokenizer) -> Image3Processor:
-    """A processor that makes every image small: 4 to 6 tokens."""
-    images = Qwen2VLImageProcessorPil(patch_size=16, min_pixels=32 * 32 * 4, max_pixels=32 * 32 * 6)
+def qwen3_vl_processor(tokenizer: Qwen2Tokenizer, *, largest: int = 6) -> Image3Processor:
+    """A processor that makes every image small: 4 to `largest` tokens, each of 32 x 32 pixels."""
+    images = Qwen2VLImageProcessorPil(patch_size=16, min_pixels=32 * 32 * 4, max_pixels=32 * 32 * largest)
     return Image3Processor(images, tokenizer)

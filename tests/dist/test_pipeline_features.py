@@ -1,0 +1,292 @@
+"""What diffusers can do with a pipeline's weights and layers, beside its ranks: it works, or is refused by name."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, FluxTransformer2DModel, MagCacheConfig, TorchAoConfig
+from diffusers.hooks import apply_first_block_cache
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_cp import parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import PlanError
+from tests.harness import RankPool
+from tests.models.modes import MODES
+from tests.pipelines import table
+
+CPU = torch.device("cpu")
+BEFORE, AFTER = "before", "after"  # parallelize_pipeline
+WAYS = {"ring2": ("ring", 2, 1), "cfg2": ("ring", 1, 2)}
+PIPES = {"flux_true_cfg": "flux", "sd3": "sd3", "wan_two_experts": "wan"}
+
+
+def _groups(pipe: Any, kind: str) -> None:
+    blocks = {"num_blocks_per_group": 1} if kind == "block_level" else {}
+    pipe.transformer.enable_group_offload(onload_device=CPU, offload_device=CPU, offload_type=kind, **blocks)
+
+
+def _sequential(pipe: Any) -> None:
+    """As enable_sequential_cpu_offload(device="cpu"), whose "cpu:0" accelerate does not take for the host."""
+    for module in pipe.components.values():
+        if isinstance(module, torch.nn.Module):
+            accelerate.cpu_offload(module, CPU, offload_buffers=bool(module._parameters))
+
+
+def _quantise(pipe: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(pipe.transformer, Int8WeightOnlyConfig())
+
+
+def _load_quantised(pipe: Any) -> None:
+    from torchao.quantization import Int8WeightOnlyConfig
+
+    _reload(pipe, quantization_config=TorchAoConfig(Int8WeightOnlyConfig()), torch_dtype=torch.float32)
+
+
+def _reload(pipe: Any, **settings: Any) -> None:
+    """The transformer saved, and loaded again with `settings`."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipe.transformer.save_pretrained(folder)
+        pipe.transformer = FluxTransformer2DModel.from_pretrained(folder, **settings)
+
+
+def _lora(pipe: Any, name: str = "tiny", seed: int = 1) -> None:
+    """An adapter for attention and feed-forward."""
+    targets = ("attn.to_q", "attn.to_v", "attn.to_out.0", "ff.net.2")
+    made, draw = {}, torch.Generator().manual_seed(seed)
+    for path, module in pipe.transformer.named_modules():
+        if isinstance(module, torch.nn.Linear) and path.removesuffix(".base_layer").endswith(targets):
+            path = path.removesuffix(".base_layer")
+            made[f"transformer.{path}.lora_A.weight"] = torch.randn(4, module.in_features, generator=draw)
+            made[f"transformer.{path}.lora_B.weight"] = torch.randn(module.out_features, 4, generator=draw) / 4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of peft: there is an adapter already
+        pipe.load_lora_weights(made, adapter_name=name)
+
+
+def _two_loras(pipe: Any) -> None:
+    _lora(pipe, "one", 1)
+    _lora(pipe, "two", 2)
+    pipe.set_adapters(["one", "two"], [0.7, 0.4])
+
+
+def _fused(pipe: Any) -> None:
+    _lora(pipe)
+    pipe.fuse_lora(lora_scale=0.5)
+    pipe.unload_lora_weights()
+
+
+def _compiled(pipe: Any) -> None:
+    pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+
+
+WORKS: dict[str, Callable[[Any], None]] = {
+    "model offload": lambda pipe: pipe.enable_model_cpu_offload(device="cpu"),
+    "sequential offload": _sequential,
+    "block offload": lambda pipe: _groups(pipe, "block_level"),
+    "leaf offload": lambda pipe: _groups(pipe, "leaf_level"),
+    "offload of all components": lambda pipe: pipe.enable_group_offload(CPU, offload_type="leaf_level"),
+    "layerwise casting": lambda pipe: pipe.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32),
+    "int8 by torchao": _quantise,
+    "int8 by diffusers": _load_quantised,
+    "device_map of one": lambda pipe: _reload(pipe, device_map="cpu"),
+    "lora": _lora,
+    "two loras": _two_loras,
+    "fused lora": _fused,
+    "attention backend": lambda pipe: pipe.transformer.set_attention_backend("native"),
+    "compiled blocks": _compiled,
+}
+
+
+def _pipe(name: str) -> Any:
+    torch.manual_seed(0)
+    pipe = table(PIPES[name])[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _output(pipe: Any, name: str, **others: Any) -> Tensor:
+    tiny = table(PIPES[name])[name]
+    result = pipe(**{**tiny.inputs(), **others}, generator=torch.Generator().manual_seed(7))
+    value = getattr(result, tiny.output)
+    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+
+
+def _tried(
+    rank: int, world: int, name: str, feature: str, when: str, ways: list[str], others: dict[str, Any]
+) -> list[tuple[float, float]]:
+    """In each way: the error, and how much the feature changes."""
+    plain = _output(_pipe(name), name)
+    pipe = _pipe(name)
+    WORKS[feature](pipe)
+    alone = _output(pipe, name, **others)
+    found = []
+    for way in ways:
+        mode, ranks, cfg = WAYS[way]
+        pipe = _pipe(name)
+        if when == BEFORE:
+            WORKS[feature](pipe)
+        parallelize_pipeline(pipe, MODES[mode](ranks), cfg=cfg)
+        if when == AFTER:
+            WORKS[feature](pipe)
+        together = [_output(pipe, name, **others) for _ in range(2)][-1]
+        change = float((alone - plain).abs().max() / plain.abs().max())
+        found.append((float((together - alone).abs().max() / alone.abs().max()), change))
+        unparallelize_pipeline(pipe)
+        again = _output(pipe, name, **others)
+        assert float((again - alone).abs().max() / alone.abs().max()) <= 1e-5, "not as before"
+    return found
+
+
+QUICK = (("model offload", AFTER), ("leaf offload", BEFORE), ("int8 by torchao", BEFORE), ("lora", AFTER))
+TRIED = [
+    pytest.param(feature, when, marks=() if (feature, when) in QUICK else pytest.mark.full)
+    for feature in WORKS
+    for when in (BEFORE, AFTER)
+]
+
+
+@pytest.mark.parametrize(("feature", "when"), TRIED)
+def test_features_give_one_process_latents(run_ranks: RankPool, feature: str, when: str) -> None:
+    others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
+    for found in run_ranks(2, _tried, "flux_true_cfg", feature, when, list(WAYS), others, timeout_s=240):
+        for error, change in found:
+            assert error <= 1e-4
+            assert change > 1e-3 or "lora" not in feature, "the adapters do nothing"
+
+
+BESIDE_SHARDS = ("lora", "two loras", "attention backend", "compiled blocks")
+
+
+def _tried_with_shards(
+    rank: int, world: int, name: str, feature: str, when: str, others: dict[str, Any]
+) -> tuple[float, bool]:
+    """The error, and whether the weights of blocks are still spread after the call."""
+    pipe = _pipe(name)
+    WORKS[feature](pipe)
+    alone = _output(pipe, name, **others)
+    pipe = _pipe(name)
+    if when == BEFORE:
+        WORKS[feature](pipe)
+    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    if when == AFTER:
+        WORKS[feature](pipe)
+    together = _output(pipe, name, **others)
+    weights = [x for key, x in pipe.transformer.transformer_blocks.named_parameters() if "lora_" not in key]
+    return float((together - alone).abs().max() / alone.abs().max()), all(isinstance(x, DTensor) for x in weights)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("when", [BEFORE, AFTER])
+@pytest.mark.parametrize("feature", BESIDE_SHARDS)
+def test_features_beside_shards(run_ranks: RankPool, feature: str, when: str) -> None:
+    others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
+    if when == AFTER and feature != "attention backend":
+        method = "compile_repeated_blocks" if feature == "compiled blocks" else "load_lora_adapter"
+        assert (
+            run_ranks(2, _changes_shards, feature, timeout_s=240)
+            == [
+                f"transformer.{method}: the weights of transformer are spread over ranks (shard='transformer'): "
+                "call it before parallelize_pipeline"
+            ]
+            * 2
+        )
+        return
+    for error, spread in run_ranks(2, _tried_with_shards, "flux_true_cfg", feature, when, others, timeout_s=240):
+        assert error <= 1e-4
+        assert spread
+
+
+def _changes_shards(rank: int, world: int, feature: str) -> str:
+    pipe = _pipe("flux_true_cfg")
+    parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
+    with pytest.raises(PlanError) as refusal:
+        WORKS[feature](pipe)
+    return str(refusal.value)
+
+
+def _map(thing: Any) -> None:
+    thing.hf_device_map = {"text_encoder": "cuda:0", "transformer": "cuda:1"}
+
+
+CAST: Callable[[Any], None] = WORKS["layerwise casting"]
+# name: what is turned on, settings of parallelize_pipeline, what is said
+REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
+    "first block cache": (
+        lambda pipe: pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
+        {},
+        ("FirstBlockCacheConfig on transformer", "transformer.disable_cache()"),
+    ),
+    "first block cache by its hooks": (
+        lambda pipe: apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1)),
+        {},
+        ("fbc_", "on transformer", "step caches"),
+    ),
+    "mag cache": (
+        lambda pipe: pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=2, mag_ratios=[1.0, 1.0])),
+        {},
+        ("MagCacheConfig on transformer",),
+    ),
+    "device_map of two for the pipeline": (_map, {}, ("device_map puts FluxPipeline.", "cuda:0", "without device_map")),
+    "device_map of two for the transformer": (
+        lambda pipe: _map(pipe.transformer),
+        {},
+        ("device_map puts FluxPipeline.transformer", "cuda:1"),
+    ),
+    "model offload and stages": (
+        WORKS["model offload"],
+        {"stages": "offload"},
+        ("accelerate", "stages='offload'", "pipe.remove_all_hooks()"),
+    ),
+    "sequential offload and stages": (_sequential, {"stages": "release"}, ("accelerate", "stages='release'")),
+    "leaf offload and stages": (
+        WORKS["leaf offload"],
+        {"stages": "offload"},
+        ("group offloading", "FluxPipeline.transformer", "stages='offload'"),
+    ),
+    "model offload and shards": (WORKS["model offload"], {"shard": ["transformer"]}, ("accelerate", "shard")),
+    "block offload and shards": (WORKS["block offload"], {"shard": ["transformer"]}, ("group offloading", "shard")),
+    "layerwise casting and shards": (CAST, {"shard": ["transformer"]}, ("shard='transformer'", "layerwise casting")),
+    "int8 and shards": (_quantise, {"shard": ["transformer"]}, ("shard='transformer'", "quantised weights")),
+}
+ONLY_BEFORE = ("device_map", "int8 and shards", "block offload and shards", "model offload and shards")
+
+
+def _refusals(rank: int, world: int, name: str) -> tuple[str, str]:
+    """What is said if the feature was there before, and if it is enabled afterwards."""
+    enable, settings, _ = REFUSED[name]
+    pipe = _pipe("flux_true_cfg")
+    enable(pipe)
+    with pytest.raises(PlanError) as before:
+        parallelize_pipeline(pipe, MODES["ring"](world), **settings)
+    assert "__call__" not in vars(type(pipe.transformer)), "the pipeline is not as it was"
+    if name.startswith(ONLY_BEFORE):
+        return str(before.value), ""
+    pipe = _pipe("flux_true_cfg")
+    parallelize_pipeline(pipe, MODES["ring"](world), **settings)
+    enable(pipe)
+    with pytest.raises(PlanError) as after:
+        _output(pipe, "flux_true_cfg")
+    return str(before.value), str(after.value)
+
+
+QUICKLY_REFUSED = ("first block cache", "device_map of two for the pipeline", "leaf offload and stages")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICKLY_REFUSED else pytest.param(name, marks=pytest.mark.full) for name in REFUSED]
+)
+def test_what_cannot_be_used_is_refused_by_name(run_ranks: RankPool, name: str) -> None:
+    _, _, parts = REFUSED[name]
+    for before, after in run_ranks(2, _refusals, name, timeout_s=240):
+        for part in parts:
+            assert part in before
+            assert not after or part in after

@@ -1,0 +1,144 @@
+"""recipes/sample.py: the main job's checkpoint gives the same pictures however it is spread; folders of pipelines."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.recipe import ROOT, SMALL, Finished, run, started
+from tests.pipelines import table
+
+RECIPE = ROOT / "recipes" / "sample.py"
+
+
+def sampled(*overrides: str, folder: Path) -> Finished:
+    with started(*overrides, "progress=false", folder=folder, script=RECIPE) as process:
+        stdout, stderr = process.communicate(timeout=150)
+        return Finished(process.returncode, stdout, stderr, folder)
+
+
+def pictures(folder: Path) -> np.ndarray:
+    """[n, h, w], in order."""
+    return np.stack([picture(path) for path in sorted(folder.glob("samples/*.png"))])
+
+
+def picture(path: Path) -> np.ndarray:
+    """Of a file, or the first frame of one: [h, w], grey."""
+    with Image.open(path) as read:
+        return np.asarray(read.convert("L")).astype(int)
+
+
+def size_of(path: Path) -> tuple[int, int, int]:
+    """Width, height, frames."""
+    with Image.open(path) as read:
+        return (*read.size, getattr(read, "n_frames", 1))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A short run of the main job."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    done = run(*SMALL, "max_steps=30", "output_root=..", folder=folder)
+    assert done.exit_code == 0, done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its samples, from one process."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    done = sampled(f"output_root={trained.parent}", folder=folder)  # source=last
+    assert done.exit_code == 0, done.stderr
+    return folder
+
+
+def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> None:
+    assert pictures(alone).shape == (10, 8, 8)
+    assert len({one.tobytes() for one in pictures(alone)}) == 10
+    assert size_of(alone / "contact_sheet.png")[0] > 300
+    assert set(json.loads((alone / "timings.json").read_text())) == {"load", "denoise", "write"}
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        ("ring=3",),
+        ("ring=2", "cfg=2"),
+        pytest.param(("ring=2",), marks=pytest.mark.full),
+        pytest.param(("ulysses=2",), marks=pytest.mark.full),
+        pytest.param(("cfg=2",), marks=pytest.mark.full),
+        pytest.param(("cfg=2", "data_parallel=2", "precision=bf16-mixed"), marks=pytest.mark.full),
+    ],
+    ids="-".join,
+)
+def test_pictures_are_the_same_at_every_degree(
+    alone: Path, trained: Path, tmp_path: Path, degrees: tuple[str, ...]
+) -> None:
+    done = sampled(f"source={trained}", "strategy=cp", *degrees, folder=tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    most = 40 if "precision=bf16-mixed" in degrees else 1
+    assert np.abs(pictures(tmp_path / "out") - pictures(alone)).max() <= most
+
+
+def test_classes_that_are_asked_for_are_sampled_by_data_groups_in_order(
+    alone: Path, trained: Path, tmp_path: Path
+) -> None:
+    options = ("prompts=[7,1,1]", "count=1", "strategy=cp", "data_parallel=2")
+    done = sampled(f"source={trained}", *options, folder=tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    found = pictures(tmp_path / "out")
+    assert len(found) == 3
+    assert np.abs(found[1] - pictures(alone)[1]).max() <= 1  # class 1 from the noise of sample 1, as there
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as diffusers writes it."""
+    folder = tmp_path_factory.mktemp("pipeline") / "wan"
+    torch.manual_seed(0)
+    table("wan")["wan"].make().save_pretrained(folder)
+    return folder
+
+
+CALL = ("+call.height=48", "+call.width=80", "+call.num_frames=5", "num_steps=2", "negative_prompt=a slow dog")
+
+
+def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\n\na house\nrain on the sea\n")
+    options = ("strategy=cp", "cfg=2", "data_parallel=2", f"prompts={tmp_path}/prompts.txt", "seed=3")
+    done = sampled(f"source={pipeline}", *options, *CALL, folder=tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    clips = sorted((tmp_path / "out" / "samples").iterdir())
+    assert [clip.name for clip in clips] == ["0000.gif", "0001.gif", "0002.gif"]
+    assert [size_of(clip) for clip in clips] == [(80, 48, 5)] * 3
+    assert set(json.loads((tmp_path / "out" / "timings.json").read_text())) == {
+        *("load", "encode", "denoise", "decode", "write")
+    }
+    assert (tmp_path / "out" / "contact_sheet.png").is_file()
+    third = sampled(f"source={pipeline}", "prompts=rain on the sea", "seed=5", *CALL, folder=tmp_path / "third")
+    assert third.exit_code == 0, third.stderr
+    one = picture(tmp_path / "third" / "samples" / "0000.gif")
+    assert np.abs(one - picture(clips[2])).max() <= 2
+
+
+def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tmp_path: Path) -> None:
+    done = sampled(f"source={pipeline}", "prompts=a cat", "+call.size=3", folder=tmp_path / "out")
+    assert done.exit_code == 1
+    assert "WanPipeline takes no size; it takes prompt, negative_prompt, height" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_help_lists_every_setting() -> None:
+    command = [sys.executable, str(RECIPE), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    listed = {word for line in shown.splitlines() if line.startswith("  ") for word in line.replace(",", " ").split()}
+    given = (ROOT / "conf" / "sample.yaml").read_text().split("\nhydra:")[0].splitlines()
+    keys = {line.partition(":")[0] for line in given if line and line[0].isalpha()} - {"defaults", "sweep"}
+    assert keys <= listed

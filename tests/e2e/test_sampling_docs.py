@@ -1,0 +1,93 @@
+"""The code of docs/sampling.md, and README's of pipelines, runs as it stands and gives one process's samples."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.recipe import ROOT
+from tests.e2e.test_readme import README
+from tests.pipelines import table
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sampling.md").read_text(), re.DOTALL)
+PIPE = """
+import numpy as np, torch
+from tests.pipelines import table
+
+torch.manual_seed(0)
+made = table("wan")["wan"].make()
+made.set_progress_bar_config(disable=True)
+arguments = dict(prompt="a cat", negative_prompt="a dog", height=48, width=80, num_inference_steps=2)
+torch.manual_seed(5)
+expected = made(**arguments).frames[0]
+"""
+CALLED = f"""{PIPE}
+import os
+
+torch.manual_seed(5 + int(os.environ["RANK"]))
+{BLOCKS[0]}
+assert np.abs(image - expected).max() < 1e-4
+print("exact")
+dist.destroy_process_group()
+"""
+SNIPPET = next(text for text in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "parallelize_pipeline" in text)
+IN_README = f"""{PIPE}
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+pipe = made
+{SNIPPET}
+torch.manual_seed(5)
+assert np.abs(pipe(**arguments).frames[0] - expected).max() < 1e-4
+print("exact")
+dist.destroy_process_group()
+"""
+LOOP = f"""
+import torch
+from tests.models.wan import wan
+
+transformer = wan().build().float().eval()
+text, no_text = torch.randn(1, 5, transformer.config.text_dim), torch.randn(1, 5, transformer.config.text_dim)
+noise = torch.randn(1, transformer.config.in_channels, 3, 6, 10)
+
+def alone(steps=4, scale=3.0):
+    x = noise
+    for step in range(steps):
+        time = torch.full((1,), 1000 * (1 - step / steps))
+        with torch.no_grad():
+            on, off = (transformer(x, time, words, return_dict=False)[0] for words in (text, no_text))
+        x = x - (off + scale * (on - off)) / steps
+    return x
+
+expected = alone()
+{BLOCKS[1]}
+assert (sample(noise, text, no_text) - expected).abs().max() < 1e-4 * expected.abs().max()
+print("exact")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks"), [(CALLED, 4), (IN_README, 2), (LOOP, 4)], ids=["sampling.md", "README", "own loop"]
+)
+def test_code_of_the_docs_gives_one_processs_samples(script: str, ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(script)
+    torch.manual_seed(0)
+    table("wan")["wan"].make().save_pretrained(tmp_path / "my-pipeline")
+    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", "--rdzv-backend=c10d")
+    done = subprocess.run(
+        [sys.executable, *launcher, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exact") == ranks

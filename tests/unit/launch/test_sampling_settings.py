@@ -1,0 +1,99 @@
+"""Settings of recipes/sample.py: what is sampled, and what is refused before ranks start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.launch import Machine, SettingsError, check_config, check_sampling
+from lightning_cp.launch.recipe import CheckedRun
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+class NoGpu(Machine):
+    gpus = 0
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A folder of runs with one checkpoint, and a pipeline."""
+    save_checkpoint(tmp_path / "run" / "checkpoints", Checkpoint(3, {"model": {"x": torch.zeros(1)}}, {}))
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        trained = check_config(compose("train", overrides=["run_dir=here"]), NoGpu(cores=2), None).config
+    (tmp_path / "run" / ".hydra").mkdir()
+    OmegaConf.save(trained, tmp_path / "run" / ".hydra" / "resolved.yaml")
+    (tmp_path / "pipe").mkdir()
+    (tmp_path / "pipe" / "model_index.json").write_text("{}")
+    save_checkpoint(tmp_path / "bare" / "checkpoints", Checkpoint(1, {"model": {"x": torch.zeros(1)}}, {}))
+    return tmp_path
+
+
+def check(root: Path, *overrides: str) -> CheckedRun:
+    given = [override.replace("ROOT", str(root)) for override in overrides]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("sample", overrides=[f"output_root={root}", f"run_dir={root}/out", *given])
+    return check_sampling(config, NoGpu(cores=2), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "checkpoint", "pipeline"),
+    [
+        ("ROOT/run", "run/checkpoints/step_00000003", None),
+        ("ROOT/run/checkpoints/step_00000003", "run/checkpoints/step_00000003", None),
+        ("ROOT/pipe", None, "pipe"),
+        ("someone/something", None, "someone/something"),
+    ],
+)
+def test_a_source_is_a_checkpoint_a_folder_or_an_id(
+    root: Path, source: str, checkpoint: str | None, pipeline: str | None
+) -> None:
+    config = check(root, f"source={source}", *([] if checkpoint else ["prompts=a cat"])).config
+    assert config.checkpoint == (checkpoint and str(root / checkpoint))
+    assert (config.pipeline and config.pipeline.removeprefix(f"{root}/")) == pipeline
+    assert (config.trained is None) == (checkpoint is None)
+
+
+def test_last_is_the_newest_checkpoint(root: Path) -> None:
+    (root / "bare" / "checkpoints" / "step_00000001" / "manifest.json").unlink()
+    assert check(root).config.checkpoint == str(root / "run/checkpoints/step_00000003")
+
+
+def test_branches_are_data_groups_to_the_strategy_and_ranks_of_the_world(root: Path) -> None:
+    run = check(root, "source=ROOT/run", "strategy=cp", "ring=2", "cfg=2", "data_parallel=2")
+    assert run.world.size == 8
+    assert run.config.strategy.data_parallel == 4
+    assert run.config.data_parallel == 2
+    assert check(root, "source=ROOT/run", "strategy=cp", "cfg=2", "devices=4").config.data_parallel == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["source=nowhere"], "source=nowhere does not exist: must be `last`"),
+        (["source=ROOT/out"], "source=.*out does not exist"),
+        (["source=ROOT/bare"], r"source=.*bare: .*\.hydra/resolved.yaml is not there"),
+        (["source=ROOT/pipe"], "prompts must be given for a pipeline"),
+        (["source=ROOT/pipe", "prompts=a", "precision=bf16-mixed"], "precision=bf16-mixed is not valid for a pipeline"),
+        (["source=ROOT/pipe", "prompts=a", "image=none.png"], "image=none.png is no file"),
+        (["source=ROOT/pipe", "prompts=a", "cfg=2"], "strategy=single is one process, so cfg=2 must be 1"),
+        (["source=ROOT/run", "strategy=cp", "cfg=3"], "cfg=3 is not valid: a run's model has 2 branches"),
+        (["source=ROOT/run", "prompts=[12]"], r"prompts=\[12\]: of this run they are classes, from 0 to 9"),
+        (["source=ROOT/run", "prompts=a cat"], "of this run they are classes"),
+        (["source=ROOT/run", "image=x.png"], "image=x.png is for pipelines"),
+        (["source=ROOT/run", "shard=[transformer]"], "call and shard are for pipelines"),
+        (["source=ROOT/run", "strategy=cp", "ulysses=5"], "ulysses=5 needs as many query heads"),
+        (["source=ROOT/run", "strategy=cp", "cfg=2", "devices=3"], "cfg=2 = 2 must divide devices=3"),
+        (["source=ROOT/run", "format=bmp"], "format=bmp is not valid: must be one of auto, png, gif, mp4"),
+        (["source=ROOT/run", "cfg=0"], "cfg=0 is not valid"),
+        (["source=ROOT/run", "kernel=cudnn", "strategy=cp"], "kernel=cudnn is not valid on CPU"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_by_name(root: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        check(root, *overrides)
