@@ -8,10 +8,10 @@ from pathlib import Path
 
 _HEAD = """# Pipelines
 
-Every pipeline of diffusers 0.42.1 that was tried, with random weights, real text encoders and autoencoders, and how far its
-latents are from one process': the largest error relative to the largest value, in float32, over all its tiny variants.
-Tokens: ring (both rotations) and Ulysses at 2, 3 and 4 ranks. Guidance: `cfg=2` at 2 ranks, with ring=2 and with ulysses=2 at
-4; whether the pipeline computes its branches in one batch or in several calls. Written by
+Every pipeline of diffusers 0.42.1 that was tried, with random weights and diffusers' and transformers' own classes, and
+how far its latents are from one process': the largest error relative to the largest value, in float32, over all its
+tiny variants. Tokens: ring (both rotations) and Ulysses at 2 and 3 ranks, both together at 4. Guidance: `cfg=2` at 2
+ranks, with ring=2 and with ulysses=2 at 4; branches are computed in one batch or in several calls. Written by
 
     LIGHTNING_CP_PIPELINES_TABLE=docs/pipelines.md pytest -q -m "full or not full" tests/pipelines
 
