@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
@@ -215,23 +215,14 @@ class ContextParallel:
             return items if isinstance(value, list) else tuple(items)
         if dim is None or not isinstance(value, Tensor):
             return value
-        groups = self.up()
-        sizes = shard_sizes(value.shape[dim], groups.context_size)
-        rank = groups.context_rank
-        return value.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+        return own_shard(value, dim, self.up())
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The whole of a sharded tensor, on every rank; shards may be uneven.
 
         Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
-        groups = self.up()
-        if groups.context is None:
-            return x
-        dim %= x.ndim
-        sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-        whole: Tensor = gather(x, dim, sizes, groups.name)
-        return whole
+        return gather_uneven(x, dim, self.up())
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """A generator for what context peers must draw alike: noise, timesteps, condition drop-out.

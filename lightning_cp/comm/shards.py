@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.transfer import exchange
-from lightning_cp.mesh import groups_by_name
+from lightning_cp.comm.transfer import all_gather_ints, exchange
+from lightning_cp.mesh import Groups, groups_by_name
 
 
 def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
@@ -94,6 +94,25 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 gather.register_autograd(_gather_backward, setup_context=_setup_gather)
+
+
+def own_shard(x: Tensor, dim: int, groups: Groups) -> Tensor:
+    """This rank's shard of a whole tensor. Gradient: a slice; backward pads with zeros."""
+    sizes = shard_sizes(x.shape[dim], groups.context_size)
+    return x.narrow(dim, sum(sizes[: groups.context_rank]), sizes[groups.context_rank]).contiguous()
+
+
+def gather_uneven(x: Tensor, dim: int, groups: Groups) -> Tensor:
+    """The whole of a sharded tensor, on every rank; ranks tell each other how much they hold.
+
+    Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+    """
+    if groups.context is None:
+        return x
+    dim %= x.ndim
+    sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
+    whole: Tensor = gather(x, dim, sizes, groups.name)
+    return whole
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+import torch.distributed as dist
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
-from lightning_cp.engine.apply import Installed, no_plan, parallelize, remove_context_parallel
+from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
 from lightning_cp.pipelines.agreement import agree
@@ -26,9 +28,9 @@ from lightning_cp.pipelines.calling import (
     intercept_method,
     only_one_shows_progress,
 )
+from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.placement import (
     check_placement,
-    is_vae,
     layers_to_shard,
     rank_device,
     shard_layers,
@@ -36,8 +38,6 @@ from lightning_cp.pipelines.placement import (
 )
 from lightning_cp.pipelines.promise import keep_all
 from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
-from lightning_cp.plans import refusal, registered_plan
-from lightning_cp.vae import parallelize_vae
 
 _INSTALLED = "_lightning_cp"
 _log = logging.getLogger("lightning_cp")
@@ -80,8 +80,7 @@ def parallelize_pipeline(
 
     **All ranks that share a sample draw the same noise.** At each call, the `torch.Generator`s that it is given, and
     torch's own random states (from which noise comes without a generator), are set to those of the first of these
-    ranks. Other arguments must be equal, and are compared. Every rank returns the whole result, and runs
-    the callbacks.
+    ranks. Other arguments must be equal, and are compared. Every rank returns the whole result, and runs the callbacks.
 
     World = data x cfg x ring x ulysses ranks. Data groups may be called with different prompts (`sample_prompts`).
 
@@ -101,9 +100,12 @@ def parallelize_pipeline(
     Ranks: the whole world.
     Raises: ValueError, TypeError: settings, or components that cannot be parallel. The pipeline is then as it was.
     """
-    components = _components(pipe)
+    components = components_of(pipe)
+    if parallel_pipeline(pipe) is not None:
+        raise PlanError(f"{type(pipe).__name__} is context-parallel already: call unparallelize_pipeline first")
+    _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
-    found = _transformers(pipe, components)
+    found = transformers_of(pipe, components)
     ranks = branches_for(config, cfg)
     layers = layers_to_shard(components, shard, found, ranks)
     staged = make_stages(pipe, stages, components, found, rank_device(ranks))
@@ -120,7 +122,7 @@ def parallelize_pipeline(
             undo += [intercept_calls(module, _shared_out(calls, module)) for module in found.values()]
             if hasattr(components.get("scheduler"), "step"):  # no promise is to outlive its step, and reach a callback
                 undo.append(intercept_method(components["scheduler"], "step", _with_kept_promises))
-        decoders = _share_decoders(components, vae, ranks, undo)
+        decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
         undo.append(intercept_calls(pipe, _together(pipe, calls, staged, check), **_places(staged)))
@@ -153,39 +155,6 @@ def unparallelize_pipeline(pipe: Any) -> None:
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     """What `parallelize_pipeline` left on a pipeline; None for one that is not parallel."""
     found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(_INSTALLED)
-    return found
-
-
-def _components(pipe: Any) -> dict[str, Any]:
-    components = getattr(pipe, "components", None)
-    if not isinstance(components, Mapping) or not callable(pipe):
-        raise TypeError(f"pipe must be a diffusers pipeline, not {type(pipe).__name__}")
-    if parallel_pipeline(pipe) is not None:
-        raise PlanError(f"{type(pipe).__name__} is context-parallel already: call unparallelize_pipeline first")
-    return dict(components)
-
-
-def _transformers(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The components that denoise, by name; one that has two names is there once."""
-    found: dict[str, nn.Module] = {}
-    for name, module in components.items():
-        if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
-            continue
-        if hasattr(module, "_orig_mod"):
-            raise PlanError(
-                f"{name} is compiled as a whole, which fixes what its ranks exchange: compile its blocks "
-                f"({name}.compile_repeated_blocks()), after parallelize_pipeline or before"
-            )
-        if refusal(type(module)) is not None:
-            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")
-        if registered_plan(type(module)) is not None:
-            found[name] = module
-    if not found:
-        modules = {name: type(x).__name__ for name, x in components.items() if isinstance(x, nn.Module)}
-        raise PlanError(
-            f"{type(pipe).__name__} has no transformer with a plan (its components: {modules}); docs/models.md lists "
-            "the classes that have one"
-        )
     return found
 
 
@@ -223,23 +192,13 @@ def _places(stages: Stages | None) -> dict[str, Any]:
     return {"device": device, "_execution_device": device}
 
 
-def _share_decoders(
-    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Undo]
-) -> tuple[str, ...]:
-    """Make autoencoders parallel, or leave those whole that cannot be. Returns: the names of those that are."""
-    if setting not in (True, False, "auto"):
-        raise ValueError(f"vae={setting!r} must be True, False or 'auto'")
-    shared = []
-    for name, module in components.items():
-        if not is_vae(module) or not setting or ranks.sample.context is None:
-            continue
-        try:
-            undo.append(parallelize_vae(module, ranks.sample))
-            shared.append(name)
-        except ValueError:
-            if setting is True:
-                raise
-    return tuple(shared)
+def _check_started() -> None:
+    world = os.environ.get("WORLD_SIZE", "1")
+    if world not in ("", "1") and not dist.is_initialized():
+        raise ValueError(
+            f"a launcher started {world} ranks (WORLD_SIZE), but there is no process group, so each would sample "
+            "everything alone: call torch.distributed.init_process_group first"
+        )
 
 
 def _describe(pipe: Any, config: ContextParallelConfig) -> None:

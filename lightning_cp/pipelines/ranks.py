@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather as gather_shards
-from lightning_cp.comm.shards import shard_sizes
-from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.config import check_degree, context_config
 from lightning_cp.mesh import Branches, branches_for
 
@@ -27,9 +25,7 @@ def split(x: Tensor, dim: int, ranks: Branches) -> Tensor:
 
     Gradient: a slice; backward pads with zeros.
     """
-    groups = ranks.context
-    sizes = shard_sizes(x.shape[dim], groups.context_size)
-    return x.narrow(dim, sum(sizes[: groups.context_rank]), sizes[groups.context_rank]).contiguous()
+    return own_shard(x, dim, ranks.context)
 
 
 def gather(x: Tensor, dim: int, ranks: Branches) -> Tensor:
@@ -37,10 +33,4 @@ def gather(x: Tensor, dim: int, ranks: Branches) -> Tensor:
 
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
     """
-    groups = ranks.context
-    if groups.context is None:
-        return x
-    dim %= x.ndim
-    sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-    whole: Tensor = gather_shards(x, dim, sizes, groups.name)
-    return whole
+    return gather_uneven(x, dim, ranks.context)

@@ -231,22 +231,19 @@ def test_what_we_do_with_prompts(run_ranks: RankPool, folder: Path, world: int) 
         assert "prompt has" in found["unequal"][1]
 
 
-def _without_a_group(rank: int, world: int, folder: Path) -> list[int]:
+def _without_a_group(rank: int, world: int, folder: Path) -> list[tuple[str, str]]:
     from lightning_cp import ContextParallelConfig, parallelize_pipeline
-    from lightning_cp.pipelines import sample_prompts
 
     with _quiet(), contextlib.chdir(folder):
         pipe = _load()
-        assert _raised(parallelize_pipeline, pipe, ContextParallelConfig(ring_degree=world))[0] == "ValueError"
-        parallelize_pipeline(pipe, ContextParallelConfig())
-        written: list[int] = []
-        sample_prompts(pipe, ["a dog", "a cat"], write=lambda i, _: written.append(i), **EVEN)
-        return written
+        configs = (ContextParallelConfig(ring_degree=world), ContextParallelConfig())
+        return [_raised(parallelize_pipeline, pipe, config) for config in configs]
 
 
-def test_without_a_process_group_each_process_samples_all(run_ranks: RankPool, folder: Path) -> None:
-    assert run_ranks(2, _without_a_group, folder, init=False) == [[0, 1], [0, 1]]
-    assert "without `init_process_group`" in PAGE
+def test_without_a_process_group_ranks_are_refused(run_ranks: RankPool, folder: Path) -> None:
+    for answers in run_ranks(2, _without_a_group, folder, init=False):
+        assert all(kind == "ValueError" and "there is no process group" in told for kind, told in answers)
+    assert "without `init_process_group`, `parallelize_pipeline` raises" in PAGE
 
 
 @pytest.mark.full

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import ALONE, Groups, check_world, groups_by_name, groups_for
+from lightning_cp.mesh import ALONE, Groups, branches_for, check_world, groups_by_name, groups_for
 
 
 @contextmanager
@@ -141,3 +141,52 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
         mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("ring", "ulysses"))
         with pytest.raises(ValueError, match="does not hold rank 7"):
             groups_for(ContextParallelConfig(mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    ("size", "cfg", "config", "samples"),
+    [
+        (4, 2, lambda: ContextParallelConfig(ring_degree=2), [[[0, 1], [2, 3]]]),
+        (8, 2, lambda: ContextParallelConfig(ulysses_degree=2), [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]),
+        (3, 3, lambda: ContextParallelConfig(), [[[0], [1], [2]]]),
+        (
+            16,
+            2,
+            lambda: ContextParallelConfig(ring_degree=2, ulysses_degree=2),
+            [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10, 11], [12, 13, 14, 15]]],
+        ),
+        (4, 2, lambda: _mesh((2, 1, 2), ("ring", "ulysses", "cfg")), [[[0, 2], [1, 3]]]),
+        (8, 1, lambda: _mesh((2, 2, 1, 2), ("cfg", "dp", "ring", "ulysses")), [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]),
+        (8, 2, lambda: _mesh((2, 2, 2), ("ring", "dp", "ulysses")), [[[0, 1, 4, 5], [2, 3, 6, 7]]]),
+    ],
+)
+def test_branches_of_guidance_are_groups_beside_the_context(
+    size: int, cfg: int, config: Callable[[], ContextParallelConfig], samples: list[list[list[int]]]
+) -> None:
+    for rank in range(size):
+        with pretended_world(rank, size):
+            settings = config()
+            ranks = branches_for(settings, cfg)
+            assert branches_for(settings, cfg) is ranks
+            sample = samples[ranks.data_rank]
+            assert ranks.data_size == len(samples)
+            assert sample[ranks.cfg_rank][ranks.context.context_rank] == rank
+            assert ranks.cfg == len(sample)
+            assert _members(ranks.context.context) in (sample[ranks.cfg_rank], None)
+            assert _members(ranks.across.context) == [branch[ranks.context.context_rank] for branch in sample]
+            assert _members(ranks.sample.context) == sorted(rank for branch in sample for rank in branch)
+            everyone = [rank for branch in sample for rank in branch]
+            assert everyone[ranks.sample.context_rank] == rank
+            assert groups_by_name(ranks.across.name) is ranks.across
+            assert groups_by_name(ranks.sample.name) is ranks.sample
+
+
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> ContextParallelConfig:
+    return ContextParallelConfig(mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+
+
+def test_without_a_process_group_one_branch_is_all_there_is() -> None:
+    ranks = branches_for(ContextParallelConfig())
+    assert (ranks.cfg, ranks.data_size, ranks.sample.context) == (1, 1, None)
+    with pytest.raises(ValueError, match="cfg=2 needs a process group"):
+        branches_for(ContextParallelConfig(), 2)

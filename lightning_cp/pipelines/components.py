@@ -1,0 +1,69 @@
+"""Which components of a pipeline denoise, and which decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_cp.engine.apply import no_plan
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches
+from lightning_cp.pipelines.placement import is_vae
+from lightning_cp.plans import refusal, registered_plan
+from lightning_cp.vae import parallelize_vae
+
+
+def components_of(pipe: Any) -> dict[str, Any]:
+    """By name. Raises: TypeError: it is no pipeline."""
+    components = getattr(pipe, "components", None)
+    if not isinstance(components, Mapping) or not callable(pipe):
+        raise TypeError(f"pipe must be a diffusers pipeline, not {type(pipe).__name__}")
+    return dict(components)
+
+
+def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
+    """The components that denoise, by name; one that has two names is there once.
+
+    Raises: PlanError: there is none with a plan, or one that cannot be parallel.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in components.items():
+        if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
+            continue
+        if hasattr(module, "_orig_mod"):
+            raise PlanError(
+                f"{name} is compiled as a whole, which fixes what its ranks exchange: compile its blocks "
+                f"({name}.compile_repeated_blocks()), after parallelize_pipeline or before"
+            )
+        if refusal(type(module)) is not None:
+            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")
+        if registered_plan(type(module)) is not None:
+            found[name] = module
+    if not found:
+        modules = {name: type(x).__name__ for name, x in components.items() if isinstance(x, nn.Module)}
+        raise PlanError(
+            f"{type(pipe).__name__} has no transformer with a plan (its components: {modules}); docs/models.md lists "
+            "the classes that have one"
+        )
+    return found
+
+
+def share_decoders(
+    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Callable[[], None]]
+) -> tuple[str, ...]:
+    """Make autoencoders parallel, or leave those whole that cannot be. Returns: the names of those that are."""
+    if setting not in (True, False, "auto"):
+        raise ValueError(f"vae={setting!r} must be True, False or 'auto'")
+    shared = []
+    for name, module in components.items():
+        if not is_vae(module) or not setting or ranks.sample.context is None:
+            continue
+        try:
+            undo.append(parallelize_vae(module, ranks.sample))
+            shared.append(name)
+        except ValueError:
+            if setting is True:
+                raise
+    return tuple(shared)
