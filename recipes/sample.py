@@ -88,13 +88,12 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
 def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
     """Samples of a pipeline, each data group with its share of the prompts. Returns: seconds of each stage."""
     import torch
-    from diffusers import DiffusionPipeline
 
-    from lightning_cp.pipelines import StageTimes, parallelize_pipeline, read_prompts, sample_prompts
+    from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
 
     began = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-    pipe: Any = DiffusionPipeline.from_pretrained(config.pipeline, dtype=precisions[config.precision])
+    pipe: Any = load_pipeline(config.pipeline, precisions[config.precision])
     inputs = call_arguments(config)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
@@ -103,13 +102,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **chosen)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     asked = config.prompts
-    texts = read_prompts(
-        Path(asked)
-        if isinstance(asked, str) and Path(asked).is_file()
-        else [asked]
-        if isinstance(asked, str)
-        else asked
-    )
+    texts = read_prompts([asked] if isinstance(asked, str) and not Path(asked).is_file() else asked)
     times, loaded = StageTimes(), time.perf_counter()
     times.watch(pipe)
     sample_prompts(

@@ -3,6 +3,7 @@
 Imports neither torch nor diffusers.
 """
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ def check_sampling(config: DictConfig, machine: Machine, place: RankPlace | None
     check_values(config)
     world = resolve_world(config, machine, place)
     check_device(config, world.accelerator)
+    if config.format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise SettingsError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
     found = _source(config)
     settled: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # to a strategy, the branches of guidance are data groups

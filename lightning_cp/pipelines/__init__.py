@@ -1,6 +1,7 @@
 """Sampling with any diffusers pipeline on several ranks: tokens, branches of guidance and prompts are shared out."""
 
 from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split
@@ -11,6 +12,7 @@ __all__ = [
     "cfg_merge",
     "cfg_split",
     "gather",
+    "load_pipeline",
     "parallel_pipeline",
     "parallelize_pipeline",
     "read_prompts",

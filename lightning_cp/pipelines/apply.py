@@ -12,14 +12,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
-from torch import nn
 
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
 from lightning_cp.pipelines.agreement import agree
-from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
 from lightning_cp.pipelines.calling import (
     Around,
     Undo,
@@ -118,10 +117,10 @@ def parallelize_pipeline(
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
         calls = BranchCalls(type(pipe).__name__, ranks)
-        if ranks.cfg > 1:
-            undo += [intercept_calls(module, _shared_out(calls, module)) for module in found.values()]
-            if hasattr(components.get("scheduler"), "step"):  # no promise is to outlive its step, and reach a callback
-                undo.append(intercept_method(components["scheduler"], "step", _with_kept_promises))
+        undo += [intercept_calls(found[name], _shared_out(calls, one)) for name, one in installed.items()]
+        scheduler = components.get("scheduler")
+        if ranks.cfg > 1 and hasattr(scheduler, "step"):  # no promise is to outlive its step, and reach a callback
+            undo.append(intercept_method(scheduler, "step", _with_kept_promises))
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
@@ -158,8 +157,17 @@ def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     return found
 
 
-def _shared_out(calls: BranchCalls, module: nn.Module) -> Around:
-    return lambda call, args, kwargs: calls.call(module, call, args, kwargs)
+def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
+    """Around a transformer. Outside of this pipeline's calls nobody has seen to equal noise: peers are compared."""
+
+    def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if calls.is_active and calls.branches.cfg > 1:
+            return calls.call(installed.module, call, args, kwargs)
+        if not calls.is_active:
+            installed.session.check_peers = installed.session.check_peers or 1
+        return call(*args, **kwargs)
+
+    return around
 
 
 def _with_kept_promises(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -174,7 +182,7 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
         given = arguments_by_name(signature, args, kwargs)
         check()
         agree(given, calls.branches.sample)
-        calls.begin()
+        calls.begin(may_wait=guidance_may_wait(pipe, given))
         try:
             with nullcontext() if stages is None else stages.call(given):
                 return keep_all(call(*args, **kwargs))

@@ -8,7 +8,7 @@ are dealt out in turn, and give promises (`promise.py`). Both give the numbers t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +52,8 @@ class BranchCalls:
         forms: of results, by module and the shapes of its arguments. The first call of each is computed by all ranks.
         lonely: exchanges, one after another, that were for fewer calls than there are branches.
         shared: calls that were shared out.
+        is_active: whether a call of the pipeline is under way.
+        may_wait: whether its guidance may begin at a later step.
     """
 
     name: str
@@ -60,6 +62,8 @@ class BranchCalls:
     forms: dict[Any, _Form] = field(default_factory=dict)
     lonely: int = 0
     shared: int = 0
+    is_active: bool = False
+    may_wait: bool = False
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.branches, self._settled)
@@ -83,13 +87,15 @@ class BranchCalls:
         mine_args, mine_kwargs = cfg_split((args, kwargs), self.branches, like=main)
         return cfg_merge(compute(*mine_args, **mine_kwargs), self.branches, like=main)
 
-    def begin(self) -> None:
+    def begin(self, *, may_wait: bool = False) -> None:
         """Before a call of the pipeline."""
         self.lonely = self.shared = 0
+        self.is_active, self.may_wait = True, may_wait
 
     def end(self) -> None:
         """After it, or after what it raised."""
         self.ledger.drop()
+        self.is_active = False
 
     def _take_turns(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -112,7 +118,7 @@ class BranchCalls:
         if calls >= self.branches.cfg:
             self.shared += calls
         self.lonely = 0 if calls >= self.branches.cfg else self.lonely + 1
-        if not self.shared and self.lonely == _LONELY_STEPS:
+        if not self.shared and not self.may_wait and self.lonely == _LONELY_STEPS:
             raise self._too_many(calls)
 
     def _too_many(self, found: int) -> GuidanceError:
@@ -124,6 +130,13 @@ class BranchCalls:
             "negative prompt where one is needed), built into the model, or each branch needs the one before. Use "
             "cfg=1, and the ranks for ring or ulysses"
         )
+
+
+def guidance_may_wait(pipe: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call's guidance may begin later than its first step: by its guider, or an argument that says so."""
+    begins = [value for name, value in arguments.items() if "start" in name and ("cfg" in name or "guidance" in name)]
+    begins.append(getattr(getattr(pipe, "guider", None), "_start", 0))
+    return any(isinstance(value, (int, float)) and value > 0 for value in begins)
 
 
 def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

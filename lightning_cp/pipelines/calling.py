@@ -1,59 +1,85 @@
-"""Standing between an object and those who call it, without touching its class."""
+"""Standing between one object and those who call it. Others of its class are not touched."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
+from torch import nn
+
 Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_STATE = "_lightning_cp_interception"
 
 
 def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     """`thing(...)` becomes `around(call, args, kwargs)`, where `call` is what it was; returns what undoes it.
 
-    Python looks `__call__` up on the class, so the object gets a class of its own, derived from and named as the one
-    that it had.
+    A module keeps its class, by which diffusers knows components: torch lets an instance have a call of its own.
 
-    Args: attributes: what else the class of its own has (properties, say).
+    Args: attributes: what else the class of something that is no module has then (properties, say).
+    """
+    if not isinstance(thing, nn.Module):
+        return intercept_method(thing, "__call__", around, **attributes)
+    before = thing.__dict__.get("_compiled_call_impl")
+    call: Any = before if before is not None else thing._call_impl
+    state = _Interception(around)
+
+    def intercepted(*args: Any, **kwargs: Any) -> Any:
+        return state.run(call, args, kwargs)
+
+    thing.__dict__["_compiled_call_impl"] = intercepted
+
+    def undo() -> None:
+        state.around = None
+        if thing.__dict__.get("_compiled_call_impl") is not intercepted:
+            return  # another one was put before it, which goes first
+        if before is None:
+            del thing.__dict__["_compiled_call_impl"]
+        else:
+            thing.__dict__["_compiled_call_impl"] = before
+
+    return undo
+
+
+def intercept_method(thing: Any, name: str, around: Around, **attributes: Any) -> Undo:
+    """The same for `thing.name(...)`.
+
+    Python looks `__call__` up on the class, and copies of an object must call their own methods: so the object gets a
+    class of its own, derived from and named as the one that it had.
     """
     kind: Any = type(thing)
+    state = _Interception(around)
 
-    @wraps(kind.__call__)
+    @wraps(getattr(kind, name))
     def intercepted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(partial(kind.__call__, self), args, kwargs)
+        return state.run(partial(getattr(kind, name), self), args, kwargs)
 
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    own = type(kind.__name__, (kind,), {"__call__": intercepted, **names, **attributes})
+    own: Any = type(kind.__name__, (kind,), {name: intercepted, **names, **attributes, _STATE: state})
     own.__qualname__ = kind.__qualname__
     thing.__class__ = own
 
     def undo() -> None:
-        thing.__class__ = kind
+        state.around = None
+        while _STATE in vars(type(thing)) and vars(type(thing))[_STATE].around is None:
+            thing.__class__ = type(thing).__bases__[0]  # it, and those below it that were undone before
 
     return undo
 
 
-def intercept_method(thing: Any, name: str, around: Around) -> Undo:
-    """The same for `thing.name(...)`."""
-    call: Any = getattr(thing, name)
+@dataclass
+class _Interception:
+    """What stands between; None once it is undone."""
 
-    @wraps(call)
-    def intercepted(*args: Any, **kwargs: Any) -> Any:
-        return around(call, args, kwargs)
+    around: Around | None
 
-    before = thing.__dict__.get(name)
-    thing.__dict__[name] = intercepted
-
-    def undo() -> None:
-        if before is None:
-            del thing.__dict__[name]
-        else:
-            thing.__dict__[name] = before
-
-    return undo
+    def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return call(*args, **kwargs) if self.around is None else self.around(call, args, kwargs)
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -7,12 +7,22 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.apply import no_plan
+from lightning_cp.engine.apply import installed_on, no_plan
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.vae import parallelize_vae
+
+
+def load_pipeline(source: str, dtype: Any) -> Any:
+    """A pipeline from a folder, or from the hub. Raises: ValueError: it cannot be had; what was said, in one line."""
+    from diffusers import DiffusionPipeline
+
+    try:
+        return DiffusionPipeline.from_pretrained(source, dtype=dtype)
+    except OSError as error:
+        raise ValueError(f"source={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def components_of(pipe: Any) -> dict[str, Any]:
@@ -32,7 +42,12 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
     for name, module in components.items():
         if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
             continue
-        if hasattr(module, "_orig_mod"):
+        if installed_on(module) is not None:
+            raise PlanError(
+                f"{name} is context-parallel already, by itself or in another pipeline: undo that first. (A pipeline "
+                "that shares a parallel transformer, as from_pipe gives, can be called with equal noise on all ranks)"
+            )
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise PlanError(
                 f"{name} is compiled as a whole, which fixes what its ranks exchange: compile its blocks "
                 f"({name}.compile_repeated_blocks()), after parallelize_pipeline or before"

@@ -71,6 +71,11 @@ def check_placement(
         if name in shard:
             _check_weights(name, module)
     for name, module in transformers.items():
+        if pipe.components.get(name) is not module:
+            raise PlanError(
+                f"{kind}.{name} was exchanged after parallelize_pipeline, and the new one is not parallel: call "
+                "unparallelize_pipeline, exchange it, and parallelize_pipeline again"
+            )
         cache = _cache_on(module)
         if cache is not None:
             raise PlanError(

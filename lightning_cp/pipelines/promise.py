@@ -8,6 +8,7 @@ point of the program. What a pipeline does between its calls therefore costs spe
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,4 +180,10 @@ def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 def keep_all(values: Any) -> Any:
     """`values` (a nest) with every promise kept. Ranks: as of `Ledger.settle`, if there is one among them."""
+    if not any(isinstance(x, Promise) for x in tree_iter(values)):
+        return values
+    if isinstance(values, OrderedDict):  # a result of diffusers, which cannot be made again from what it holds
+        for name, value in list(values.items()):
+            values[name] = keep_all(value)
+        return values
     return tree_map_only(Promise, lambda x: x.kept(), values)

@@ -50,7 +50,12 @@ def sample_prompts(
         raise ValueError(f"per_call={per_call} must be at least 1")
     asked = _check_inputs(pipe, inputs)
     texts, ranks = read_prompts(prompts), installed.ranks
-    mine = share_of(len(texts), ranks)
+    mine, most = share_of(len(texts), ranks), -(-len(texts) // ranks.data_size)
+    if installed.stages is not None and installed.stages.setting == "release" and most > per_call:
+        raise ValueError(
+            f"stages='release' is for a single call, and {len(texts)} prompts over {ranks.data_size} data groups need "
+            f"several: use per_call={most}, or stages='offload'"
+        )
     found: list[Any] = []
     for first, batch in _batches(texts, mine, per_call):
         generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
@@ -63,16 +68,18 @@ def sample_prompts(
 
 
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
-    """Texts (or classes), or the lines of a file, without empty ones. Raises: ValueError: none is left."""
+    """Texts (or classes) as they are, or the lines of a file that are not empty. Raises: ValueError: there are none."""
     if isinstance(prompts, (str, Path)):
         if not Path(prompts).is_file():
             raise ValueError(
                 f"prompts={str(prompts)!r} is no file with a prompt a line; give a list of texts, or a path"
             )
-        texts = [line.strip() for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
-    else:
+        lines = [line.strip() for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
+        texts: list[Any] = [line for line in lines if line]
+    elif isinstance(prompts, Sequence):
         texts = list(prompts)
-    texts = [text for text in texts if text != ""]
+    else:
+        raise TypeError(f"prompts must be a list of texts or the path of a file, not {prompts!r}")
     if not texts:
         raise ValueError("prompts: there are none")
     return texts
@@ -94,6 +101,9 @@ def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
         raise ValueError(f"{type(pipe).__name__} takes no prompts; call it on every rank (it takes {', '.join(taken)})")
     if several is not None and inputs[several] != 1:
         raise ValueError(f"{several}={inputs[several]}: give a prompt as often as it shall be sampled instead")
+    twice = [name for name in (asked, "generator") if name in inputs]
+    if twice:
+        raise ValueError(f"{twice[0]} is given by sample_prompts itself (prompts, seed): leave it out of the inputs")
     unknown = sorted(name for name in inputs if name not in taken)
     if unknown:
         raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(taken)}")

@@ -83,13 +83,11 @@ def _image(frame: Tensor) -> Image.Image:
 
 
 def _write_mp4(frames: Tensor, path: Path, fps: int) -> None:
+    check_format("mp4")
     import imageio.v2 as imageio  # type: ignore[import-not-found,unused-ignore]  # optional
 
-    check_format("mp4")
     colour = frames[..., :3].expand(-1, -1, -1, 3).numpy()
-    with imageio.get_writer(path, fps=fps, macro_block_size=2) as writer:
-        for frame in colour:
-            writer.append_data(frame)
+    imageio.mimwrite(path, list(colour), fps=fps, macro_block_size=2)
 
 
 def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:

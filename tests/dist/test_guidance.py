@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import WanPipeline
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -25,7 +26,7 @@ from lightning_cp.pipelines import (
     sampling_ranks,
     split,
 )
-from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
 from lightning_cp.pipelines.promise import Promise
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
@@ -188,8 +189,24 @@ def _refused(rank: int, world: int, what: str) -> str:
         inputs["generator"] = torch.Generator() if rank == 0 else None
     if what == "gradients":
         parallelize_pipeline(pipe, config, cfg=2)
+        installed = parallel_pipeline(pipe)
+        assert installed is not None
         with pytest.raises(GuidanceError) as told:
-            pipe.transformer(torch.zeros(1), torch.zeros(1), torch.zeros(1))
+            installed.calls.call(pipe.transformer, pipe.transformer, (torch.zeros(1),), {})
+        return str(told.value)
+    if what == "exchanged":
+        parallelize_pipeline(pipe, config, cfg=2)
+        pipe.transformer = _pipe().transformer
+        with pytest.raises(ValueError, match=r"transformer was exchanged") as exchanged:
+            pipe(**inputs)
+        return str(exchanged.value)
+    if what == "noise of another":
+        parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=2))
+        other = WanPipeline.from_pipe(pipe)
+        alike = [other(**inputs, generator=torch.Generator().manual_seed(7))[0] for _ in range(3)]
+        assert torch.equal(alike[0], alike[2])
+        with pytest.raises(PeerMismatchError) as told:
+            other(**inputs, generator=torch.Generator().manual_seed(7 + rank))
         return str(told.value)
     if what == "cfg":
         cfg = 3
@@ -216,6 +233,8 @@ def _refused(rank: int, world: int, what: str) -> str:
         ("prompt", "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other"),
         ("generator", r"PeerMismatchError: .*generator is \['cpu'\] on one and left out on the other"),
         ("gradients", "cfg=2 is for sampling, but WanTransformer3DModel is called where gradients are recorded"),
+        ("exchanged", "WanPipeline.transformer was exchanged after parallelize_pipeline"),
+        ("noise of another", "the contents of hidden_states differ"),
         ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 does not divide the 2 ranks"),
         ("mesh", "ValueError: cfg=4 contradicts the mesh, whose axis 'cfg' has size 2"),
         ("twice", "PlanError: WanPipeline is context-parallel already"),
@@ -267,6 +286,43 @@ def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
         written = sorted(path.name for path in Path(folder).glob("*.[0-9]"))
         assert [name.split(".")[0] for name in written] == ["0", "1", "2", "3", "4"]
         assert all(int(name.split(".")[1]) % ring == 0 for name in written)
+
+
+def _shares_a_transformer(rank: int, world: int) -> float:
+    """A pipeline made from a parallel one, by diffusers' own way, with branches of guidance."""
+    pipe, inputs = _pipe(), table("wan")["wan"].inputs()
+    alone = pipe(**inputs, generator=torch.Generator().manual_seed(7))[0]
+    parallelize_pipeline(pipe, ContextParallelConfig(), cfg=2)
+    other = WanPipeline.from_pipe(pipe)
+    found = other(**inputs, generator=torch.Generator().manual_seed(7))[0]
+    unparallelize_pipeline(pipe)
+    return float((found - alone).abs().max() / alone.abs().max())
+
+
+def test_a_pipeline_made_from_a_parallel_one_is_exact(run_ranks: RankPool) -> None:
+    assert all(error < 1e-4 for error in run_ranks(2, _shares_a_transformer))
+
+
+def _undone_in_any_order(rank: int, world: int) -> bool:
+    pipes = [_pipe(), _pipe()]
+    pipes[1].scheduler = pipes[0].scheduler
+    kind, found = type(pipes[0].scheduler), dict(pipes[0].scheduler.__dict__)
+    for pipe in pipes:
+        parallelize_pipeline(pipe, ContextParallelConfig(), cfg=2)
+    for pipe in pipes:
+        unparallelize_pipeline(pipe)
+    return type(pipes[0].scheduler) is kind and pipes[0].scheduler.__dict__.keys() == found.keys()
+
+
+def test_pipelines_that_share_a_scheduler_are_undone_in_any_order(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _undone_in_any_order) == [True, True]
+
+
+@pytest.mark.parametrize("start", [0.0, 0.6])
+def test_guidance_may_begin_late_where_a_guider_or_an_argument_says_so(start: float) -> None:
+    pipe = type("Pipe", (), {"guider": type("Guider", (), {"_start": start})()})()
+    assert guidance_may_wait(pipe, {}) == (start > 0)
+    assert guidance_may_wait(object(), {"cfg_interval_start": start, "prompt": "a start"}) == (start > 0)
 
 
 def _default_noise(rank: int, world: int) -> tuple[float, float]:

@@ -72,6 +72,13 @@ def test_branches_are_data_groups_to_the_strategy_and_ranks_of_the_world(root: P
     assert check(root, "source=ROOT/run", "strategy=cp", "cfg=2", "devices=4").config.data_parallel == 2
 
 
+def test_mp4_needs_what_writes_it_before_anything_starts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(root, "source=ROOT/run", "format=mp4").config.format == "mp4"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"format=mp4 needs imageio"):
+        check(root, "source=ROOT/run", "format=mp4")
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [

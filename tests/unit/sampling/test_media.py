@@ -49,6 +49,15 @@ def test_a_clip_is_a_gif_of_its_frames(tmp_path: Path) -> None:
         assert (path.suffix, read.n_frames, read.info["duration"], read.size) == (".gif", 3, 100, (7, 5))  # type: ignore[attr-defined]
 
 
+def test_a_clip_can_be_an_mp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_sample(CLIP.repeat(1, 8, 8, 1), tmp_path / "clip", format="mp4", fps=10)
+    assert path.suffix == ".mp4"
+    assert path.read_bytes()[4:8] == b"ftyp"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MediaError, match=r"format=mp4 needs imageio"):
+        write_sample(CLIP, tmp_path / "other", format="mp4")
+
+
 def test_a_sound_is_a_wav(tmp_path: Path) -> None:
     path = write_sample(np.sin(np.linspace(0, 9, 1000)).reshape(2, 500), tmp_path / "sound", rate_hz=8000)
     with wave.open(str(path)) as file:
