@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.transfer import exchange
+from lightning_cp.comm.transfer import exchange, packets_of_all
 from lightning_cp.mesh import Groups, groups_by_name
 
 
@@ -23,12 +23,10 @@ def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
-    buffers = [mine if r == group.context_rank else torch.empty_like(mine) for r in range(group.context_size)]
-    others = [(rank, buffer) for rank, buffer in enumerate(buffers) if rank != group.context_rank]
-    exchange([(rank, mine) for rank, _ in others], others, group=group.context).wait()
+    packets = packets_of_all(mine, [mine.numel()] * group.context_size, groups=group)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
-    for buffer in buffers:
+    for buffer in packets:
         total += unpack(buffer, [piece])[0]
     return total.to(x.dtype)
 
@@ -115,6 +113,26 @@ def _margin_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 with_margin.register_autograd(_margin_backward, setup_context=_setup_margin)
+
+
+def border_rows(x: Tensor, dim: int, before: int, after: int, *, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
+    """The last `before` rows of the rank before this one, and the first `after` rows of the rank after it.
+
+    No rank needs to know another's length, as `with_margin` does; what is asked for must lie with the next rank.
+
+    Args:
+        x: this rank's shard; other dims are equal on all ranks. Every rank has at least max(before, after) rows.
+    Returns: the two pieces; None at an end of the sequence, and where none are asked for.
+    Ranks: all of the context group, with equal `before` and `after`. Gradient: none, sampling only.
+    """
+    rank, last, rows = groups.context_rank, groups.context_size - 1, x.shape[dim]
+    assert rows >= max(before, after), f"{rows} rows cannot give {max(before, after)} to a neighbour"
+    sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
+    receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from before, 1: from after
+    there = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
+    found = dict(_swap(x, dim, *there, group=groups)) if groups.context is not None else {}
+    return found.get(0), found.get(1)
+
 
 _Part = tuple[int, int, int]  # peer, start, length
 

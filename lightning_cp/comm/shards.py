@@ -9,13 +9,20 @@ from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.transfer import all_gather_ints, exchange
+from lightning_cp.comm.transfer import all_gather_ints, exchange, packets_of_all
 from lightning_cp.mesh import Groups, groups_by_name
 
 
 def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
     """Tokens of each rank: even, earlier ranks one more where `length` does not divide."""
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+
+
+def shard_range(length: int, ranks: int, rank: int) -> range:
+    """Positions of one rank's tokens, of sizes as `shard_sizes` says."""
+    sizes = shard_sizes(length, ranks)
+    start = sum(sizes[:rank])
+    return range(start, start + sizes[rank])
 
 
 @torch.library.custom_op("lightning_cp::gather", mutates_args=())
@@ -33,16 +40,9 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     segments = _by_rank(sizes, group.context_size)
-    mine = pack([x])
-    parts: list[Tensor] = []
-    buffers: list[tuple[int, Tensor]] = []
-    for rank, lengths in enumerate(segments):
-        piece = piece_of(x, dim, sum(lengths))
-        buffer = mine if rank == group.context_rank else mine.new_empty(packet_bytes([piece]))
-        buffers.append((rank, buffer))
-        parts.append(unpack(buffer, [piece])[0])
-    others = [(rank, buffer) for rank, buffer in buffers if rank != group.context_rank]
-    exchange([(rank, mine) for rank, _ in others], others, group=group.context).wait()
+    pieces = [piece_of(x, dim, sum(lengths)) for lengths in segments]
+    packets = packets_of_all(pack([x]), [packet_bytes([piece]) for piece in pieces], groups=group)
+    parts = [unpack(packet, [piece])[0] for packet, piece in zip(packets, pieces, strict=True)]
     split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
 
@@ -98,8 +98,8 @@ gather.register_autograd(_gather_backward, setup_context=_setup_gather)
 
 def own_shard(x: Tensor, dim: int, groups: Groups) -> Tensor:
     """This rank's shard of a whole tensor. Gradient: a slice; backward pads with zeros."""
-    sizes = shard_sizes(x.shape[dim], groups.context_size)
-    return x.narrow(dim, sum(sizes[: groups.context_rank]), sizes[groups.context_rank]).contiguous()
+    own = shard_range(x.shape[dim], groups.context_size, groups.context_rank)
+    return x.narrow(dim, own.start, len(own)).contiguous()
 
 
 def gather_uneven(x: Tensor, dim: int, groups: Groups) -> Tensor:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
+from lightning_cp.mesh import Groups
 
 
 @dataclass
@@ -69,6 +70,22 @@ def all_to_all(
     landing = _landing(incoming, group)
     dist.all_to_all_single(landing, _host(outgoing, group), receive_bytes, send_bytes, group=group)
     return incoming if landing is incoming else incoming.copy_(landing)
+
+
+def packets_of_all(mine: Tensor, sizes_bytes: Sequence[int], *, groups: Groups) -> list[Tensor]:
+    """Every rank's packet, in rank order.
+
+    Args:
+        mine: uint8 [sizes_bytes[rank]]; may be empty.
+        sizes_bytes: of every rank.
+    Ranks: all of the context group, with equal sizes.
+    """
+    rank = groups.context_rank
+    packets = [mine if peer == rank else mine.new_empty(size) for peer, size in enumerate(sizes_bytes)]
+    others = [(peer, packet) for peer, packet in enumerate(packets) if peer != rank]
+    if groups.context is not None:
+        exchange([(peer, mine) for peer, _ in others], others, group=groups.context).wait()
+    return packets
 
 
 def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from typing_extensions import override
 
 from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import exchange
+from lightning_cp.comm.transfer import packets_of_all
 from lightning_cp.mesh import Branches
 
 _aten = torch.ops.aten
@@ -78,23 +78,15 @@ class Ledger:
 
 def _exchange(results: list[_Result], branches: Branches) -> None:
     by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(branches.cfg)]
-    group = branches.across.context
-    if group is None or not any(by_owner):
+    if not any(by_owner):
         return
-    others = [rank for rank in range(branches.cfg) if rank != branches.cfg_rank]
-    mine = by_owner[branches.cfg_rank]
-    sends = [(rank, pack(mine)) for rank in others] if mine else []
-    receives = [
-        (rank, _buffer(packet_bytes(layout_of(by_owner[rank])), by_owner[rank][0])) for rank in others if by_owner[rank]
-    ]
-    exchange(sends, receives, group=group).wait()
-    for rank, buffer in receives:
-        for held, came in zip(by_owner[rank], unpack(buffer, layout_of(by_owner[rank])), strict=True):
-            held.copy_(came)
-
-
-def _buffer(length_bytes: int, like: Tensor) -> Tensor:
-    return torch.empty(length_bytes, dtype=torch.uint8, device=like.device)
+    mine, layouts = by_owner[branches.cfg_rank], [layout_of(tensors) for tensors in by_owner]
+    packet = pack(mine) if mine else torch.empty(0, dtype=torch.uint8, device=results[0].tensors[0].device)
+    packets = packets_of_all(packet, [packet_bytes(layout) for layout in layouts], groups=branches.across)
+    for rank, (tensors, layout) in enumerate(zip(by_owner, layouts, strict=True)):
+        if rank != branches.cfg_rank:
+            for held, came in zip(tensors, unpack(packets[rank], layout), strict=True):
+                held.copy_(came)
 
 
 class Promise(Tensor):

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp.comm.borders import border_rows
-from lightning_cp.comm.shards import gather, shard_sizes
-from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.neighbours import border_rows
+from lightning_cp.comm.shards import gather_uneven, shard_sizes
 from lightning_cp.mesh import Groups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.statistics import group_norm_of_all_rows
@@ -78,9 +77,7 @@ def by_rows(
     with Rows(groups, dim):
         out = forward(x.narrow(dim, sum(sizes[:rank]), sizes[rank]), *args[1:], **kwargs)
     mine = out if isinstance(out, Tensor) else out[0]
-    assert groups.context is not None, "a group of one is not split"
-    found = [n for (n,) in all_gather_ints([mine.shape[dim]], group=groups.context)]
-    whole: Tensor = gather(mine.contiguous(), mine.ndim + dim, found, groups.name)
+    whole = gather_uneven(mine.contiguous(), dim, groups)
     return whole if isinstance(out, Tensor) else (whole, *out[1:])
 
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_cp.comm.borders import packets_of_all
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.transfer import all_gather_ints, packets_of_all
 from lightning_cp.mesh import Groups
 from lightning_cp.vae.deferred import UnitCall
 
