@@ -26,6 +26,7 @@ from lightning_cp.pipelines.calling import (
     intercept_calls,
     intercept_method,
     only_one_shows_progress,
+    undo_all,
 )
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.placement import (
@@ -128,7 +129,7 @@ def parallelize_pipeline(
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last, since there is no way back
     except BaseException as error:
-        _undo_all(undo)
+        undo_all(undo)
         spoil_if_sharded(pipe, layers, error)
         raise
     if staged is not None:
@@ -147,7 +148,7 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"shard={list(installed.shard)}: weights that are spread over ranks cannot be made whole again in place: "
             f"load the {type(pipe).__name__} again"
         )
-    _undo_all(installed.undo)
+    undo_all(installed.undo)
     del pipe.__dict__[_INSTALLED]
 
 
@@ -218,8 +219,3 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
         parts = ", ".join([*installed.transformers, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, parts)
-
-
-def _undo_all(undo: list[Undo]) -> None:
-    while undo:
-        undo.pop()()

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.promise import Ledger, Promise
+from lightning_cp.pipelines.promise import Ledger, keep_all
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
 _LONELY_STEPS = 2
@@ -77,7 +77,7 @@ class BranchCalls:
                 f"cfg={self.branches.cfg} is for sampling, but {type(module).__name__} is called where gradients are "
                 "recorded: use torch.no_grad(), or cfg=1"
             )
-        args, kwargs = tree_map_only(Promise, lambda x: x.kept(), (args, kwargs))
+        args, kwargs = keep_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._take_turns(module, compute, args, kwargs)

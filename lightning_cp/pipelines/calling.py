@@ -95,6 +95,12 @@ def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwarg
     return given
 
 
+def undo_all(undo: list[Undo]) -> None:
+    """Undoes the last one first, and empties the list."""
+    while undo:
+        undo.pop()()
+
+
 def only_one_shows_progress(pipe: Any, *, shows: bool) -> Undo:
     """Hides the progress of a pipeline's steps on the other ranks."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))

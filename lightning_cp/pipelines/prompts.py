@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.apply import parallel_pipeline
@@ -87,9 +87,7 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
 
 def share_of(count: int, ranks: Branches) -> range:
     """The numbers of the prompts that this rank's data group samples: a contiguous share, longer ones first."""
-    sizes = shard_sizes(count, ranks.data_size)
-    first = sum(sizes[: ranks.data_rank])
-    return range(first, first + sizes[ranks.data_rank])
+    return shard_range(count, ranks.data_size, ranks.data_rank)
 
 
 def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_iter, tree_map
 
-from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
 
 _MOST_BRANCHES = 4
-_OTHER_DIMS = {
-    "encoder_hidden_states_llama3": 1
-}  # arguments with rows along another dim than 0: HiDream's layers first
+_ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # arguments with rows along another dim than 0: HiDream's layers first
 
 
 def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
@@ -33,11 +31,8 @@ def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
     like = next(x for x in tree_iter(values) if isinstance(x, Tensor)) if like is None else like
     if len(like) < ranks.cfg:
         raise ShapeError(f"a batch of {len(like)} rows cannot be split over cfg={ranks.cfg} branches")
-    sizes = shard_sizes(len(like), ranks.cfg)
-    start = sum(sizes[: ranks.cfg_rank])
-    return _rows(
-        values, len(like), slice(start, start + sizes[ranks.cfg_rank]), of_lists=isinstance(like, (list, tuple))
-    )
+    mine = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return _rows(values, len(like), slice(mine.start, mine.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
@@ -92,13 +87,13 @@ def _repeats(main: Any, part: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(main[part:], main[:-part], strict=True))
 
 
-def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool) -> Any:
+def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0) -> Any:
     if isinstance(value, Tensor):
-        return value[chosen] if value.ndim and value.shape[0] == size else value
+        is_split = value.ndim > dim and value.shape[dim] == size
+        return value[(slice(None),) * dim + (chosen,)] if is_split else value
     if isinstance(value, dict):
         return {
-            name: x[:, chosen] if _OTHER_DIMS.get(name) == 1 else _rows(x, size, chosen, of_lists=of_lists)
-            for name, x in value.items()
+            name: _rows(x, size, chosen, of_lists=of_lists, dim=_ROW_DIMS.get(name, 0)) for name, x in value.items()
         }
     if isinstance(value, list) and len(value) == size and (of_lists or _describes_samples(value)):
         return value[chosen]

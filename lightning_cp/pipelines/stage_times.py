@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_cp.pipelines.apply import parallel_pipeline
-from lightning_cp.pipelines.calling import Undo, intercept_calls
+from lightning_cp.pipelines.calling import Undo, intercept_calls, undo_all
 
 
 @dataclass(eq=False)
@@ -34,12 +35,7 @@ class StageTimes:
             raise ValueError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
         undo = [intercept_calls(pipe, self._whole)]
         undo += [intercept_calls(pipe.components[name], self._step) for name in installed.transformers]
-
-        def undo_all() -> None:
-            while undo:
-                undo.pop()()
-
-        return undo_all
+        return functools.partial(undo_all, undo)
 
     def _step(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._marks:
