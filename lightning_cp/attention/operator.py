@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, agree, check_tensors, ring_of, ulysses_of
-from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import (
     grads_to_tokens,
     part_to_tokens,
@@ -21,6 +20,7 @@ from lightning_cp.attention.ulysses import (
     share_heads,
     tokens_to_heads,
 )
+from lightning_cp.attention.ways import attend_ring, grads_of_ring
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import Part, PartGrad, wide_dtype
@@ -57,11 +57,11 @@ def attention(
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
     agreed = _encode(lengths)
     if ulysses is None:
-        part = ring_forward(query, key, value, mask, ring=ring)
+        part = attend_ring(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
         return part.out.contiguous(), part.lse.contiguous(), *none, agreed  # type: ignore[return-value]
     q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
-    part = ring_forward(q, k, v, m, ring=ring)
+    part = attend_ring(q, k, v, m, ring=ring)
     out, lse = part_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
     return out, lse, *saved, agreed
@@ -136,11 +136,11 @@ def attention_backward(
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
     if ulysses is None:
-        grads = ring_backward(PartGrad(grad_out, grad_lse), q, k, v, Part(out, lse), mask, ring=ring)
+        grads = grads_of_ring(PartGrad(grad_out, grad_lse), q, k, v, Part(out, lse), mask, ring=ring)
     else:
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
         part_grad = PartGrad(grad[0], None if grad_lse is None else grad[1])
-        grads = ring_backward(part_grad, q, k, v, Part(out, lse), mask, ring=ring)
+        grads = grads_of_ring(part_grad, q, k, v, Part(out, lse), mask, ring=ring)
         grads = grads_to_tokens(grads, key_shape[2], to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 
