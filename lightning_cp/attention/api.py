@@ -94,15 +94,17 @@ def context_parallel_attention(
         TypeError: parallel_config or a length of a wrong kind.
     Ranks: all of the context group. Communication by rank and call, n ranks, b batch, s tokens a rank, h query heads, g
         kv heads, d head size, e bytes an element, even lengths, no mask:
-        ring of n, forward: (n - 1) packets, (n - 1) 2 b s g d e bytes; backward: 2 (n - 1) packets, as many bytes for
-        K and V again, and (n - 1) 2 b s g d w for their gradients, w = 4 with convert_to_fp32 (8 for float64), else e.
-        Ulysses of n: 2 collectives forward, b s (2 h + 2 g) d e (n - 1) / n bytes to others, 2 backward, the same; lse
+        ring of n, forward: (n - 1) 2 b s g d e bytes; backward: as many for K and V again, and (n - 1) 2 b s g d w for
+        their gradients, w = 4 with convert_to_fp32 (8 for float64), else e. In "alltoall" mode by n - 1 exchanges with
+        neighbours forward and 2 (n - 1) backward; in "allgather" mode by c exchanges with all forward and 2 c backward,
+        c slices of heads with about 4 MB (CPU) or 64 MB (CUDA) of gathered K and V each.
+        Ulysses of n: 2 exchanges forward, b s (2 h + 2 g) d e (n - 1) / n bytes to others, 2 backward, the same; lse
         (with return_lse, and in backward where it was used) adds b s h max(e, 4) (n - 1) / n. A kv head that m ranks
         use counts m times.
         unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
-        A mask of keys travels in the same packets, by its own bytes: with K and V around the ring, forward and
-        backward, and once through Ulysses; one of rows stays, but for Ulysses. Every tensor in a packet is rounded up
-        to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
+        A mask of keys travels too, by its own bytes: with K and V around the ring, forward and backward (gathered: by
+        an exchange of its own), and once through Ulysses; one of rows stays, but for Ulysses. In "alltoall" mode every
+        tensor is rounded up to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
     Gradient: exact for query, key and value, through both results.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
         arXiv:2405.07719 (unified).

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.keys import Parts, Ring, attend_keys, grads_of_keys
-from lightning_cp.comm.rows import HomingRows, gather_rows
-from lightning_cp.comm.transfer import Pending
+from lightning_cp.comm.rows import Gathering, HomingRows, gather_rows
 from lightning_cp.kernels import Grads, Part, PartGrad
 
 # Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
@@ -105,14 +104,14 @@ def gathered_backward(
     return Grads(dq.to(q.dtype), dk, dv)
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Slice, Tensor, Pending]]:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Slice, Tensor, Gathering]]:
     """K and V of all ranks, [sk_global, b, 2, heads, d], a slice of heads at a time; others' are there after `wait`."""
     slices = _slices(q, k, sum(ring.kv_lengths))
     own, total, b, d = ring.keys_of(ring.rank), sum(ring.kv_lengths), k.shape[0], k.shape[3]
     widest = max(heads.heads for heads in slices)
     room = [k.new_empty(total * b * 2 * widest * d) for _ in slices[:2]]
 
-    def start(index: int) -> tuple[_Slice, Tensor, Pending]:
+    def start(index: int) -> tuple[_Slice, Tensor, Gathering]:
         heads = slices[index]
         buffer = room[index % 2][: total * b * 2 * heads.heads * d].view(total, b, 2, heads.heads, d)
         for place, x in zip(buffer[own.start : own.stop].unbind(2), (k, v), strict=True):

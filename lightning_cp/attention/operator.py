@@ -64,7 +64,7 @@ def attention(
     part = attend_ring(q, k, v, m, ring=ring)
     out, lse = part_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
-    return out, lse, *saved, agreed
+    return out.contiguous(), lse.contiguous(), *saved, agreed
 
 
 @attention.register_fake
@@ -100,14 +100,17 @@ def _(
     share = share_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
     b, _, _, d = query.shape
     hq, hk = share.q_stop - share.q_start, share.k_stop - share.k_start
-    hk = hq if share.ragged is not None else hk
-    q, k = query.new_empty(b, sq, hq, d), key.new_empty(b, sk, hk, d)
+    q = query.new_empty(sq, b, hq, d).transpose(0, 1)
+    if share.ragged is None:
+        k, v = (key.new_empty(sk, b, hk, d).transpose(0, 1) for _ in range(2))
+    else:
+        k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))
     m = query.new_empty(0)
     if mask is not None:
         heads = 1 if mask.shape[1] == 1 else hq
         of_keys = mask.shape[2] == 1 and mask.shape[3] == key.shape[1]
         m = mask.new_empty(mask.shape[0], heads, *((1, sk) if of_keys else (sq, mask.shape[3])))
-    saved = (q, k, torch.empty_like(k), m, torch.empty_like(q), q.new_empty(b, sq, hq, dtype=lse_dtype))
+    saved = (q, k, v, m, query.new_empty(b, sq, hq, d), query.new_empty(b, sq, hq, dtype=lse_dtype))
     return out, lse if with_lse else lse.new_empty(0), *saved, agreed
 
 

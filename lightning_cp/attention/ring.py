@@ -87,5 +87,3 @@ def _layout(local: list[Tensor], length: int, dtype: torch.dtype | None = None) 
         shape[1 if index < 2 else 3] = length
         pieces.append(Piece(tuple(shape), dtype or x.dtype))
     return pieces
-
-

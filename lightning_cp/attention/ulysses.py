@@ -7,6 +7,7 @@ Source: Jacobs et al., arXiv:2309.14509.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.messages import swap
-from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.kernels import Grads, Part
 
 
@@ -36,6 +36,11 @@ class HeadShare:
     @property
     def key(self) -> slice:
         return slice(self.k_start, self.k_stop)
+
+    @property
+    def parts(self) -> tuple[slice, slice, slice]:
+        """Of q, k and v."""
+        return self.query, self.key, self.key
 
     @property
     def ragged(self) -> list[int] | None:
@@ -79,32 +84,34 @@ class Ulysses:
 def tokens_to_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, to: Ulysses
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """[b, s_local, h, d] -> [b, s_group, h_local, d] for q, k and v, and the mask that goes with them; one collective.
+    """[b, s_local, h, d] -> [b, s_group, h_local, d] for q, k and v, and the mask that goes with them, at once.
 
-    K and V come with a head for each query head where these do not group evenly.
+    They come as views of [s_group, b, h_local, d], so that each rank's tokens land where they belong. K and V come with
+    a head for each query head where these do not group evenly.
     Ranks: all of `to.group`; each sends its tokens' (hq + 2 hk) d elements, less its own share. Adjoint:
     `grads_to_tokens`.
     """
-    messages, layouts, b, d = [], [], q.shape[0], q.shape[3]
-    for share, sq, sk, rows in zip(to.shares, to.q_lengths, to.kv_lengths, to.mask_rows, strict=True):
-        message = [q[:, :, share.query], k[:, :, share.key], v[:, :, share.key]]
-        hq, hk = to.mine.q_stop - to.mine.q_start, to.mine.k_stop - to.mine.k_start
-        layout = [Piece((b, sq, hq, d), q.dtype), Piece((b, sk, hk, d), k.dtype), Piece((b, sk, hk, d), v.dtype)]
-        if mask is not None:
+    lengths, mine = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.mine
+    heads = (mine.q_stop - mine.q_start, *[mine.k_stop - mine.k_start] * 2)
+    wholes = [_rows(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
+    landings = [list(rows) for rows in zip(*map(_by_rank, wholes, lengths), strict=True)]
+    messages = [[_by_row(x[:, :, part]) for x, part in zip((q, k, v), share.parts, strict=True)] for share in to.shares]
+    masks: list[Tensor] = []
+    if mask is not None:
+        for message, landing, share, sk, rows in zip(
+            messages, landings, to.shares, to.kv_lengths, to.mask_rows, strict=True
+        ):
             message.append(mask if mask.shape[1] == 1 else mask[:, share.query])
-            heads = 1 if mask.shape[1] == 1 else hq
             size = (1, sk) if to.mask_kind == "keys" else (rows, mask.shape[3])
-            layout.append(Piece((mask.shape[0], heads, *size), mask.dtype))
-        messages.append(message)
-        layouts.append(layout)
-    received = swap(messages, layouts, group=to.group)
-    q, k, v = (torch.cat([message[i] for message in received], 1) for i in range(3))
-    if to.mine.ragged is not None:
-        used = torch.tensor(to.mine.ragged, device=k.device)
+            masks.append(mask.new_empty(mask.shape[0], 1 if mask.shape[1] == 1 else heads[0], *size))
+            landing.append(masks[-1])
+    swap(messages, landings, group=to.group)
+    q, k, v = (_by_row(x) for x in wholes)
+    if mine.ragged is not None:
+        used = torch.tensor(mine.ragged, device=k.device)
         k, v = k.index_select(2, used), v.index_select(2, used)
     if mask is None:
         return q, k, v, None
-    masks = [message[3] for message in received]
     if to.mask_kind == "keys":
         return q, k, v, torch.cat(masks, 3)
     rows_of = [x.expand(-1, -1, sq, -1) for x, sq in zip(masks, to.q_lengths, strict=True)]
@@ -112,32 +119,28 @@ def tokens_to_heads(
 
 
 def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
-    """[b, s_local, hq, ...] -> [b, s_group, hq_local, ...], for what is shaped like the queries; one collective.
+    """[b, s_local, hq, ...] -> [b, s_group, hq_local, ...], for what is shaped like the queries, at once.
 
     Ranks: all of `to.group`. Adjoint: `queries_to_tokens`.
     """
-    messages = [[x[:, :, share.query] for x in tensors] for share in to.shares]
     heads = to.mine.q_stop - to.mine.q_start
-    layouts: list[Layout] = [
-        [Piece((x.shape[0], sq, heads, *x.shape[3:]), x.dtype) for x in tensors] for sq in to.q_lengths
-    ]
-    received = swap(messages, layouts, group=to.group)
-    return [torch.cat(parts, 1) for parts in zip(*received, strict=True)]
+    wholes = [_rows(x, sum(to.q_lengths), heads) for x in tensors]
+    landings = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
+    messages = [[_by_row(x[:, :, share.query]) for x in tensors] for share in to.shares]
+    swap(messages, landings, group=to.group)
+    return [_by_row(x) for x in wholes]
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
-    """[b, s_group, hq_local, ...] -> [b, s_local, hq, ...]; one collective.
+    """[b, s_group, hq_local, ...] -> [b, s_local, hq, ...], at once.
 
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
-    messages = list(zip(*(torch.split(x, list(to.q_lengths), 1) for x in tensors), strict=True))
+    messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
     mine = to.q_lengths[dist.get_rank(to.group)]
-    layouts: list[Layout] = [
-        [Piece((x.shape[0], mine, share.q_stop - share.q_start, *x.shape[3:]), x.dtype) for x in tensors]
-        for share in to.shares
-    ]
-    received = swap(messages, layouts, group=to.group)
-    return [torch.cat(parts, 2) for parts in zip(*received, strict=True)]
+    landings = [[_rows(x, mine, share.q_stop - share.q_start) for x in tensors] for share in to.shares]
+    swap(messages, landings, group=to.group)
+    return [torch.cat([_by_row(x) for x in parts], 2) for parts in zip(*landings, strict=True)]
 
 
 def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
@@ -149,28 +152,49 @@ def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
 def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     """Gradients of `tokens_to_heads`' results -> those of its arguments; shares of one head are summed.
 
-    Ranks: all of `to.group`; one collective.
+    Ranks: all of `to.group`.
     """
     dq, dk, dv = grads
     if to.mine.ragged is not None:
         dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
-    split = [torch.split(x, list(sizes), 1) for x, sizes in zip((dq, dk, dv), lengths, strict=True)]
-    rank, b, d = dist.get_rank(to.group), dq.shape[0], dq.shape[3]
-    sq, sk = to.q_lengths[rank], to.kv_lengths[rank]
-    layouts: list[Layout] = []
-    for share in to.shares:
-        keys = (b, sk, share.k_stop - share.k_start, d)
-        layouts.append(
-            [Piece((b, sq, share.q_stop - share.q_start, d), dq.dtype), Piece(keys, dk.dtype), Piece(keys, dv.dtype)]
-        )
-    received = swap(list(zip(*split, strict=True)), layouts, group=to.group)
-    query = torch.cat([message[0] for message in received], 2)
-    totals = [x.new_zeros(b, sk, hk, d, dtype=torch.promote_types(x.dtype, torch.float32)) for x in (dk, dv)]
-    for share, (_, *pieces) in zip(to.shares, received, strict=True):
-        for total, piece in zip(totals, pieces, strict=True):
-            total[:, :, share.key] += piece
-    return Grads(query, totals[0].to(dk.dtype), totals[1].to(dv.dtype))
+    messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
+    rank = dist.get_rank(to.group)
+    landings = [
+        [
+            _rows(x, n[rank], part.stop - part.start)
+            for x, n, part in zip((dq, dk, dv), lengths, share.parts, strict=True)
+        ]
+        for share in to.shares
+    ]
+    swap(messages, landings, group=to.group)
+    queries, keys, values = ([_by_row(x) for x in parts] for parts in zip(*landings, strict=True))
+    return Grads(torch.cat(queries, 2), _joined(keys, hk, to), _joined(values, hk, to))
+
+
+def _joined(parts: list[Tensor], hk: int, to: Ulysses) -> Tensor:
+    """Key-value heads from the ranks that use them: [b, s, hk_i, d] -> [b, s, hk, d]."""
+    if sum(share.k_stop - share.k_start for share in to.shares) == hk:  # no head is used by two ranks
+        return torch.cat(parts, 2)
+    x = parts[0]
+    total = x.new_zeros(*x.shape[:2], hk, x.shape[3], dtype=torch.promote_types(x.dtype, torch.float32))
+    for share, part in zip(to.shares, parts, strict=True):
+        total[:, :, share.key] += part
+    return total.to(x.dtype)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    """[b, s, ...] as [s, b, ...], and back."""
+    return x.transpose(0, 1)
+
+
+def _rows(like: Tensor, length: int, heads: int) -> Tensor:
+    """Room for [s, b, heads, ...]. Args: like: [b, s, h, ...]."""
+    return like.new_empty(length, like.shape[0], heads, *like.shape[3:])
+
+
+def _by_rank(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    return torch.split(rows, list(lengths))
 
 
 def _sum_heads(x: Tensor, share: HeadShare) -> Tensor:

@@ -1,28 +1,30 @@
-"""One message, of several tensors, to every rank of a group, in one collective."""
+"""One message, of several tensors, to every rank of a group, all at once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, layout_of, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import all_to_all
+from lightning_cp.comm.packet import as_bytes
+from lightning_cp.comm.transfer import exchange
 
 
 def swap(
-    messages: Sequence[Sequence[Tensor]], layouts: Sequence[Layout], *, group: dist.ProcessGroup
-) -> list[list[Tensor]]:
-    """Send `messages[i]` to rank i of `group`; receive what rank i sent us, laid out as `layouts[i]`.
+    messages: Sequence[Sequence[Tensor]], landings: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
+) -> None:
+    """Send `messages[i]` to rank i of `group`, and receive what rank i sends in `landings[i]`.
 
-    Ranks: all of `group`. Bytes: the packets' sizes, each piece rounded up to 16.
+    Tensors go straight from where they are, if they are contiguous, to where they belong: nothing is packed.
+
+    Args: landings: contiguous tensors, of the shapes and dtypes that the others send.
+    Ranks: all of `group`. Bytes: those of the tensors.
     """
-    sizes = [packet_bytes(layout_of(message)) for message in messages]
-    outgoing = torch.empty(sum(sizes), dtype=torch.uint8, device=messages[0][0].device)
-    for part, message in zip(torch.split(outgoing, sizes), messages, strict=True):
-        pack(message, out=part)
-    expected = [packet_bytes(layout) for layout in layouts]
-    incoming = all_to_all(outgoing, expected, sizes, group=group)
-    return [unpack(part, layout) for part, layout in zip(torch.split(incoming, expected), layouts, strict=True)]
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for landing, x in zip(landings[rank], messages[rank], strict=True):
+        landing.copy_(x)
+    peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
+    sends = [(target, as_bytes(x.contiguous())) for target, _ in peers for x in messages[target]]
+    receives = [(source, as_bytes(x)) for _, source in peers for x in landings[source]]
+    exchange(sends, receives, group=group).wait()

@@ -63,5 +63,10 @@ def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
     return views
 
 
+def as_bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor as uint8 [x.nbytes], sharing its memory: not every backend sends every dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
 def _padded(size_bytes: int) -> int:
     return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -7,15 +7,28 @@ Rows are those of dim 0, and their order is that of ranks, so that each rank's a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.packet import as_bytes
 from lightning_cp.comm.transfer import Pending, exchange
 
 
-def gather_rows(buffer: Tensor, lengths: Sequence[int], *, group: dist.ProcessGroup) -> Pending:
+@dataclass(frozen=True)
+class Gathering:
+    """Other ranks' rows under way."""
+
+    pending: Pending
+
+    def wait(self) -> None:
+        """Until they are there; as often as one likes."""
+        self.pending.wait()
+
+
+def gather_rows(buffer: Tensor, lengths: Sequence[int], *, group: dist.ProcessGroup) -> Gathering:
     """Start to fetch the other ranks' rows. They may be read after `wait`; own rows must not change before it.
 
     Args:
@@ -26,9 +39,8 @@ def gather_rows(buffer: Tensor, lengths: Sequence[int], *, group: dist.ProcessGr
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     rows = _rows_of_ranks(buffer, lengths)
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
-    return exchange(
-        [(target, rows[rank]) for target, _ in peers], [(source, rows[source]) for _, source in peers], group=group
-    )
+    sends, receives = [(target, rows[rank]) for target, _ in peers], [(source, rows[source]) for _, source in peers]
+    return Gathering(exchange(sends, receives, group=group))
 
 
 class HomingRows:
@@ -60,7 +72,7 @@ class HomingRows:
         if self._room is None or self._room.numel() < size[0] * total.numel():
             self._room = shares.new_empty(size[0] * total.numel())
         arriving = self._room[: size[0] * total.numel()].view(size)
-        landing = [_bytes(x) for x in arriving]
+        landing = [as_bytes(x) for x in arriving]
         receives = [(peer, x) for peer, x in zip(reversed(others), landing, strict=True)]
         pending = exchange([(peer, rows[peer]) for peer in others], receives, group=self._group)
         self._under_way = (pending, arriving, total)
@@ -81,9 +93,5 @@ class HomingRows:
 
 
 def _rows_of_ranks(buffer: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    """Each rank's rows, as bytes: not every backend knows every dtype."""
-    return [_bytes(rows) for rows in buffer.split(list(lengths))]
-
-
-def _bytes(x: Tensor) -> Tensor:
-    return x.reshape(-1).view(torch.uint8)
+    """Each rank's rows."""
+    return [as_bytes(rows) for rows in torch.split(buffer, list(lengths))]

@@ -1,4 +1,4 @@
-"""The three ways in which bytes move between ranks. Everything above is built on these, and tests count them.
+"""The two ways in which bytes move between ranks. Everything above is built on these, and tests count them.
 
 gloo moves host memory only, so buffers on another device pass through the host there.
 """
@@ -56,20 +56,6 @@ def exchange(
     if operations:
         pending.works = dist.batch_isend_irecv(operations)
     return pending
-
-
-def all_to_all(
-    outgoing: Tensor, receive_bytes: list[int], send_bytes: list[int], *, group: dist.ProcessGroup
-) -> Tensor:
-    """One packet to and from every rank: uint8 [sum(send_bytes)] -> [sum(receive_bytes)].
-
-    Ranks: all of `group`.
-    """
-    NOTES.collectives += 1
-    incoming = torch.empty(sum(receive_bytes), dtype=torch.uint8, device=outgoing.device)
-    landing = _landing(incoming, group)
-    dist.all_to_all_single(landing, _host(outgoing, group), receive_bytes, send_bytes, group=group)
-    return incoming if landing is incoming else incoming.copy_(landing)
 
 
 def packets_of_all(mine: Tensor, sizes_bytes: Sequence[int], *, groups: Groups) -> list[Tensor]:

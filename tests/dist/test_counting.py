@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attention import call, context_parallel_attention, ring
-from lightning_cp.comm import messages, rotation
+from lightning_cp.attention import call, context_parallel_attention, gathered, keys
+from lightning_cp.comm import messages, rotation, rows
 from lightning_cp.comm.transfer import Pending
 from tests.dist.problems import Problem, cut, local_mask, whole
 from tests.harness import RankPool
@@ -26,12 +27,12 @@ MODES = [(3, 3, 1), (3, 1, 3), (4, 2, 2), (6, 3, 2), (6, 2, 3)]
 
 @dataclass
 class Traffic:
-    """What one rank sent."""
+    """What one rank sent to others."""
 
-    packets: int = 0
-    packet_bytes: int = 0
-    collectives: int = 0
-    collective_bytes: int = 0  # to others
+    ring_exchanges: int = 0
+    ring_bytes: int = 0
+    ulysses_exchanges: int = 0
+    ulysses_bytes: int = 0
     size_exchanges: int = 0
     log: list[str] = field(default_factory=list)
 
@@ -52,24 +53,25 @@ def counted() -> Iterator[Traffic]:
 
         setattr(module, name, wrapper)
 
-    def exchange(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
-        traffic.packets += len(sends)
-        traffic.packet_bytes += sum(buffer.nbytes for _, buffer in sends)
+    def of_ring(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.ring_exchanges += 1
+        traffic.ring_bytes += sum(buffer.nbytes for _, buffer in sends)
         traffic.log.append("send")
 
-    def all_to_all(outgoing: Tensor, receive: Any, send: list[int], *, group: dist.ProcessGroup) -> None:
-        traffic.collectives += 1
-        traffic.collective_bytes += sum(send) - send[dist.get_rank(group)]
+    def of_ulysses(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.ulysses_exchanges += 1
+        traffic.ulysses_bytes += sum(buffer.nbytes for _, buffer in sends)
 
     def sizes(*_: Any, **__: Any) -> None:
         traffic.size_exchanges += 1
 
-    patch(rotation, "exchange", exchange)
-    patch(messages, "all_to_all", all_to_all)
+    patch(rotation, "exchange", of_ring)
+    patch(rows, "exchange", of_ring)
+    patch(messages, "exchange", of_ulysses)
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
-    patch(ring, "attend", lambda *_, **__: traffic.log.append("attend"))
-    patch(ring, "attend_backward", lambda *_, **__: traffic.log.append("grads"))
+    patch(keys, "attend", lambda *_, **__: traffic.log.append("attend"))
+    patch(keys, "attend_backward", lambda *_, **__: traffic.log.append("grads"))
     try:
         yield traffic
     finally:
@@ -112,14 +114,19 @@ def _expected(problem: Problem, with_lse: bool, mask_bytes: int = 0) -> tuple[Tr
     b, s, h, g, d = problem.batch, S, problem.heads, problem.kv_heads, problem.d
     kv = 2 * b * (u * s) * (g // u) * d  # elements of K and V in a ring's chunk
     travelling = kv * e + mask_bytes * u
-    forward = Traffic(packets=r - 1, packet_bytes=(r - 1) * travelling)
-    backward = Traffic(packets=2 * (r - 1), packet_bytes=(r - 1) * (travelling + kv * wide))
+    if problem.rotate == "alltoall":
+        forward, backward = Traffic(r - 1), Traffic(2 * (r - 1))
+    else:  # so little is one slice of heads
+        of_mask = bool(mask_bytes) * (r > 1)
+        forward, backward = Traffic((r > 1) + of_mask), Traffic(2 * (r > 1) + of_mask)
+    forward.ring_bytes = (r - 1) * travelling
+    backward.ring_bytes = (r - 1) * (travelling + kv * wide)
     if u > 1:
         lse = b * s * h * max(e, 4) if with_lse else 0
         exchanged = (b * s * (2 * h + 2 * g) * d * e + lse) * (u - 1) // u
-        forward.collectives = backward.collectives = 2
-        forward.collective_bytes = exchanged + mask_bytes * (u - 1)
-        backward.collective_bytes = exchanged
+        forward.ulysses_exchanges = backward.ulysses_exchanges = 2
+        forward.ulysses_bytes = exchanged + mask_bytes * (u - 1)
+        backward.ulysses_bytes = exchanged
     return forward, backward
 
 
@@ -129,7 +136,7 @@ def _same(actual: Traffic, expected: Traffic) -> bool:
 
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 @pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
-def test_packets_collectives_and_bytes_follow_the_formula(
+def test_exchanges_and_bytes_follow_the_formula(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
     for dtype, wide, with_lse in (
@@ -148,10 +155,10 @@ def test_packets_collectives_and_bytes_follow_the_formula(
 
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 @pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
-def test_a_mask_of_keys_travels_in_the_packets_of_k_and_v(
+def test_a_mask_of_keys_travels_with_k_and_v(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
-    """Nothing is sent apart from them; float32 [b, 4] has 16 bytes a sample."""
+    """float32 [b, 4] has 16 bytes a sample."""
     problem = _problem(ring, ulysses, rotate=rotate, mask="keys added")
     expected = _expected(problem, False, mask_bytes=B * S * 4)
     for rank, actual in enumerate(run_ranks(world, _forward_backward, problem, False)):
@@ -167,8 +174,8 @@ def test_a_mask_of_rows_is_sent_to_no_one_around_the_ring(
     expected = _expected(problem, False)
     for actual in run_ranks(world, _forward_backward, problem, False):
         for mine, formula in zip(actual, expected, strict=True):
-            assert (mine.packets, mine.packet_bytes) == (formula.packets, formula.packet_bytes)
-            assert mine.collectives == formula.collectives
+            assert (mine.ring_exchanges, mine.ring_bytes) == (formula.ring_exchanges, formula.ring_bytes)
+            assert mine.ulysses_exchanges == formula.ulysses_exchanges
 
 
 def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> None:
@@ -176,7 +183,7 @@ def test_a_key_head_is_sent_to_each_rank_that_uses_it(run_ranks: RankPool) -> No
     for forward, backward in run_ranks(3, _forward_backward, problem, False):
         # q and out: two thirds of the heads; k and v: the one head, to two ranks
         expected = B * S * D * 4 * (2 * H * 2 // 3 + 2 * 1 * 2)
-        assert forward.collective_bytes == backward.collective_bytes == expected
+        assert forward.ulysses_bytes == backward.ulysses_bytes == expected
 
 
 @pytest.mark.parametrize(("world", "ring", "ulysses"), MODES)
@@ -217,12 +224,23 @@ def test_the_next_chunk_is_under_way_while_this_one_is_computed(run_ranks: RankP
         assert backward.log == [*first, *middle, *later * (world - 3), *last]
 
 
+def _in_slices(rank: int, world: int, problem: Problem, heads: int) -> tuple[Traffic, Traffic]:
+    with mock.patch.dict(gathered._SLICE_BYTES, cpu=heads * 2 * B * S * world * D * 4):
+        return _forward_backward(rank, world, problem, False)
+
+
 @pytest.mark.parametrize("world", [3, 4])
-def test_allgather_has_every_chunk_under_way_from_the_start(run_ranks: RankPool, world: int) -> None:
+def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPool, world: int) -> None:
     problem = _problem(world, 1, kv_heads=H, heads=H)
-    for forward, backward in run_ranks(world, _forward_backward, problem, False):
-        assert forward.log == ["send"] * (world - 1) + ["attend"] + ["wait", "attend"] * (world - 1)
-        assert backward.log[:world] == ["send"] * (world - 1) + ["grads"]
+    for rank, traffic in enumerate(run_ranks(world, _in_slices, problem, 4)):
+        forward, backward = ([x for x in one.log if x != "wait"] for one in traffic)
+        stretches = 2 if rank in (0, world - 1) else 3  # of the first heads: our keys, those before, those after
+        assert forward == ["send", "send", *["attend"] * stretches, "send", "attend", "attend"]
+        # and each slice's gradients go home while the next heads are computed
+        first, middle, last = ["grads"] * stretches, ["send", "send", "grads"], ["send", "grads", "send"]
+        assert backward == ["send", "send", *first, *middle, *last]
+        assert traffic[0].log[:4] == ["send", "send", "attend", "wait"], "our keys need not wait"
+        assert traffic[0].ring_bytes == _expected(problem, False)[0].ring_bytes
 
 
 def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
@@ -233,7 +251,7 @@ def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
 
     def watched(layout: Any, like: Tensor) -> Tensor:
         buffer = original(layout, like)
-        if sys._getframe(1).f_code.co_name.startswith("rotate"):  # not the gradients on their way home
+        if sys._getframe(1).f_code.co_name == "rotate":  # not the gradients on their way home
             held.append(StorageWeakRef(buffer.untyped_storage()))
             most[-1] = max(most[-1], sum(not ref.expired() for ref in held))
         return buffer
@@ -257,10 +275,6 @@ def test_alltoall_holds_two_remote_chunks_at_most(run_ranks: RankPool, world: in
     for mask in ("none", "keys"):
         for most in run_ranks(world, _most_held, _problem(world, 1, rotate="alltoall", mask=mask)):
             assert most == [2, 2]
-
-
-def test_allgather_holds_all_remote_chunks(run_ranks: RankPool) -> None:
-    assert run_ranks(4, _most_held, _problem(4, 1)) == [[3, 3]] * 4
 
 
 def _saved(rank: int, world: int, problem: Problem) -> tuple[list[str], int]:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
-from lightning_cp.attention import call, operator, ring
-from lightning_cp.comm import messages, rotation
+from lightning_cp.attention import call, keys, operator
+from lightning_cp.comm import messages, rows
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -141,7 +141,7 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
         model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
     with mock.patch.object(operator, "agree", wraps=operator.agree) as attentions, counted() as traffic:
         _, found = outcome(model, arguments)
-    sent = traffic.packet_bytes + traffic.collective_bytes
+    sent = traffic.ring_bytes + traffic.ulysses_bytes
     return attentions.call_count, sent, worst(averaged(found, world), expected)
 
 
@@ -181,13 +181,13 @@ def test_torch_checkpoints_of_two_lengths_replay_each_its_own(run_ranks: RankPoo
 def kernels_used(action: Callable[[], object]) -> set[str]:
     """Names of the kernels that attention asked for."""
     asked: set[str] = set()
-    original = ring.choose_kernel
+    original = keys.choose_kernel
 
     def choose(name: str, *args: Any) -> Any:
         asked.add(name)
         return original(name, *args)
 
-    with mock.patch.object(ring, "choose_kernel", choose):
+    with mock.patch.object(keys, "choose_kernel", choose):
         action()
     return asked
 
@@ -316,18 +316,18 @@ def test_their_parallelism_and_ours_refuse_each_other(run_ranks: RankPool) -> No
 
 
 def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tuple[int, int, int]:
-    """How many size exchanges, ring packets and Ulysses collectives a forward makes inside the model."""
+    """How many exchanges of sizes, around the ring and of Ulysses a forward makes inside the model."""
     model, arguments = TINY[name].build(), TINY[name].arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses))
     model(**arguments)
     with (
         torch.no_grad(),
         mock.patch.object(call, "all_gather_ints", wraps=call.all_gather_ints) as sizes,
-        mock.patch.object(rotation, "exchange", wraps=rotation.exchange) as packets,
-        mock.patch.object(messages, "all_to_all", wraps=messages.all_to_all) as collectives,
+        mock.patch.object(rows, "exchange", wraps=rows.exchange) as packets,
+        mock.patch.object(messages, "exchange", wraps=messages.exchange) as swaps,
     ):
         model(**arguments)
-    return sizes.call_count, packets.call_count, collectives.call_count
+    return sizes.call_count, packets.call_count, swaps.call_count
 
 
 @pytest.mark.parametrize(
