@@ -116,65 +116,12 @@ def _ours(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str 
 
 def _theirs(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
     import torch
-    import torch.distributed as dist
-    from diffusers import ContextParallelConfig
-    from diffusers.models import attention_dispatch
-    from diffusers.models._modeling_parallel import ParallelConfig
-    from torch.distributed.device_mesh import init_device_mesh
+
+    from lightning_cp.benchmark.peers import diffusers_attention
 
     flags = {anything: True} if anything else {}
-    context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, convert_to_fp32=False, **flags)
-    config = ParallelConfig(context_parallel_config=context)
-    mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    config.setup(dist.get_rank(), RANKS, torch.device("cpu"), mesh=mesh)
-
-    def attend(q: Any, k: Any, v: Any, mask: Any, is_causal: bool, enable_gqa: bool) -> Any:
-        return attention_dispatch._templated_context_parallel_attention(
-            *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
-            forward_op=_cpu_forward,
-            backward_op=_cpu_backward,
-            _parallel_config=config,
-        )
-
+    attend = diffusers_attention(torch.device("cpu"), ring=ring, ulysses=ulysses, convert_to_fp32=False, **flags)
     return _compare(attend, lengths, **case)
-
-
-def _cpu_forward(
-    ctx: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    dropout: float,
-    causal: bool,
-    scale: Any,
-    gqa: bool,
-    lse: bool,
-    **more: Any,
-) -> Any:
-    """A kernel for diffusers' templates: out [b, s, h, d] and, if asked, lse [b, s, h]."""
-    import torch
-
-    bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=bias
-    )
-    out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
-    if more["_save_ctx"]:
-        ctx.save_for_backward(q, k, v, out, log_sum)
-        ctx.bias = bias
-    return (out, log_sum) if lse else out
-
-
-def _cpu_backward(ctx: Any, grad_out: Any, *_: Any, **other: Any) -> Any:
-    import torch
-
-    names = ("query", "key", "value", "out", "lse")
-    q, k, v, out, lse = (other.get(name, saved) for name, saved in zip(names, ctx.saved_tensors, strict=True))
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2).contiguous() for x in (grad_out, q, k, v, out, lse)), 0.0, False, attn_mask=ctx.bias
-    )
-    return tuple(x.transpose(1, 2) for x in grads)
 
 
 def _model_on_cpu() -> float:

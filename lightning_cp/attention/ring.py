@@ -44,11 +44,11 @@ def ring_backward(
     for owner, chunk in _chunks(ring, k, v, mask):
         grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
         if grads is None:
-            shares = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in chunk[:2]]
-        else:
-            dq.add_(grads.query)
-            shares = [x.to(dtype, memory_format=torch.contiguous_format) for x in (grads.key, grads.value)]
-        homing.add(owner, shares)
+            homing.add(owner, [torch.zeros_like(x) for x in chunk[:2]])
+            continue
+        dq.add_(grads.query)
+        homing.add(owner, [grads.key, grads.value])
+        del grads  # before the next are computed
     dk, dv = homing.finish()
     return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 

@@ -37,11 +37,15 @@ class Notes:
     Attributes:
         wanted: whether there is a watch; else modules are not noted.
         collectives: how many were begun.
+        sent_bytes: to others, by our own transfers.
+        waited_s: for them to end, on the host.
         module: where the thread is.
     """
 
     wanted: bool = False
     collectives: int = 0
+    sent_bytes: int = 0
+    waited_s: float = 0.0
     module: Module | None = None
 
     def enter(self, module: nn.Module, model: nn.Module | None = None) -> None:

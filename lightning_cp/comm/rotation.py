@@ -55,13 +55,17 @@ class Homing:
 
     def add(self, owner: int, grads: Sequence[Tensor]) -> None:
         """Give this rank's share for `owner`'s chunk; in the order of the rotation."""
+        layout = self._layout(owner)
         if owner == self._rank:
-            self._home = list(grads)
+            self._home = [x.new_empty(x.shape, dtype=y.dtype).copy_(x) for x, y in zip(grads, layout, strict=True)]
             return
-        buffer = pack(grads)
-        if self._pending is not None:
-            arrived = self._arrive(owner)
-            for total, share in zip(unpack(buffer, layout_of(grads)), arrived, strict=True):
+        if self._pending is None:
+            buffer = _empty(layout, grads[0])
+            for place, share in zip(unpack(buffer, layout), grads, strict=True):
+                place.copy_(share)
+        else:
+            buffer = self._arrive(owner)
+            for total, share in zip(unpack(buffer, layout), grads, strict=True):
                 total.add_(share)
         expected = (owner - 1) % self._size
         incoming = _empty(self._layout(expected), buffer)
@@ -72,15 +76,17 @@ class Homing:
         """The sums for this rank's own chunk."""
         if self._pending is None:
             return self._home
-        return [mine.add_(rest) for mine, rest in zip(self._home, self._arrive(self._rank), strict=True)]
+        rest = unpack(self._arrive(self._rank), self._layout(self._rank))
+        return [mine.add_(theirs) for mine, theirs in zip(self._home, rest, strict=True)]
 
-    def _arrive(self, owner: int) -> list[Tensor]:
+    def _arrive(self, owner: int) -> Tensor:
+        """The buffer with the sum for `owner`'s chunk so far."""
         assert self._pending is not None, "a transfer was started"
         pending, incoming, expected = self._pending
         assert expected == owner, f"the sum for chunk {expected} arrived where {owner} was due"
         pending.wait()
         self._pending = None
-        return unpack(incoming, self._layout(owner))
+        return incoming
 
 
 def _empty(layout: Layout, like: Tensor) -> Tensor:

@@ -5,12 +5,14 @@ gloo moves host memory only, so buffers on another device pass through the host 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.mesh import Groups
@@ -26,8 +28,13 @@ class Pending:
 
     def wait(self) -> None:
         """Block until done (on CUDA with NCCL: make the current stream wait)."""
-        for work in self.works:
-            work.wait()
+        if not self.works:
+            return
+        began = time.perf_counter()
+        with record_function("lightning_cp::wait"):
+            for work in self.works:
+                work.wait()
+        NOTES.waited_s += time.perf_counter() - began
         for host, device in self.landings:
             device.copy_(host)
         self.works, self.landings, self.held = [], [], []
@@ -45,6 +52,7 @@ def exchange(
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
         if buffer.numel():
+            NOTES.sent_bytes += buffer.numel() * buffer.element_size()
             pending.held.append(_host(buffer, group))
             operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
     for peer, buffer in receives:

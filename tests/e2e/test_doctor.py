@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.recipe import ROOT
 
 DOCTOR = ROOT / "recipes" / "doctor.py"
@@ -37,6 +39,7 @@ def test_the_doctor_does_not_wait_for_ever(tmp_path: Path) -> None:
     assert told.stdout.count("problem:") == 2
 
 
+@pytest.mark.full
 def test_the_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
     ill = tmp_path / "doctor.py"
     ill.write_text(

@@ -72,9 +72,9 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_p
     ("number", "trainer"),
     [
         (signal.SIGTERM, "fabric"),
-        (signal.SIGUSR1, "fabric"),
-        (signal.SIGINT, "fabric"),
-        (signal.SIGTERM, "lightning"),
+        pytest.param(signal.SIGUSR1, "fabric", marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, "fabric", marks=pytest.mark.full),
+        pytest.param(signal.SIGTERM, "lightning", marks=pytest.mark.full),
     ],
 )
 def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
@@ -101,7 +101,9 @@ def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
     assert [row.step for row in resumed.rows] == [step + 1]
 
 
-@pytest.mark.parametrize(("steps", "every"), [(2, "null"), (100, "1")], ids=["at the end", "on the way"])
+@pytest.mark.parametrize(
+    ("steps", "every"), [pytest.param(2, "null", marks=pytest.mark.full), (100, "1")], ids=["at the end", "on the way"]
+)
 def test_a_job_is_stopped_while_it_samples_and_can_be_gone_on_with(steps: int, every: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = (*SMALL, "sampling.num_steps=100000", f"sampling.every={every}", f"max_steps={steps}")
@@ -139,7 +141,12 @@ def test_an_impatient_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "trainer"), [(0, "fabric"), (1, "fabric"), pytest.param(1, "lightning", marks=pytest.mark.full)]
+    ("rank", "trainer"),
+    [
+        pytest.param(0, "fabric", marks=pytest.mark.full),
+        (1, "fabric"),
+        pytest.param(1, "lightning", marks=pytest.mark.full),
+    ],
 )
 def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, trainer: str, tmp_path: Path) -> None:
     settings = (f"trainer={trainer}", "model._target_=tests.e2e.failing.FailingDenoiser", f"+model.fails_on={rank}")
@@ -166,6 +173,7 @@ def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) ->
     assert refused.stderr.count("ring=3 × ulysses=1 = 3 must divide the 2 ranks that torchrun started") == 1
 
 
+@pytest.mark.full
 def test_ranks_that_slurm_started_join_each_other(tmp_path: Path) -> None:
     """As srun presents them: one process a task, places in SLURM's variables, one node."""
     folder = tmp_path / "run"

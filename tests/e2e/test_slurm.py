@@ -73,6 +73,7 @@ def test_on_one_node_a_failed_job_fails_alone_and_no_gpus_are_asked_for_on_cpu(s
     assert fake_slurm.options(script)["ntasks-per-node"] == "1"
 
 
+@pytest.mark.full
 def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: Path, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     settings = (*SMALL, "strategy=cp", "ring=2", "max_steps=60", "checkpoint_every=2")

@@ -17,7 +17,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=
 STRATEGY = ("strategy=cp", "ring=2", "strategy.stall_s=1", "progress=false")
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["ours", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["ours", "torchrun"])
 def test_a_peer_that_is_alive_but_elsewhere_is_told_of(launcher: tuple[str, ...], tmp_path: Path) -> None:
     nap = ("model._target_=tests.e2e.failing.NappingDenoiser", "+model.nap_s=4", "max_steps=4")
     with started(*SMALL, *STRATEGY, *nap, folder=tmp_path / "run", launcher=launcher) as process:

@@ -142,7 +142,7 @@ def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
     assert best == pytest.approx(min(outcome.loss for outcome in outcomes))
 
 
-@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["alone", "torchrun"])
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["alone", "torchrun"])
 def test_the_recipe_itself_trains_in_a_sweep(launcher: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     recipe = ROOT / "recipes" / "train.py"

@@ -94,7 +94,7 @@ def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp
         assert_same_training(run(*_cp(degrees), *settings, folder=folder), reference)
 
 
-@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+@pytest.mark.parametrize("trainer", ["fabric", pytest.param("lightning", marks=pytest.mark.full)])
 def test_a_resumed_run_goes_on_exactly(trainer: str, one_process: Finished, tmp_path: Path) -> None:
     half = one_process.folder / "checkpoints" / "step_00000004"
     resumed = run(*HERE, f"trainer={trainer}", f"resume={half}", folder=tmp_path / "run")
@@ -136,7 +136,7 @@ def test_last_resumes_at_another_degree(one_process: Finished) -> None:
     "settings",
     [
         "data=moving_digits data.frames=3 data.height=12 ring=2 batch_size=4",
-        "model=flux_tiny ulysses=2 sampling.every=1",
+        pytest.param("model=flux_tiny ulysses=2 sampling.every=1", marks=pytest.mark.full),
     ],
 )
 def test_other_data_and_models_train(settings: str, tmp_path: Path) -> None:

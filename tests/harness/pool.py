@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from tests.harness.worker import Job, Reply, serve
 
-MAX_WORLD = 6
+MAX_WORLD = 8
 GRACE_S = 3.0  # for the other ranks, once one has failed
 _PRELOADED = (
     "torch",

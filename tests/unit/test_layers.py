@@ -15,6 +15,7 @@ LAYERS = (
     {"engine"},
     {"vae"},
     {"data", "training", "checkpoint", "sampling", "planning", "launch", "pipelines"},
+    {"benchmark"},
     {"strategy", "flavour", "sharded", "buckets", "meta", "fabric", "pytorch", "callbacks", "export", "_register"},
     {"__init__"},
 )

@@ -1,0 +1,173 @@
+"""Others' context parallelism, called as they say, where it is installed and runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+from typing_extensions import override
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def attend_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What anyone would write first: K and V gathered whole, and attention over them. For even lengths."""
+    q, k, v = (x.transpose(1, 2) for x in (q, _gathered(k), _gathered(v)))
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
+def _gathered(x: Tensor) -> Tensor:
+    whole: Tensor = _Gathered.apply(x)  # type: ignore[no-untyped-call]
+    return whole
+
+
+class _Gathered(torch.autograd.Function):
+    @override
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, 1)
+
+    @override
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in torch.chunk(grads[0], dist.get_world_size(), 1)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def attentions(device: torch.device) -> dict[str, Callable[[Sequence[int]], Attend]]:
+    """By name: given the lengths of all ranks, attention of local q, k, v [b, s, h, d]."""
+    world = dist.get_world_size()
+    found: dict[str, Callable[[Sequence[int]], Attend]] = {
+        "diffusers Ulysses": lambda _: diffusers_attention(device, ring=1, ulysses=world),
+        "diffusers ring": lambda _: diffusers_attention(device, ring=world, ulysses=1),
+    }
+    if world >= 4 and world % 2 == 0:
+        found["diffusers unified"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
+    if importlib.util.find_spec("yunchang") is not None:
+        found["yunchang Ulysses"] = lambda _: _yunchang(ring=1, ulysses=world)
+        found["yunchang ring"] = lambda _: _yunchang(ring=world, ulysses=1)
+    return found
+
+
+def models(device: torch.device) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """By name: what makes a diffusers model parallel."""
+    world = dist.get_world_size()
+    found = {
+        "diffusers Ulysses": lambda model: _enabled(model, device, ring=1, ulysses=world),
+        "diffusers ring": lambda model: _enabled(model, device, ring=world, ulysses=1),
+    }
+    if world >= 4 and world % 2 == 0:
+        found["diffusers unified"] = lambda model: _enabled(model, device, ring=2, ulysses=world // 2)
+    return found
+
+
+def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., Tensor]:
+    """diffusers' own: attention of local q, k, v [b, s, h, d], and a mask.
+
+    It has no kernel for a ring on CPU, so there it is given PyTorch's; everything else runs as shipped.
+
+    Args: settings: of its ContextParallelConfig, `ring` and `ulysses` for the degrees.
+    """
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention, dispatch_attention_fn
+
+    config = _diffusers_config(device, **settings)
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
+    ) -> Tensor:
+        more = {"is_causal": is_causal, "enable_gqa": enable_gqa}
+        if device.type != "cpu":
+            return dispatch_attention_fn(q, k, v, mask, **more, backend="_native_cudnn", parallel_config=config)  # type: ignore[no-any-return]
+        return _templated_context_parallel_attention(  # type: ignore[no-any-return]
+            *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
+            forward_op=_cpu_forward,
+            backward_op=_cpu_backward,
+            _parallel_config=config,
+        )
+
+    return attend
+
+
+def _cpu_forward(
+    ctx: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+    gqa: bool,
+    lse: bool,
+    **more: Any,
+) -> Any:
+    """A kernel for diffusers' templates: out [b, s, h, d] and, if asked, lse [b, s, h]."""
+    bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=bias
+    )
+    out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
+    if more["_save_ctx"]:
+        ctx.save_for_backward(q, k, v, out, log_sum)
+        ctx.bias = bias
+    return (out, log_sum) if lse else out
+
+
+def _cpu_backward(ctx: Any, grad_out: Tensor, *_: Any, **other: Any) -> Any:
+    names = ("query", "key", "value", "out", "lse")
+    q, k, v, out, lse = (other.get(name, saved) for name, saved in zip(names, ctx.saved_tensors, strict=True))
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2).contiguous() for x in (grad_out, q, k, v, out, lse)), 0.0, False, attn_mask=ctx.bias
+    )
+    return tuple(x.transpose(1, 2) for x in grads)
+
+
+def _enabled(model: Any, device: torch.device, *, ring: int, ulysses: int) -> nn.Module:
+    """`enable_parallelism`; on CPU, where it divides by the number of GPUs, what it does otherwise."""
+    from diffusers import ContextParallelConfig
+    from diffusers.hooks import apply_context_parallel
+
+    if device.type != "cpu":
+        model.set_attention_backend("_native_cudnn")
+        model.enable_parallelism(config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses))
+        return model  # type: ignore[no-any-return]
+    config = _diffusers_config(device, ring=ring, ulysses=ulysses)
+    for module in model.modules():
+        if hasattr(getattr(module, "processor", None), "_parallel_config"):
+            module.processor._parallel_config = config
+    apply_context_parallel(model, config.context_parallel_config, model._cp_plan)
+    return model  # type: ignore[no-any-return]
+
+
+def _diffusers_config(device: torch.device, *, ring: int, ulysses: int, **settings: Any) -> Any:
+    from diffusers import ContextParallelConfig, ParallelConfig
+
+    context = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, **settings)
+    config = ParallelConfig(context_parallel_config=context)
+    mesh = init_device_mesh(device.type, (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
+    config.setup(dist.get_rank(), dist.get_world_size(), device, mesh=mesh)
+    return config
+
+
+def _yunchang(*, ring: int, ulysses: int) -> Attend:
+    from yunchang import LongContextAttention, set_seq_parallel_pg  # type: ignore[import-not-found]
+    from yunchang.kernels import AttnType  # type: ignore[import-not-found]
+
+    set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
+    module = LongContextAttention(ring_impl_type="basic", attn_type=AttnType.TORCH)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = module(q, k, v)
+        return out
+
+    return attend

@@ -1,0 +1,185 @@
+"""What was measured, as rows: a table, CSV, and pictures."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.table import Table
+
+from lightning_cp.benchmark.measure import Figures
+from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, ONE_THREAD
+
+_COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting")
+
+
+class Row(TypedDict):
+    """One subject's figures, as in `bench.csv`.
+
+    ratio: the fastest repetition as a multiple of the limit, which is one process's fastest (on one thread) divided by
+    the ranks. median_ratio: of the medians. spread: the middle half of the repetitions, as a share of the median.
+    """
+
+    workload: str
+    tokens: int
+    ranks: int
+    subject: str
+    best_s: float | None
+    median_s: float | None
+    ratio: float | None
+    median_ratio: float | None
+    spread: float | None
+    peak_bytes: int
+    sent_bytes: int | None
+    exchanges: int | None
+    waited: float | None
+    refused: str
+
+
+def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -> list[Row]:
+    """The rows of one set of measurements."""
+    one = found.get(ONE_THREAD) or found[ALONE]
+    rows = []
+    for name, figures in found.items():
+        times = sorted(figures.times_s)
+        parts = ranks if one.times_s else 1
+        row = Row(
+            workload=workload,
+            tokens=tokens,
+            ranks=ranks,
+            subject=name,
+            best_s=figures.best_s if times else None,
+            median_s=figures.median_s if times else None,
+            ratio=figures.best_s * parts / one.best_s if times and one.times_s else None,
+            median_ratio=figures.median_s * parts / one.median_s if times and one.times_s else None,
+            spread=(times[len(times) * 3 // 4] - times[len(times) // 4]) / figures.median_s if times else None,
+            peak_bytes=figures.peak_bytes,
+            sent_bytes=figures.sent_bytes,
+            exchanges=figures.exchanges,
+            waited=figures.waited,
+            refused=figures.refused,
+        )
+        rows.append(row)
+    return rows
+
+
+def write_csv(rows: Sequence[Row], path: Path) -> None:
+    """All rows."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(Row.__annotations__))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
+    """For each set of measurements its title and the cells of its table, with a line for each subject."""
+    found: dict[str, list[list[str]]] = {}
+    for row in rows:
+        title = f"{row['workload']}, {row['tokens']:,} tokens, {row['ranks']} ranks"
+        found.setdefault(title, []).append(_cells(row))
+    return list(found.items())
+
+
+def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
+    """For rich's console."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(_COLUMNS):
+        table.add_column(column, justify="right" if index else "left")
+    for line in cells:
+        table.add_row(*line)
+    return table
+
+
+def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: Sequence[str]) -> str:
+    """The page that docs/ keeps."""
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Made on {machine} by",
+        "",
+        f"    {command}",
+        "",
+        "*ms* is the fastest of interleaved repetitions, of the slowest rank; *× limit* that time as a multiple of one",
+        "process's on one thread (one GPU) divided by the ranks; *median* the same of the medians, and *spread* the",
+        "middle half of the repetitions as a share of the median. *Peak* is what a step allocates at once beyond what",
+        "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
+        "communication that nothing hides, differences in speed between ranks included.",
+        "",
+        *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
+    ]
+    for title, cells in tables(rows):
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", f"| {' | '.join(_COLUMNS)} |"]
+        lines.append(f"|{'---|' * len(_COLUMNS)}")
+        lines += [f"| {' | '.join(line)} |" for line in cells]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    if row["refused"]:
+        return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(_COLUMNS) - 2)]
+    return [
+        row["subject"],
+        _told(row["best_s"], 1e3, ".1f"),
+        _told(row["ratio"], 1, ".2f"),
+        _told(row["median_ratio"], 1, ".2f"),
+        _told(row["spread"], 100, ".0f", " %"),
+        _told(row["peak_bytes"], 1e-6, ".1f"),
+        _told(row["sent_bytes"], 1e-6, ".1f"),
+        _told(row["exchanges"], 1, ".0f"),
+        _told(row["waited"], 100, ".0f", " %"),
+    ]
+
+
+def _told(value: float | None, factor: float, how: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value * factor:{how}}{unit}"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Time, memory and waiting of a workload's subjects, by length or by degree, as PNG."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
+    degrees = sorted({row["ranks"] for row in shown})
+    figure = Figure(figsize=(11, 3.4 * len(degrees)), layout="constrained")
+    axes: Any = figure.subplots(len(degrees), 3, squeeze=False)
+    for line, ranks in zip(axes, degrees, strict=True):
+        here = [row for row in shown if row["ranks"] == ranks]
+        one = {row["tokens"]: row for row in here if row["subject"] in (ONE_THREAD, ALONE)}
+        for subject in dict.fromkeys(row["subject"] for row in here):
+            if subject in (ONE_THREAD, ALONE):
+                continue
+            mine = sorted((row for row in here if row["subject"] == subject), key=lambda row: row["tokens"])
+            lengths = [row["tokens"] for row in mine]
+            memory = [row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in mine]
+            waits: list[Any] = [None if row["waited"] is None else 100 * row["waited"] for row in mine]
+            style = {"marker": "o", "linestyle": ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"}
+            for axis, values in zip(line, ([row["ratio"] for row in mine], memory, waits), strict=True):
+                if any(x is not None for x in values):
+                    axis.plot(lengths, values, label=subject, **style)
+        names = ("time, × limit", "peak memory a rank, × one process / ranks", "waiting, % of the step")
+        for axis, name in zip(line, names, strict=True):
+            axis.set(title=f"{ranks} ranks: {name}", xlabel="tokens", xscale="log")
+            axis.set_xticks(sorted(one), [f"{n:,}" for n in sorted(one)])
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+        line[0].axhline(1, color="black", linewidth=0.8)
+        line[0].legend(fontsize=7)
+    figure.savefig(path, dpi=130)
+
+
+def machine_name() -> str:
+    """CPU and cores, or the GPUs."""
+    import os
+    import platform
+
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}, torch {torch.__version__}"
+    info = Path("/proc/cpuinfo")
+    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.is_file() else []
+    name = named[0].split(":", 1)[1].strip() if named else platform.processor()
+    return f"{os.cpu_count()} cores of {name}, torch {torch.__version__}"

@@ -1,0 +1,128 @@
+"""Measures attention, a training step and sampling: one process, lightning_cp in every mode, diffusers' own.
+
+    python recipes/bench.py
+    python recipes/bench.py bench=quick
+
+Leaves bench.csv, a picture for each workload and a trace of each subject in the run directory. `--help` lists the
+settings.
+"""
+
+import json
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from lightning_cp.launch import Job, LocalLauncher, Machine, conf_dir, quiet_overrides
+
+WORKLOADS = ("attention", "training", "sampling")
+
+
+def measure_all(config: DictConfig) -> None:
+    """What every rank does; the first one writes a row for each subject."""
+    import warnings
+
+    import diffusers
+    import torch
+    import torch.distributed as dist
+
+    from lightning_cp.benchmark import workloads
+    from lightning_cp.benchmark.measure import measure
+    from lightning_cp.benchmark.report import rows_of
+
+    warnings.filterwarnings("ignore")  # of others' functions
+    diffusers.logging.set_verbosity_error()
+    if config.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = (
+        torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
+    )
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    world = dist.get_world_size()
+    sets = []
+    if "attention" in config.workloads:
+        sets += [
+            ("attention", n, lambda n=n: workloads.attention(config.attention, n, device))
+            for n in config.attention.lengths
+        ]
+    sets += [
+        (name, config.tokens, lambda name=name: getattr(workloads, name)(config, device))
+        for name in ("training", "sampling")
+        if name in config.workloads
+    ]
+    for name, length, subjects_of in sets:
+        subjects = [x for x in subjects_of() if config.peers or not x.name.startswith(("diffusers", "yunchang"))]
+        traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
+        found = measure(subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces)
+        if dist.get_rank() == 0:
+            with Path(config.result).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(rows_of(name, length, world, found)) + "\n")
+    dist.destroy_process_group()
+
+
+def check(config: DictConfig) -> str:
+    """What is wrong with the settings; "" for nothing."""
+    unknown = [x for x in config.workloads if x not in WORKLOADS]
+    if unknown:
+        return f"workloads={list(config.workloads)}: valid are {', '.join(WORKLOADS)}"
+    for name, least in (("ranks", 2), ("attention.lengths", 1)):
+        given = OmegaConf.select(config, name)
+        if not given or not all(isinstance(x, int) and x >= least for x in given):
+            return f"{name}={list(given)}: numbers of at least {least}"
+    if config.device not in ("cpu", "cuda"):
+        return f"device={config.device}: cpu or cuda"
+    gpus = Machine.this().gpus
+    if config.device == "cuda" and max(config.ranks) > gpus:
+        return f"ranks={list(config.ranks)}: there are {gpus} GPUs here; use device=cpu, or bench=cpu"
+    return ""
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
+def main(config: DictConfig) -> None:
+    """Measures with each number of ranks in turn, and shows what came of it."""
+    from lightning_cp.benchmark.report import draw, machine_name, markdown_page, tables, terminal_table, write_csv
+
+    wrong = check(config)
+    if wrong:
+        sys.exit(f"error: {wrong}")
+    console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
+    rows = []
+    for ranks in config.ranks:
+        with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
+            result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
+            OmegaConf.save({**config, "result": str(result), "folder": str(folder)}, settings, resolve=True)
+            threads = 1 if config.device == "cpu" else 0
+            job = Job(f"{os.path.abspath(__file__)}:measure_all", settings, ranks, folder / "logs", threads=threads)
+            done = LocalLauncher(limit_s=config.limit_s).launch(job)
+            if done.failure is not None:
+                print(f"error: {done.failure.describe()}", file=sys.stderr)
+                sys.exit(done.exit_code)
+            sets = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
+        for found in sets:
+            rows += found
+            for title, cells in tables(found):
+                console.print(terminal_table(title, cells))
+    write_csv(rows, folder / "bench.csv")
+    drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]
+    for path in drawn:
+        draw([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
+    if config.page is not None:
+        page = Path(config.page)
+        for path in drawn:
+            page.with_name(path.name).write_bytes(path.read_bytes())
+        given = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
+        command = shlex.join(["python", "recipes/bench.py", *given])
+        pictures = [path.name for path in drawn]
+        page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
+    console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")
+
+
+if __name__ == "__main__":
+    sys.argv += quiet_overrides(os.environ)
+    main()
