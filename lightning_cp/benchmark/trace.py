@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-_WAIT = "lightning_cp::wait"
+from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.transfer import WAIT
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ def record(step: Callable[[], object], path: Path | None = None) -> list[dict[st
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, profile_memory=True) as found:
+    with profile(activities=activities, profile_memory=True) as found, _marked():
         step()
     with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
         where = Path(folder) / "trace.json" if path is None else path
@@ -45,6 +47,15 @@ def record(step: Callable[[], object], path: Path | None = None) -> list[dict[st
         found.export_chrome_trace(str(where))
         events: list[dict[str, Any]] = json.loads(where.read_text(encoding="utf-8"))["traceEvents"]
     return events
+
+
+@contextmanager
+def _marked() -> Iterator[None]:
+    NOTES.traced = True
+    try:
+        yield
+    finally:
+        NOTES.traced = False
 
 
 def read_trace(events: list[dict[str, Any]]) -> Trace:
@@ -57,5 +68,5 @@ def read_trace(events: list[dict[str, Any]]) -> Trace:
     spans = [x for x in events if x.get("ph") == "X" and "dur" in x]
     first = min((float(x["ts"]) for x in spans), default=0.0)
     last = max((float(x["ts"]) + float(x["dur"]) for x in spans), default=0.0)
-    waits = sum(float(x["dur"]) for x in spans if x["name"] == _WAIT)
+    waits = sum(float(x["dur"]) for x in spans if x["name"] == WAIT)
     return Trace(most, held, last - first, waits)

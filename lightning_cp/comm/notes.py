@@ -39,6 +39,7 @@ class Notes:
         collectives: how many were begun.
         sent_bytes: to others, by our own transfers.
         waited_s: for them to end, on the host.
+        traced: whether waits are marked for a profiler, which takes its time.
         module: where the thread is.
     """
 
@@ -46,6 +47,7 @@ class Notes:
     collectives: int = 0
     sent_bytes: int = 0
     waited_s: float = 0.0
+    traced: bool = False
     module: Module | None = None
 
     def enter(self, module: nn.Module, model: nn.Module | None = None) -> None:

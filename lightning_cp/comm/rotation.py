@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, layout_of, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Layout, pack, packet_bytes, unpack
 from lightning_cp.comm.transfer import Pending, exchange
 
 LayoutOf = Callable[[int], Layout]

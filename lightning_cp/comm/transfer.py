@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,8 @@ from torch.profiler import record_function
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.mesh import Groups
+
+WAIT = "lightning_cp::wait"  # in a trace
 
 
 @dataclass
@@ -31,7 +34,7 @@ class Pending:
         if not self.works:
             return
         began = time.perf_counter()
-        with record_function("lightning_cp::wait"):
+        with record_function(WAIT) if NOTES.traced else nullcontext():
             for work in self.works:
                 work.wait()
         NOTES.waited_s += time.perf_counter() - began

@@ -1,0 +1,55 @@
+"""Figures become rows, cells and pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_cp.benchmark.measure import Figures
+from lightning_cp.benchmark.report import markdown_page, rows_of, tables, write_csv
+from lightning_cp.benchmark.subject import ONE_THREAD
+from lightning_cp.benchmark.trace import read_trace
+
+FOUND = {
+    ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
+    "ring": Figures(times_s=[1.2, 1.0, 2.0, 1.1], peak_bytes=3_000_000, sent_bytes=8, exchanges=3, waited=0.25),
+    "theirs": Figures(refused="ValueError: not | here"),
+}
+
+
+def test_times_become_multiples_of_the_limit() -> None:
+    one, ring, theirs = rows_of("attention", 512, 4, FOUND)
+    assert one["ratio"] == pytest.approx(4), "one process does the work of four ranks"
+    assert ring["ratio"] == pytest.approx(1.0 / (4.0 / 4))
+    assert ring["median_ratio"] == pytest.approx(1.15 / (4.5 / 4))
+    assert ring["spread"] == pytest.approx((2.0 - 1.1) / 1.15)
+    assert theirs["ratio"] is None
+    assert theirs["refused"] == "ValueError: not | here"
+
+
+def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
+    rows = rows_of("attention", 512, 4, FOUND)
+    page = markdown_page(rows, machine="a machine", command="python recipes/bench.py", pictures=["a.png"])
+    assert "Made on a machine by\n\n    python recipes/bench.py\n" in page
+    assert "| ring | 1000.0 | 1.00 | 1.02 | 78 % | 3.0 | 0.0 | 3 | 25 % |" in page
+    assert "| theirs | ValueError: not / here |" in page
+    ((title, cells),) = tables(rows)
+    assert title == "attention, 512 tokens, 4 ranks"
+    assert {len(line) for line in cells} == {9}
+    write_csv(rows, tmp_path / "bench.csv")
+    assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
+
+
+def test_a_trace_tells_of_bytes_and_waits() -> None:
+    def memory(ts: float, size: int) -> dict[str, object]:
+        return {"name": "[memory]", "ph": "i", "ts": ts, "args": {"Bytes": size, "Device Type": 0}}
+
+    def span(name: str, ts: float, duration: float) -> dict[str, object]:
+        return {"name": name, "ph": "X", "ts": ts, "dur": duration}
+
+    waits = [span("lightning_cp::wait", 2.0, 1.5), span("lightning_cp::wait", 6.0, 0.5)]
+    events = [memory(3, -40), memory(1, 100), memory(4, 20), memory(2, 50), span("step", 0.0, 10.0), *waits]
+    trace = read_trace(events)
+    assert (trace.peak_bytes, trace.held_bytes) == (150, 130)
+    assert (trace.duration_us, trace.wait_us) == (10.0, 2.0)
