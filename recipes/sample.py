@@ -101,13 +101,11 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     chosen = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **chosen)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
-    asked = config.prompts
-    texts = read_prompts([asked] if isinstance(asked, str) and not Path(asked).is_file() else asked)
     times, loaded = StageTimes(), time.perf_counter()
     times.watch(pipe)
     sample_prompts(
         pipe,
-        [text for text in texts for _ in range(config.count or 1)],
+        [text for text in read_prompts(config.prompts) for _ in range(config.count or 1)],
         seed=config.seed,
         per_call=config.per_call,
         write=album.add,

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.apply import parallel_pipeline
+
+# in the names of inputs: of pictures, clips and sounds, and of what masks texts
+_MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
+_TEXT = {"prompt", "attention"}
 
 
 def sample_prompts(
@@ -28,20 +34,22 @@ def sample_prompts(
 ) -> list[Any]:
     """Calls a parallel pipeline with every prompt, each data group with its share of them (counts may be uneven).
 
-    Sample i is drawn from a generator of its own, seeded with `seed + i`, so that it does not depend on the number of
-    groups, or of samples a call.
+    Sample i is drawn from a generator of its own, seeded with `seed + i`, so that with per_call=1 it depends neither on
+    the number of groups nor on the other prompts. With more, texts of unequal length are padded together as the
+    pipeline does it, which the numbers of some depend on.
 
     Args:
         pipe: made parallel by `parallelize_pipeline`.
         prompts: texts, or a file with one a line; the same on every rank.
         seed: of the first sample.
-        per_call: prompts that a group gives its pipeline at a time.
+        per_call: prompts that a group gives its pipeline at a time; 1 with images, videos, masks or sounds.
         write: called with (number of the prompt, its sample) once for each prompt, by one rank, as soon as it is there.
         collect: whether every rank gets all samples; else each gets those of its own group.
-        inputs: every other argument of the pipeline.
+        inputs: every other argument of the pipeline, the same for all prompts.
     Returns: samples in the order of the prompts: entries of the first field of the pipeline's result.
     Ranks: the whole world.
-    Raises: ValueError: no prompts, inputs that the pipeline does not take, or a pipeline that is not parallel.
+    Raises: ValueError: no prompts, inputs that the pipeline does not take (so many at a time), a pipeline that is not
+        parallel, or a result without an entry a prompt.
     """
     installed = parallel_pipeline(pipe)
     if installed is None:
@@ -49,6 +57,7 @@ def sample_prompts(
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
     asked = _check_inputs(pipe, inputs)
+    _check_media(inputs, per_call)
     texts, ranks = read_prompts(prompts), installed.ranks
     mine, most = share_of(len(texts), ranks), -(-len(texts) // ranks.data_size)
     if installed.stages is not None and installed.stages.setting == "release" and most > per_call:
@@ -59,7 +68,8 @@ def sample_prompts(
     found: list[Any] = []
     for first, batch in _batches(texts, mine, per_call):
         generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-        samples = _samples(pipe(**{asked: batch}, generator=generators, **inputs))
+        result = pipe(**{asked: batch}, generator=generators, **_for_each(inputs, len(batch)))
+        samples = _samples(pipe, result, len(batch))
         for i, sample in enumerate(samples):
             if write is not None and ranks.sample.context_rank == 0:
                 write(first + i, sample)
@@ -70,11 +80,11 @@ def sample_prompts(
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     """Texts (or classes) as they are, or the lines of a file that are not empty. Raises: ValueError: there are none."""
     if isinstance(prompts, (str, Path)):
-        if not Path(prompts).is_file():
+        if not os.path.isfile(prompts):  # False for texts that are too long for a path
             raise ValueError(
                 f"prompts={str(prompts)!r} is no file with a prompt a line; give a list of texts, or a path"
             )
-        lines = [line.strip() for line in Path(prompts).read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in Path(prompts).read_text(encoding="utf-8-sig").splitlines()]
         texts: list[Any] = [line for line in lines if line]
     elif isinstance(prompts, Sequence):
         texts = list(prompts)
@@ -108,15 +118,47 @@ def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
     return asked
 
 
+def _check_media(inputs: Mapping[str, Any], per_call: int) -> None:
+    """Raises: ValueError: several prompts a call with what pipelines encode once, with the first sample's generator."""
+    shown = next((name for name, value in inputs.items() if _is_media(name, value)), None)
+    if per_call > 1 and shown is not None:
+        raise ValueError(
+            f"per_call={per_call} is not valid with {shown}, which pipelines encode once a call, not for each prompt: "
+            "use per_call=1"
+        )
+
+
+def _is_media(name: str, value: Any) -> bool:
+    """Whether an input is a picture, a clip, a sound or a mask of one; settings of these (`video_length`) are not."""
+    first = value[0] if isinstance(value, (list, tuple)) and value else value
+    words = set(name.split("_"))
+    of_media = bool(words & _MEDIA) and not words & _TEXT and not isinstance(value, (bool, int, float, str))
+    return isinstance(first, Image.Image) or (of_media and value is not None)
+
+
+def _for_each(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
+    """The inputs of a call with `count` prompts: to many pipelines negative ones must be as many, in a list."""
+    return {
+        name: [value] * count if name.startswith("negative_prompt") and isinstance(value, str) else value
+        for name, value in inputs.items()
+    }
+
+
 def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:
     for first in range(share.start, share.stop, size):
         yield first, texts[first : min(first + size, share.stop)]
 
 
-def _samples(result: Any) -> list[Any]:
-    """One entry a sample, of the first field of a result."""
-    values = result[0] if isinstance(result, tuple) else next(iter(result.values()))
-    return list(values)
+def _samples(pipe: Any, result: Any, count: int) -> list[Any]:
+    """The entries of the first field of a result. Raises: ValueError: there is not one for each of `count` prompts."""
+    name, values = ("entries", result[0]) if isinstance(result, tuple) else next(iter(result.items()))
+    samples = list(values)
+    if len(samples) != count:
+        raise ValueError(
+            f"{type(pipe).__name__} gave {len(samples)} {name} for {count} prompts, not one for each: use "
+            f"{'per_call=1' if count > 1 else 'another output_type'}, or call the pipeline itself"
+        )
+    return samples
 
 
 def _everyones(found: list[Any], ranks: Branches) -> list[Any]:

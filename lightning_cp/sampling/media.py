@@ -32,13 +32,12 @@ def frames_of(sample: Any) -> Tensor:
         if pixels.ndim == 4 and pixels.shape[-1] in (1, 3, 4):
             whole = pixels.dtype == torch.uint8
             return pixels if whole else (pixels.float().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
-    shape = f" of shape {tuple(sample.shape)}" if hasattr(sample, "shape") else ""
-    raise MediaError(f"a {type(sample).__name__}{shape} is neither a picture [h, w, c] nor a clip [f, h, w, c]")
+    raise MediaError(f"a {_described(sample)} is neither a picture [h, w, c] nor a clip [f, h, w, c]")
 
 
 def is_sound(sample: Any) -> bool:
     """Whether a sample is values over time, not pictures."""
-    return isinstance(sample, (np.ndarray, Tensor)) and sample.ndim <= 2
+    return isinstance(sample, (np.ndarray, Tensor)) and sample.ndim in (1, 2)
 
 
 def check_format(format: str) -> None:
@@ -77,6 +76,11 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     return path
 
 
+def _described(sample: Any) -> str:
+    shape = f" of shape {tuple(sample.shape)}" if hasattr(sample, "shape") else ""
+    return f"{type(sample).__name__}{shape}"
+
+
 def _image(frame: Tensor) -> Image.Image:
     array = frame.numpy()
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
@@ -91,9 +95,9 @@ def _write_mp4(frames: Tensor, path: Path, fps: int) -> None:
 
 
 def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:
+    if not is_sound(sample):
+        raise MediaError(f"a {_described(sample)} is no sound [channels, n], which format=wav is for: use auto")
     values = torch.as_tensor(sample).detach().float().cpu().nan_to_num(0).clamp(-1, 1)
-    if values.ndim not in (1, 2):
-        raise MediaError(f"a sample of shape {tuple(values.shape)} is no sound [channels, n]")
     channels = values.unsqueeze(0) if values.ndim == 1 else values
     with wave.open(str(path), "wb") as file:
         file.setnchannels(len(channels))

@@ -70,7 +70,10 @@ def test_a_sound_is_a_wav(tmp_path: Path) -> None:
         (CLIP, "png", "format=png holds one picture, and a sample has 3 frames"),
         (torch.zeros(2, 5, 7, 9), "auto", r"a Tensor of shape \(2, 5, 7, 9\) is neither a picture"),
         ("a cat", "auto", "a str is neither a picture"),
-        (CLIP, "wav", "no sound"),
+        (CLIP, "wav", r"a Tensor of shape \(3, 5, 7, 3\) is no sound"),
+        (Image.new("RGB", (4, 4)), "wav", r"a Image is no sound \[channels, n\], which format=wav is for: use auto"),
+        ([Image.new("RGB", (4, 4))], "wav", "a list is no sound"),
+        (np.zeros(()), "auto", r"a ndarray of shape \(\) is neither a picture"),
     ],
 )
 def test_what_cannot_be_written_is_refused(sample: Any, format: str, told: str, tmp_path: Path) -> None:

@@ -1,0 +1,130 @@
+"""Prompts over data groups: negative prompts, prompts of one call, results that are not one a prompt, files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.pipelines import read_prompts, sample_prompts, sampling_ranks
+from tests.harness import RankPool
+from tests.pipelines import table
+
+TEXTS = ["a cat", "a very slow dog", "two birds", "rain"]
+
+
+def _pipe(family: str, name: str) -> tuple[Any, dict[str, Any]]:
+    """One of the tiny pipelines, and the inputs of its call without the prompt."""
+    tiny = table(family)[name]
+    torch.manual_seed(0)
+    pipe, inputs = tiny.make(), tiny.inputs()
+    pipe.set_progress_bar_config(disable=True)
+    del inputs["prompt"]
+    return pipe, inputs
+
+
+def _with_a_negative(rank: int, world: int, family: str, name: str, per_call: int) -> list[float]:
+    """Of each sample the relative error, against one process with a list."""
+    pipe, inputs = _pipe(family, name)
+    del inputs["negative_prompt"]
+    alone = []
+    for i, text in enumerate(TEXTS):
+        seeded = [torch.Generator().manual_seed(3 + i)]
+        alone.append(pipe([text], negative_prompt=["blurry"], generator=seeded, **inputs)[0][0])
+    parallelize_pipeline(pipe, ContextParallelConfig())
+    found = sample_prompts(pipe, TEXTS, seed=3, per_call=per_call, negative_prompt="blurry", **inputs)
+    return [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, alone, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "per_call"), [("hunyuan_dit", "hunyuan_dit", 2), ("stable_audio", "stable_audio", 1)]
+)
+def test_one_negative_prompt_is_for_all_prompts(run_ranks: RankPool, family: str, name: str, per_call: int) -> None:
+    for errors in run_ranks(3, _with_a_negative, family, name, per_call):
+        assert max(errors) < 1e-4
+
+
+def _not_one_a_prompt(rank: int, world: int) -> tuple[str, list[int]]:
+    pipe, inputs = _pipe("hunyuan_video", "framepack")
+    parallelize_pipeline(pipe, ContextParallelConfig())
+    written: list[int] = []
+    with pytest.raises(ValueError, match="for 1 prompts") as told:
+        sample_prompts(pipe, TEXTS[:world], write=lambda i, _: written.append(i), **inputs)
+    return str(told.value), written
+
+
+def test_a_result_that_is_not_one_a_prompt_is_refused_on_every_rank(run_ranks: RankPool) -> None:
+    for told, written in run_ranks(3, _not_one_a_prompt):
+        assert told.startswith(
+            "HunyuanVideoFramepackPipeline gave 2 frames for 1 prompts, not one for each: use another"
+        )
+        assert written == []
+
+
+class Halves:
+    """A pipeline that takes much, and gives one sample for two prompts."""
+
+    def __call__(
+        self,
+        prompt: list[str],
+        generator: list[torch.Generator],
+        image: Any = None,
+        last_image: Any = None,
+        mask_image: Any = None,
+        control_video: Any = None,
+        conditions: Any = None,
+        initial_audio_waveforms: Any = None,
+        hint: Any = None,
+        prompt_attention_mask: Any = None,
+        video_length: int = 1,
+        return_dict: bool = True,
+    ) -> Any:
+        samples = prompt[: len(prompt) // 2]
+        return {"images": samples} if return_dict else (samples,)
+
+
+@pytest.fixture
+def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
+    installed = SimpleNamespace(ranks=sampling_ranks(ContextParallelConfig()), stages=None)
+    monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_pipeline", lambda pipe: installed)
+    return Halves()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ({"image": Image.new("RGB", (2, 2))}, "per_call=2 is not valid with image, .*: use per_call=1"),
+        ({"last_image": torch.zeros(3, 2, 2)}, "per_call=2 is not valid with last_image"),
+        ({"mask_image": [Image.new("L", (2, 2))]}, "per_call=2 is not valid with mask_image"),
+        ({"control_video": [torch.zeros(3, 2, 2)]}, "per_call=2 is not valid with control_video"),
+        ({"conditions": object()}, "per_call=2 is not valid with conditions"),
+        ({"initial_audio_waveforms": torch.zeros(1, 9)}, "per_call=2 is not valid with initial_audio_waveforms"),
+        ({"hint": Image.new("RGB", (2, 2))}, "per_call=2 is not valid with hint"),
+        (
+            {"prompt_attention_mask": torch.ones(2, 9)},
+            "Halves gave 1 images for 2 prompts, .*: use per_call=1, or call",
+        ),
+        ({"video_length": 9, "image": None}, "Halves gave 1 images for 2 prompts"),
+        ({"return_dict": False}, "Halves gave 1 entries for 2 prompts"),
+    ],
+)
+def test_several_prompts_a_call_that_a_pipeline_does_not_keep_apart_are_refused(
+    halves: Halves, inputs: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        sample_prompts(halves, ["a", "b"], per_call=2, **inputs)
+
+
+def test_the_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("a cat\nä\n", encoding="utf-8-sig")
+    assert read_prompts(tmp_path / "prompts.txt") == ["a cat", "ä"]
+
+
+def test_a_long_text_is_no_file() -> None:
+    with pytest.raises(ValueError, match="is no file with a prompt a line; give a list of texts"):
+        read_prompts("cat" * 200)
