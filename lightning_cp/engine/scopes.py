@@ -15,6 +15,7 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
 _MARK = "_lightning_cp_call"  # on a block's first tensor argument: which forward it belongs to, for replays
+_SKIPS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook")  # diffusers', of apply_layer_skip
 
 
 @dataclass(eq=False)
@@ -44,7 +45,8 @@ class ScopeHook(Shared):
         if torch.compiler.is_compiling():
             return
         session = self.session
-        if self.checked and output is not None and session.call is not None and not session.call.intercepted:
+        escaped = self.checked and output is not None and session.call is not None and not session.call.intercepted
+        if escaped and not _skips_attention(module):
             raise InterceptionError(
                 f"{path_of(module, self.model)} ran on a shard, but none of its attention passed through lightning_cp, "
                 "so its result would be wrong. Were attention processors replaced (set_attn_processor, "
@@ -71,6 +73,13 @@ class BypassHook(Shared):
                 f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend within this rank's "
                 f"{tokens} tokens only: call F.scaled_dot_product_attention, or gather before it"
             )
+
+
+def _skips_attention(block: nn.Module) -> bool:
+    """Whether a guider of diffusers has the block, or attention in it, left out: each token keeps to itself then."""
+    registries = [getattr(inner, "_diffusers_hook", None) for inner in block.modules()]
+    hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
+    return any(type(hook).__name__ in _SKIPS and hook.dropout == 1 for hook in hooks)
 
 
 def path_of(module: nn.Module, model: nn.Module) -> str:

@@ -14,10 +14,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack
+
+from lightning_cp.errors import InterceptionError
 
 _SDPA = "scaled_dot_product_attention"
+_SKIP = "AttentionScoreSkipFunctionMode"  # diffusers': a guider asks for attention whose result is its values
 _DEPTH = 3  # how far helper functions are followed
 
 Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, scaled_dot_product_attention
@@ -86,7 +90,10 @@ class Seam:
     """
 
     def __init__(self, dispatch: Callable[..., Any], sdpa: Callable[..., Any]) -> None:
-        self._replacements: Replacements = {"dispatch_attention_fn": dispatch, _SDPA: sdpa}
+        self._replacements: Replacements = {
+            "dispatch_attention_fn": _unless_skipped(dispatch, tokens=-3),
+            _SDPA: _unless_skipped(sdpa, tokens=-2),
+        }
         self._classes: dict[type, type] = {}
 
     def intercept(self, module: nn.Module, *, mark: object) -> Callable[[], None]:
@@ -118,8 +125,30 @@ class Seam:
             name = attending_method(kind)
             assert name is not None, f"{kind.__name__} was found to attend"
             bound = rebind(getattr(kind, name), self._replacements)
-            self._classes[kind] = type(kind.__name__, (kind,), {name: bound, "__module__": kind.__module__})
+            # What a processor says its class is stays: diffusers' AttentionProcessorRegistry looks it up by that.
+            ours = {name: bound, "__module__": kind.__module__, "__class__": property(lambda _: kind)}
+            self._classes[kind] = type(kind.__name__, (kind,), ours)
         return self._classes[kind]
+
+
+def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[..., Tensor]:
+    """`attend`, or the values where diffusers skips attention scores: each token's own, so nothing is exchanged.
+
+    Args: tokens: the dim of queries, keys and values that counts them.
+    """
+
+    def attend_unless_skipped(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        if not any(type(mode).__name__ == _SKIP for mode in modes):
+            return attend(query, key, value, *args, **kwargs)
+        if query.shape[tokens] != value.shape[tokens]:
+            raise InterceptionError(
+                f"skip_attention_scores=True, but {query.shape[tokens]} queries attend to {value.shape[tokens]} keys "
+                "here, whose values cannot stand for the result: leave this layer out of the LayerSkipConfig"
+            )
+        return value
+
+    return attend_unless_skipped
 
 
 def exchange_processor(module: nn.Module, ours: Any) -> Callable[[], None]:

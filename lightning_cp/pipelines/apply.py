@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -29,6 +28,7 @@ from lightning_cp.pipelines.calling import (
     undo_all,
 )
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
+from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
     layers_to_shard,
@@ -106,10 +106,15 @@ def parallelize_pipeline(
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     found = transformers_of(pipe, components)
+    refuse_processor_swaps(pipe)
     ranks = branches_for(config, cfg)
     layers = layers_to_shard(components, shard, found, ranks)
     staged = make_stages(pipe, stages, components, found, rank_device(ranks))
-    check = partial(check_placement, pipe, components, found, shard=layers, stages=stages)
+
+    def check() -> None:
+        check_placement(pipe, components, found, shard=layers, stages=stages)
+        check_guiders(pipe, ranks)
+
     check()
     undo: list[Undo] = []
     try:

@@ -49,7 +49,7 @@ class BranchCalls:
         name: of the pipeline, for errors.
         branches: of this rank.
         ledger: of what is computed elsewhere.
-        forms: of results, by module and the shapes of its arguments. The first call of each is computed by all ranks.
+        forms: of results, by module, shapes of arguments, autocast. The first call of each is computed by all ranks.
         lonely: exchanges, one after another, that were for fewer calls than there are branches.
         shared: calls that were shared out.
         is_active: whether a call of the pipeline is under way.
@@ -100,7 +100,7 @@ class BranchCalls:
     def _take_turns(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = (id(module), _shapes((args, kwargs)))
+        key = (id(module), _shapes((args, kwargs)), _autocast((args, kwargs)))
         form, turn = self.forms.get(key), len(self.ledger.results) % self.branches.cfg
         if form is not None and turn != self.branches.cfg_rank:
             room = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
@@ -154,6 +154,13 @@ def _shapes(values: Any) -> Any:
     """What decides the shapes of a result: shapes of tensors, and all else as it is."""
     leaves, spec = tree_flatten(values)
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)
+
+
+def _autocast(values: Any) -> tuple[Any, ...]:
+    """What decides the dtypes of a result beside its arguments': those that autocast computes in, where it is on."""
+    kinds = sorted({x.device.type for x in _tensors(values)})
+    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
 
 
 def _plain(value: Any) -> str:

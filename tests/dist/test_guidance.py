@@ -123,6 +123,25 @@ def test_steps_without_guidance_among_others_are_exact(run_ranks: RankPool) -> N
     assert run_ranks(2, _lonely) == [(expected, 8)] * 2
 
 
+def _autocast(rank: int, world: int) -> list[tuple[torch.dtype, bool]]:
+    """Calls of equal arguments without autocast, with it, and in another of its types: types, and whether exact."""
+    torch.manual_seed(0)
+    calls, model, found = BranchCalls("a loop", _ranks(rank, world)), nn.Linear(4, 3), []
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
+            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+                given = [torch.full((1, 4), 1.0 + branch) for branch in range(world)]
+                outs = [calls.call(model, model, (x,), {}) for x in given]
+                exact = [torch.equal(torch.cat([out]), model(x)) for out, x in zip(outs, given)]
+                found += [(out.dtype, same) for out, same in zip(outs, exact)]
+    return found
+
+
+def test_calls_with_and_without_autocast_are_exact(run_ranks: RankPool) -> None:
+    types = (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16)
+    assert run_ranks(3, _autocast) == [[(dtype, True) for dtype in types for _ in range(3)]] * 3
+
+
 def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: int) -> tuple[float, int]:
     """A hand-written sampling loop with a model of one's own; its largest error, and the rows of its batches."""
     torch.manual_seed(3)

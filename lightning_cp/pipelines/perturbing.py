@@ -1,0 +1,39 @@
+"""Pipelines and guiders that perturb a transformer: those that cannot be parallel are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches
+
+
+def refuse_processor_swaps(pipe: Any) -> None:
+    """Raises: PlanError: a PAG pipeline, whose calls put processors of its own in the place of ours."""
+    if hasattr(pipe, "set_pag_applied_layers"):
+        name = type(pipe).__name__
+        raise PlanError(
+            f"{name} replaces attention processors in each call (perturbed attention guidance), which then attend "
+            f"within the tokens of one rank: use {name.replace('PAG', '')}, or call it in one process. (The guider "
+            "PerturbedAttentionGuidance works, in pipelines that have guiders)"
+        )
+
+
+def check_guiders(pipe: Any, ranks: Branches) -> None:
+    """Before a call. Raises: PlanError: a guider that drops at random, which ranks would do each in their own way."""
+    if ranks.sample.context_size == 1:
+        return
+    for name, guider in pipe.components.items():
+        for dropout in _dropouts(guider):
+            if dropout not in (0, 1):
+                raise PlanError(
+                    f"{type(pipe).__name__}.{name}: {type(guider).__name__} drops at random (dropout={dropout}), and "
+                    "ranks would not draw what one process does: use dropout=1.0, which skips the layers"
+                )
+
+
+def _dropouts(guider: Any) -> list[float]:
+    """Of diffusers' `LayerSkipConfig`s, in whichever attribute a guider keeps them."""
+    values = vars(guider).values() if hasattr(guider, "prepare_models") else ()
+    configs = [config for value in values if isinstance(value, list) for config in value]
+    return [config.dropout for config in configs if hasattr(config, "skip_attention_scores")]

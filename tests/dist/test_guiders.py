@@ -1,0 +1,178 @@
+"""Guiders of diffusers that leave parts of a transformer out, modular pipelines, and PAG pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from diffusers import ClassifierFreeGuidance, LayerSkipConfig, PerturbedAttentionGuidance, SkipLayerGuidance
+from diffusers.guiders import AutoGuidance
+from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.engine.seam import Seam
+from lightning_cp.errors import InterceptionError, PlanError
+from lightning_cp.pipelines import parallel_pipeline
+from tests.harness import RankPool
+from tests.models.modes import MODES
+from tests.pipelines import table
+
+MODULAR = {"qwen_image": "QwenImageModularPipeline", "z_image": "ZImageModularPipeline"}
+SCORES = {"skip_attention": False, "skip_attention_scores": True, "skip_ff": False}
+
+
+def _skip(**parts: Any) -> SkipLayerGuidance:
+    always = {"skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 1.0, "skip_layer_guidance_scale": 2.0}
+    return SkipLayerGuidance(guidance_scale=3.0, skip_layer_config=LayerSkipConfig([1], **parts), **always)
+
+
+def _guider(name: str) -> Any:
+    always = {"perturbed_guidance_start": 0.0, "perturbed_guidance_stop": 1.0}
+    match name:
+        case "plain":
+            return ClassifierFreeGuidance(guidance_scale=3.0)
+        case "attention scores":
+            return PerturbedAttentionGuidance(
+                3.0, 2.0, perturbed_guidance_config=LayerSkipConfig([1], **SCORES), **always
+            )
+        case "attention":
+            return _skip(skip_ff=False)
+        case "feed-forward":
+            return _skip(skip_attention=False)
+        case "block":
+            return _skip()
+        case "block of the unconditional":
+            return AutoGuidance(3.0, auto_guidance_config=LayerSkipConfig([0, 1]))
+    raise KeyError(name)
+
+
+# By pipeline. With joint attention that takes two streams diffusers cannot skip all of attention.
+TRIED = {
+    "qwen_image": ("plain", "attention scores", "feed-forward"),
+    "hunyuan_image": ("attention scores", "block", "block of the unconditional"),
+    "z_image": ("attention scores", "attention"),
+}
+
+
+def _pipe(name: str, guider: Any) -> Any:
+    torch.manual_seed(0)
+    pipe = table(name)[name].make()
+    if name in MODULAR:
+        modular = getattr(diffusers, MODULAR[name])()
+        names = set(modular.pretrained_component_names) & {key for key, x in pipe.components.items() if x is not None}
+        modular.update_components(guider=guider, **{key: pipe.components[key] for key in names})
+        return modular
+    pipe.guider = guider
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _output(pipe: Any, name: str) -> Tensor:
+    settings: dict[str, Any] = {
+        "prompt": "a cat",
+        "negative_prompt": "dark",
+        "height": 32,
+        "width": 48,
+        "num_inference_steps": 2,
+    }
+    settings |= {"output": "images"} if name in MODULAR else {}
+    result = pipe(**settings, output_type="pt", generator=torch.Generator().manual_seed(7))
+    return torch.as_tensor(result if isinstance(result, Tensor) else result[0])
+
+
+def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, tuple[float, float, int]]:
+    """By guider: the error, how far its result is from plain guidance's, and how many calls were shared out."""
+    found = {}
+    plain = _output(_pipe(name, _guider("plain")), name)
+    for guider in TRIED[name]:
+        pipe = _pipe(name, _guider(guider))
+        alone = _output(pipe, name)
+        parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg)
+        together = _output(pipe, name)
+        installed = parallel_pipeline(pipe)
+        assert installed is not None
+        unparallelize_pipeline(pipe)
+        assert torch.equal(_output(pipe, name), alone), "not as before"
+        errors = [float((alone - x).abs().max() / alone.abs().max()) for x in (together, plain)]
+        found[guider] = errors[0], errors[1], installed.calls.shared
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "mode", "cfg"),
+    [
+        ("qwen_image", 2, "ring", 1),
+        ("qwen_image", 3, "ulysses", 1),
+        ("qwen_image", 2, "ring", 2),
+        ("qwen_image", 3, "ring", 1),
+        ("hunyuan_image", 3, "ring", 1),
+        ("hunyuan_image", 4, "ulysses", 2),
+        ("z_image", 3, "ring", 1),
+    ],
+)
+def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: int, mode: str, cfg: int) -> None:
+    for found in run_ranks(world, _tried, name, mode, cfg, timeout_s=120):
+        for guider, (error, change, shared) in found.items():
+            assert error < 1e-4, guider
+            assert change > 1e-3 or guider == "plain", f"{guider} changes nothing"
+            assert (shared > 0) == (cfg > 1), guider
+
+
+def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
+    class Cross(torch.nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return torch.nn.functional.scaled_dot_product_attention(x, y, y)
+
+    module, x, y = Cross(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
+    undo = Seam(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
+    assert not module(x, y).any()
+    with AttentionScoreSkipFunctionMode():
+        assert module(y, y) is y
+        with pytest.raises(InterceptionError, match="skip_attention_scores=True, but 5 queries attend to 3 keys"):
+            module(x, y)
+    undo()
+
+
+def _dropping(rank: int, world: int) -> str:
+    """Refused before, and where the guider is given afterwards."""
+    drops = AutoGuidance(auto_guidance_config=LayerSkipConfig([1], dropout=0.25))
+    pipe = _pipe("hunyuan_image", drops)
+    with pytest.raises(PlanError) as before:
+        parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    pipe.guider = _guider("plain")
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    pipe.guider = drops
+    with pytest.raises(PlanError) as after:
+        _output(pipe, "hunyuan_image")
+    assert str(before.value) == str(after.value)
+    return str(before.value)
+
+
+def test_a_guider_that_drops_at_random_is_refused(run_ranks: RankPool) -> None:
+    for told in run_ranks(2, _dropping):
+        assert told.startswith("HunyuanImagePipeline.guider: AutoGuidance drops at random (dropout=0.25)")
+
+
+PAG = {"pixart_sigma": "pixart", "sana": "sana", "hunyuan_dit": "hunyuan_dit"}
+
+
+def _refused(rank: int, world: int, name: str, cfg: int) -> tuple[str, str]:
+    made = table(PAG[name])[name].make()
+    kind = getattr(diffusers, type(made).__name__.replace("Pipeline", "PAGPipeline"))
+    pipe = kind(**made.components, pag_applied_layers=["0"])
+    with pytest.raises(PlanError) as refusal:
+        parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg)
+    assert type(pipe) is kind, "the pipeline is not as it was"
+    assert parallel_pipeline(pipe) is None
+    parallelize_pipeline(type(made).from_pipe(pipe), ContextParallelConfig(ring_degree=world // cfg), cfg=cfg)
+    return type(made).__name__, str(refusal.value)
+
+
+@pytest.mark.parametrize(("name", "cfg"), [("pixart_sigma", 1), ("sana", 3), ("hunyuan_dit", 1)])
+def test_pag_pipelines_are_refused_by_name(run_ranks: RankPool, name: str, cfg: int) -> None:
+    for plain, told in run_ranks(3, _refused, name, cfg):
+        assert told.startswith(f"{plain.replace('Pipeline', 'PAGPipeline')} replaces attention processors in each call")
+        assert f"use {plain}, or" in told
