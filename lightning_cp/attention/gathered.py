@@ -6,7 +6,7 @@ Only the first slice is not hidden behind another: there, the local keys are att
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.keys import Parts, Ring, attend_keys, grads_of_keys
-from lightning_cp.comm.rows import Gathering, HomingRows, gather_rows
+from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.packets import Packets, exchange_packets
 from lightning_cp.kernels import Grads, Part, PartGrad
 
 # Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
@@ -33,11 +34,11 @@ class _Slice(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Keys that are attended to at once, by global position. is_own: they are this rank's."""
+    """Keys that are attended to at once: from global position `start` on; K and V [b, sk, heads, d]."""
 
     start: int
-    stop: int
-    is_own: bool
+    key: Tensor
+    value: Tensor
 
 
 def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> Part:
@@ -46,18 +47,14 @@ def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ri
     Args, Returns: as `ring_forward`.
     Ranks: all of `ring.group`. Each sends its K and V, and a "keys" mask, n - 1 times.
     """
-    mask = _mask_of_all(mask, ring)
-    parts = []
-    for index, (heads, buffer, arriving) in enumerate(_gathered(q, k, v, ring)):
-        slice_parts, own_q = Parts(q[:, :, heads.query], ring), q[:, :, heads.query]
-        for keys in _stretches(ring, q.shape[1], own_first=index == 0):
-            if not keys.is_own:
-                arriving.wait()
-            key, value = _keys_and_values(buffer, keys)
+    mask, parts = _mask_of_all(mask, ring), []
+    for heads, stretches in _gathered(q, k, v, ring):
+        own_q = q[:, :, heads.query]
+        merging = Parts(own_q, ring)
+        for keys in stretches:
             seen = _mask_of(mask, heads, keys)
-            slice_parts.add(attend_keys(own_q, key, value, seen, start=keys.start, ring=ring))
-        arriving.wait()
-        parts.append(slice_parts.merged())
+            merging.add(attend_keys(own_q, keys.key, keys.value, seen, start=keys.start, ring=ring))
+        parts.append(merging.merged())
     if len(parts) == 1:
         return parts[0]
     return Part(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
@@ -72,58 +69,134 @@ def gathered_backward(
     Ranks: all of `ring.group`. Each sends its K, V and mask n - 1 times, and dK and dV of every other rank's keys (in
         float32 where `wide`).
     """
-    mask, dtype = _mask_of_all(mask, ring), ring.sums_in(q.dtype)
-    homing = HomingRows(ring.kv_lengths, group=ring.several)
-    queries, totals = [], []
-    shares = k.new_empty(0)
-    for index, (heads, buffer, arriving) in enumerate(_gathered(q, k, v, ring)):
-        of_slice = PartGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
+    mask, homing, queries = _mask_of_all(mask, ring), _Homing(k, ring), []
+    for heads, stretches in _gathered(q, k, v, ring):
+        of_heads = PartGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
         own_q, own_part = q[:, :, heads.query], Part(part.out[:, :, heads.query], part.lse[:, :, heads.query])
-        found: list[tuple[_Stretch, Grads]] = []
-        for keys in _stretches(ring, q.shape[1], own_first=index == 0):
-            if not keys.is_own:
-                arriving.wait()
-            key, value = _keys_and_values(buffer, keys)
+        total: Tensor | None = None
+        found: list[tuple[int, Grads]] = []
+        for keys in stretches:
             seen = _mask_of(mask, heads, keys)
-            grads = grads_of_keys(of_slice, own_q, key, value, own_part, seen, start=keys.start, ring=ring)
-            if grads is not None:
-                found.append((keys, grads))
-        arriving.wait()
-        homing.finish()
-        if shares.shape != buffer.shape:
-            shares = buffer.new_empty(buffer.shape, dtype=dtype)
-        _fill(shares, found)
-        own = ring.keys_of(ring.rank)
-        totals.append(buffer.new_empty(len(own), *buffer.shape[1:], dtype=dtype))
-        homing.send(shares, totals[-1])
-        queries.append(_sum_of_queries([grads for _, grads in found], own_q, dtype))
-    homing.finish()
-    total = totals[0] if len(totals) == 1 else torch.cat(totals, 3)
-    dk, dv = (k.new_empty(k.shape).copy_(x.transpose(0, 1)) for x in total.unbind(2))
+            grads = grads_of_keys(of_heads, own_q, keys.key, keys.value, own_part, seen, start=keys.start, ring=ring)
+            if grads is None:
+                continue
+            found.append((keys.start, grads))
+            total = grads.query if total is None else total.to(ring.sums_in(q.dtype)).add_(grads.query)
+        homing.send(heads, found)
+        queries.append(torch.zeros_like(own_q) if total is None else total)
+    dk, dv = homing.finish()
     dq = queries[0] if len(queries) == 1 else torch.cat(queries, 2)
-    return Grads(dq.to(q.dtype), dk, dv)
+    return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Slice, Tensor, Gathering]]:
-    """K and V of all ranks, [sk_global, b, 2, heads, d], a slice of heads at a time; others' are there after `wait`."""
+def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Slice, Iterator[_Stretch]]]:
+    """K and V of all ranks, a slice of heads at a time; the next is under way while this one is used.
+
+    Those of the first slice come rank by rank, ours first, since nothing else hides their way; then all keys at once.
+    """
     slices = _slices(q, k, sum(ring.kv_lengths))
-    own, total, b, d = ring.keys_of(ring.rank), sum(ring.kv_lengths), k.shape[0], k.shape[3]
-    widest = max(heads.heads for heads in slices)
-    room = [k.new_empty(total * b * 2 * widest * d) for _ in slices[:2]]
+    sizes = [[packet_bytes(_layout(k, heads, n)) for n in ring.kv_lengths] for heads in slices]
+    largest = max(sum(of_slice) for of_slice in sizes)
+    room = [k.new_empty(largest, dtype=torch.uint8) for _ in slices[:2]]
+    widest, b, d = max(heads.heads for heads in slices), k.shape[0], k.shape[3]
+    whole = k.new_empty(2 * b * widest * sum(ring.kv_lengths) * d) if len(slices) > 1 else k.new_empty(0)
 
-    def start(index: int) -> tuple[_Slice, Tensor, Gathering]:
-        heads = slices[index]
-        buffer = room[index % 2][: total * b * 2 * heads.heads * d].view(total, b, 2, heads.heads, d)
-        for place, x in zip(buffer[own.start : own.stop].unbind(2), (k, v), strict=True):
-            place.copy_(x[:, :, heads.key].transpose(0, 1))
-        return heads, buffer, gather_rows(buffer, ring.kv_lengths, group=ring.several)
+    def start(index: int) -> Packets:
+        mine = pack([x[:, :, slices[index].key].transpose(1, 2) for x in (k, v)])
+        return exchange_packets([mine] * len(ring.kv_lengths), sizes[index], room[index % 2], group=ring.several)
 
     following = start(0)
-    for index in range(len(slices)):
-        current = following
+    for index, heads in enumerate(slices):
+        arriving = following
         if index + 1 < len(slices):
             following = start(index + 1)
-        yield current
+        layouts = [_layout(k, heads, n) for n in ring.kv_lengths]
+        yield heads, _by_rank(arriving, layouts, ring) if index == 0 else _at_once(arriving, layouts, whole, q, ring)
+
+
+def _by_rank(arriving: Packets, layouts: list[Layout], ring: Ring) -> Iterator[_Stretch]:
+    size = len(layouts)
+    for step in range(size):
+        owner = (ring.rank - step) % size
+        if step:
+            arriving.wait()
+        key, value = unpack(arriving.by_rank[owner], layouts[owner])
+        yield _Stretch(ring.keys_of(owner).start, key.transpose(1, 2), value.transpose(1, 2))
+    arriving.wait()
+
+
+def _at_once(arriving: Packets, layouts: list[Layout], whole: Tensor, q: Tensor, ring: Ring) -> Iterator[_Stretch]:
+    """All keys, but cut where the local queries begin to see them differently."""
+    arriving.wait()
+    total, (b, heads, _, d) = sum(ring.kv_lengths), layouts[0][0].shape
+    both = whole[: 2 * b * heads * total * d].view(2, b, heads, total, d)
+    for owner, (packet, layout) in enumerate(zip(arriving.by_rank, layouts, strict=True)):
+        keys = ring.keys_of(owner)
+        for place, x in zip(both, unpack(packet, layout), strict=True):
+            place[:, :, keys.start : keys.stop].copy_(x)
+    cuts = {0, total}
+    if ring.causal:
+        cuts |= {min(ring.q_start, total), min(ring.q_start + q.shape[1], total)}
+    for begin, end in pairwise(sorted(cuts)):
+        key, value = both[:, :, :, begin:end].transpose(2, 3)
+        yield _Stretch(begin, key, value)
+
+
+class _Homing:
+    """Sums every rank's dK and dV at their owner, those of a slice under way while the next are computed."""
+
+    def __init__(self, k: Tensor, ring: Ring) -> None:
+        self._k, self._ring, self._dtype = k, ring, ring.sums_in(k.dtype)
+        b, s, heads, d = k.shape
+        self._totals = [k.new_empty(b, heads, s, d, dtype=self._dtype) for _ in range(2)]
+        self._room = self._shares = k.new_empty(0, dtype=torch.uint8)
+        self._under_way: tuple[_Slice, Packets] | None = None
+
+    def send(self, heads: _Slice, found: list[tuple[int, Grads]]) -> None:
+        """Args: found: gradients of stretches of the keys that begin at a global position; others' are 0."""
+        self._arrive()
+        ring = self._ring
+        layouts = [_layout(self._k, heads, n, self._dtype) for n in ring.kv_lengths]
+        sizes = [packet_bytes(layout) for layout in layouts]
+        if len(self._shares) < sum(sizes):
+            self._shares = self._k.new_empty(sum(sizes), dtype=torch.uint8)
+            self._room = self._k.new_empty(sizes[ring.rank] * len(sizes), dtype=torch.uint8)
+        packets = list(torch.split(self._shares[: sum(sizes)], sizes))
+        if sum(grads.key.shape[1] for _, grads in found) < sum(ring.kv_lengths):
+            self._shares.zero_()
+        for owner, (packet, layout) in enumerate(zip(packets, layouts, strict=True)):
+            for start, grads in found:
+                _copy_rows(unpack(packet, layout), ring.keys_of(owner), (grads.key, grads.value), start)
+        for total, share in zip(self._totals, unpack(packets[ring.rank], layouts[ring.rank]), strict=True):
+            total[:, heads.key].copy_(share)
+        own = [sizes[ring.rank]] * len(sizes)
+        self._under_way = (heads, exchange_packets(packets, own, self._room, group=ring.several))
+
+    def finish(self) -> list[Tensor]:
+        """dK and dV of this rank's keys, [b, s, hk, d]."""
+        self._arrive()
+        return [x.transpose(1, 2) for x in self._totals]
+
+    def _arrive(self) -> None:
+        if self._under_way is None:
+            return
+        heads, packets = self._under_way
+        packets.wait()
+        layout = _layout(self._k, heads, self._k.shape[1], self._dtype)
+        for owner, packet in enumerate(packets.by_rank):
+            if owner != self._ring.rank:
+                for total, share in zip(self._totals, unpack(packet, layout), strict=True):
+                    total[:, heads.key].add_(share)
+        self._under_way = None
+
+
+def _copy_rows(places: list[Tensor], owned: range, grads: tuple[Tensor, Tensor], start: int) -> None:
+    """What of a stretch's gradients [b, sk, heads, d] belongs to an owner, into [b, heads, s_owner, d]."""
+    begin, end = max(owned.start, start), min(owned.stop, start + grads[0].shape[1])
+    if begin < end:
+        for place, x in zip(places, grads, strict=True):
+            rows = x[:, begin - start : end - start].transpose(1, 2)
+            place[:, :, begin - owned.start : end - owned.start].copy_(rows)
 
 
 def _slices(q: Tensor, k: Tensor, length: int) -> list[_Slice]:
@@ -135,58 +208,25 @@ def _slices(q: Tensor, k: Tensor, length: int) -> list[_Slice]:
     return [_Slice(slice(a, b), slice(a * group, b * group)) for a, b in pairwise(bounds)]
 
 
-def _stretches(ring: Ring, sq: int, *, own_first: bool) -> Sequence[_Stretch]:
-    """The keys, cut where the local queries begin to see them differently; this rank's apart, and first, if asked."""
-    own, total = ring.keys_of(ring.rank), sum(ring.kv_lengths)
-    cuts = {0, total}
-    if own_first:
-        cuts |= {own.start, own.stop}
-    if ring.causal:
-        cuts |= {min(ring.q_start, total), min(ring.q_start + sq, total)}
-    found = [
-        _Stretch(start, stop, own_first and own.start <= start and stop <= own.stop)
-        for start, stop in pairwise(sorted(cuts))
-        if not ring.causal or start < ring.q_start + sq
-    ]
-    return sorted(found, key=lambda keys: not keys.is_own)
-
-
-def _keys_and_values(buffer: Tensor, keys: _Stretch) -> tuple[Tensor, Tensor]:
-    """[b, sk, heads, d] each, as views."""
-    key, value = buffer[keys.start : keys.stop].transpose(0, 1).unbind(2)
-    return key, value
+def _layout(k: Tensor, heads: _Slice, length: int, dtype: torch.dtype | None = None) -> Layout:
+    """Of a packet: K and V of so many keys, [b, heads, length, d], which kernels are faster on."""
+    return [Piece((k.shape[0], heads.heads, length, k.shape[3]), dtype or k.dtype)] * 2
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
     """A mask of all keys, [b or 1, hq or 1, sq or 1, sk_global]. Ranks: all of `ring.group`, where it is of keys."""
     if mask is None or ring.mask_kind != "keys":
         return mask
-    own, (b, heads, _, _) = ring.keys_of(ring.rank), mask.shape
-    buffer = mask.new_empty(sum(ring.kv_lengths), b, heads)
-    buffer[own.start : own.stop] = mask[:, :, 0].permute(2, 0, 1)
-    gather_rows(buffer, ring.kv_lengths, group=ring.several).wait()
-    return buffer.permute(1, 2, 0).unsqueeze(2)
+    layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]
+    sizes = [packet_bytes(layout) for layout in layouts]
+    room = mask.new_empty(sum(sizes), dtype=torch.uint8)
+    packets = exchange_packets([pack([mask])] * len(sizes), sizes, room, group=ring.several)
+    packets.wait()
+    return torch.cat([unpack(x, layout)[0] for x, layout in zip(packets.by_rank, layouts, strict=True)], -1)
 
 
 def _mask_of(mask: Tensor | None, heads: _Slice, keys: _Stretch) -> Tensor | None:
     if mask is None:
         return None
-    return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, keys.start : keys.stop]
-
-
-def _fill(shares: Tensor, found: Sequence[tuple[_Stretch, Grads]]) -> None:
-    """dK and dV of every stretch into [sk_global, b, 2, heads, d]; 0 where nothing was seen."""
-    if sum(keys.stop - keys.start for keys, _ in found) < len(shares):
-        shares.zero_()
-    for keys, grads in found:
-        for place, x in zip(shares[keys.start : keys.stop].unbind(2), (grads.key, grads.value), strict=True):
-            place.copy_(x.transpose(0, 1))
-
-
-def _sum_of_queries(found: Sequence[Grads], q: Tensor, dtype: torch.dtype) -> Tensor:
-    if len(found) == 1:
-        return found[0].query
-    total = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    for grads in found:
-        total.add_(grads.query)
-    return total
+    here = slice(keys.start, keys.start + keys.key.shape[1])
+    return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, here]

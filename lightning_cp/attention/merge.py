@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import Part
@@ -31,5 +30,4 @@ def merge(a: Part, b: Part) -> Part:
 
 def accumulator(part: Part, dtype: torch.dtype) -> Part:
     """`part` as the first of a merge: `out` in `dtype`, and the caller's to overwrite."""
-    out: Tensor = part.out.to(dtype, memory_format=torch.contiguous_format)
-    return Part(out, part.lse.contiguous())
+    return Part(part.out.to(dtype), part.lse)

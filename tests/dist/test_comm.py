@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from lightning_cp.comm.messages import swap
 from lightning_cp.comm.packet import Layout, layout_of
+from lightning_cp.comm.packets import exchange_packets
 from lightning_cp.comm.rotation import Homing, rotate
-from lightning_cp.comm.rows import HomingRows, gather_rows
 from lightning_cp.comm.transfer import all_gather_ints
 from tests.harness import RankPool
 
@@ -67,27 +67,19 @@ def test_messages_of_uneven_sizes_reach_their_ranks(run_ranks: RankPool, world: 
     run_ranks(world, _swap)
 
 
-def _rows(rank: int, world: int, lengths: list[int]) -> None:
+def _packets(rank: int, world: int, sizes: list[int]) -> None:
     group = dist.group.WORLD
     assert group is not None
-    whole = torch.arange(sum(lengths) * 2, dtype=torch.bfloat16).view(-1, 2)
-    own = slice(sum(lengths[:rank]), sum(lengths[: rank + 1]))
-    buffer = torch.full_like(whole, float("nan"))
-    buffer[own] = whole[own]
-    gather_rows(buffer, lengths, group=group).wait()
-    assert torch.equal(buffer, whole)
-    homing = HomingRows(lengths, group=group)
-    lots = [torch.full((sum(lengths), 2 + lot), 10.0**rank + lot) for lot in range(3)]
-    totals = [lot[own].new_empty(lengths[rank], lot.shape[1]) for lot in lots]
-    for lot, total in zip(lots, totals, strict=True):
-        homing.send(lot, total)
-    homing.finish()
-    for index, total in enumerate(totals):
-        assert (total == sum(10.0**r + index for r in range(world))).all()
+    outgoing = [torch.full((sizes[rank],), 10 * rank + target, dtype=torch.uint8) for target in range(world)]
+    room = torch.zeros(sum(sizes) + 3, dtype=torch.uint8)
+    found = exchange_packets(outgoing, sizes, room, group=group)
+    assert found.by_rank[rank] is outgoing[rank], "ours is not sent"
+    found.wait()
+    found.wait()
+    for source, packet in enumerate(found.by_rank):
+        assert torch.equal(packet, torch.full((sizes[source],), 10 * source + rank, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("lengths", [[2], [3, 0], [1, 4, 2], [0, 5, 0, 1]], ids=str)
-def test_rows_of_every_rank_are_gathered_and_shares_of_them_summed_at_home(
-    run_ranks: RankPool, lengths: list[int]
-) -> None:
-    run_ranks(len(lengths), _rows, lengths)
+@pytest.mark.parametrize("sizes", [[2], [3, 0], [1, 4, 2], [0, 5, 0, 1]], ids=str)
+def test_every_rank_gets_its_packet_from_each(run_ranks: RankPool, sizes: list[int]) -> None:
+    run_ranks(len(sizes), _packets, sizes)

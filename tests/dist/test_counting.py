@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp.attention import call, context_parallel_attention, gathered, keys
-from lightning_cp.comm import messages, rotation, rows
+from lightning_cp.comm import messages, packets, rotation
 from lightning_cp.comm.transfer import Pending
 from tests.dist.problems import Problem, cut, local_mask, whole
 from tests.harness import RankPool
@@ -66,7 +66,7 @@ def counted() -> Iterator[Traffic]:
         traffic.size_exchanges += 1
 
     patch(rotation, "exchange", of_ring)
-    patch(rows, "exchange", of_ring)
+    patch(packets, "exchange", of_ring)
     patch(messages, "exchange", of_ulysses)
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
@@ -232,9 +232,9 @@ def _in_slices(rank: int, world: int, problem: Problem, heads: int) -> tuple[Tra
 @pytest.mark.parametrize("world", [3, 4])
 def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPool, world: int) -> None:
     problem = _problem(world, 1, kv_heads=H, heads=H)
-    for rank, traffic in enumerate(run_ranks(world, _in_slices, problem, 4)):
+    for traffic in run_ranks(world, _in_slices, problem, 4):
         forward, backward = ([x for x in one.log if x != "wait"] for one in traffic)
-        stretches = 2 if rank in (0, world - 1) else 3  # of the first heads: our keys, those before, those after
+        stretches = world  # of the first heads: our keys, then each other rank's
         assert forward == ["send", "send", *["attend"] * stretches, "send", "attend", "attend"]
         # and each slice's gradients go home while the next heads are computed
         first, middle, last = ["grads"] * stretches, ["send", "send", "grads"], ["send", "grads", "send"]

@@ -24,7 +24,7 @@ def test_a_peer_that_is_alive_but_elsewhere_is_told_of(launcher: tuple[str, ...]
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     told = stderr[stderr.index("warning: a collective has not ended") :]
-    assert re.search(r"rank 0 waits in Gathering.wait, blocks\.0\.attn1 of WanTransformer3DModel", told)
+    assert re.search(r"rank 0 waits in Packets.wait, blocks\.0\.attn1 of WanTransformer3DModel", told)
     assert re.search(r"rank 1 is in no collective \(e2e/failing\.py:\d+ in forward\)", told)
 
 
