@@ -24,7 +24,7 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     Args: attributes: what else the class of something that is no module has then (properties, say).
     """
     if not isinstance(thing, nn.Module):
-        return intercept_method(thing, "__call__", around, **attributes)
+        return _intercept_class(thing, around, **attributes)
     before = thing.__dict__.get("_compiled_call_impl")
     call: Any = before if before is not None else thing._call_impl
     state = _Interception(around)
@@ -46,21 +46,32 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     return undo
 
 
-def intercept_method(thing: Any, name: str, around: Around, **attributes: Any) -> Undo:
-    """The same for `thing.name(...)`.
+def intercept_method(thing: Any, name: str, around: Around) -> Undo:
+    """The same for `thing.name(...)`. The object keeps its class, and a copy of it calls its own method."""
+    state = _Interception(around)
+    thing.__dict__[name] = _Method(getattr(thing, name), state)
 
-    Python looks `__call__` up on the class, and copies of an object must call their own methods: so the object gets a
-    class of its own, derived from and named as the one that it had.
-    """
+    def undo() -> None:
+        state.around = None
+        while isinstance(top := thing.__dict__.get(name), _Method) and top.state.around is None:
+            del thing.__dict__[name]  # it, and those below it that were undone before
+            if isinstance(top.__wrapped__, _Method):
+                thing.__dict__[name] = top.__wrapped__
+
+    return undo
+
+
+def _intercept_class(thing: Any, around: Around, **attributes: Any) -> Undo:
+    """Python looks `__call__` up on the class: the object gets one of its own, derived from and named as its own."""
     kind: Any = type(thing)
     state = _Interception(around)
 
-    @wraps(getattr(kind, name))
+    @wraps(kind.__call__)
     def intercepted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return state.run(partial(getattr(kind, name), self), args, kwargs)
+        return state.run(partial(kind.__call__, self), args, kwargs)
 
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    own: Any = type(kind.__name__, (kind,), {name: intercepted, **names, **attributes, _STATE: state})
+    own: Any = type(kind.__name__, (kind,), {"__call__": intercepted, **names, **attributes, _STATE: state})
     own.__qualname__ = kind.__qualname__
     thing.__class__ = own
 
@@ -80,6 +91,19 @@ class _Interception:
 
     def run(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return call(*args, **kwargs) if self.around is None else self.around(call, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Interception:
+        return self  # undone for copies, too
+
+
+class _Method:
+    """In an object's own attributes, in the place of a method of its class."""
+
+    def __init__(self, bound: Callable[..., Any], state: _Interception) -> None:
+        self.__wrapped__, self.state = bound, state  # `inspect.signature` follows the first, and copies rebind it
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.state.run(self.__wrapped__, args, kwargs)
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -328,6 +328,7 @@ def _undone_in_any_order(rank: int, world: int) -> bool:
     kind, found = type(pipes[0].scheduler), dict(pipes[0].scheduler.__dict__)
     for pipe in pipes:
         parallelize_pipeline(pipe, ContextParallelConfig(), cfg=2)
+    assert type(pipes[0].scheduler) is kind, "which BriaPipeline asks for"
     for pipe in pipes:
         unparallelize_pipeline(pipe)
     return type(pipes[0].scheduler) is kind and pipes[0].scheduler.__dict__.keys() == found.keys()
