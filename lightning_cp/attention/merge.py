@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 
 from lightning_cp.errors import ShapeError
@@ -15,7 +18,7 @@ def merge(a: Part, b: Part) -> Part:
 
     Args:
         a: out [b, s, h, d], lse [b, s, h] (nats); lse -inf where a has no key (both so: out 0, lse -inf).
-            Its `out` is reused.
+            Its tensors are reused.
         b: the same shapes.
     Returns: the part over the union, in a's dtypes.
     Raises: ShapeError: the shapes differ.
@@ -23,9 +26,18 @@ def merge(a: Part, b: Part) -> Part:
     """
     if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
         raise ShapeError(f"parts of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)} cannot be merged")
+    if a.out.is_cuda and a.out.dtype == torch.float32 and _has_triton():
+        from lightning_cp.attention.merge_triton import merge_in_place
+
+        return merge_in_place(a, b)
     difference = torch.nan_to_num(b.lse - a.lse, nan=0.0)  # -inf - -inf: both parts are 0, so any weight does
     weight = difference.sigmoid_().unsqueeze(-1).to(a.out.dtype)
     return Part(a.out.lerp_(b.out.to(a.out.dtype), weight), torch.logaddexp(a.lse, b.lse))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def accumulator(part: Part, dtype: torch.dtype) -> Part:

@@ -160,8 +160,8 @@ def _diffusers_config(device: torch.device, *, ring: int, ulysses: int, **settin
 
 
 def _yunchang(*, ring: int, ulysses: int) -> Attend:
-    from yunchang import LongContextAttention, set_seq_parallel_pg  # type: ignore[import-not-found]
-    from yunchang.kernels import AttnType  # type: ignore[import-not-found]
+    from yunchang import LongContextAttention, set_seq_parallel_pg
+    from yunchang.kernels import AttnType
 
     set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
     module = LongContextAttention(ring_impl_type="basic", attn_type=AttnType.TORCH)

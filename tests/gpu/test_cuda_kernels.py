@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.merge import merge
 from lightning_cp.errors import KernelError
-from lightning_cp.kernels import PartGrad, attend, attend_backward, choose_kernel
+from lightning_cp.kernels import Part, PartGrad, attend, attend_backward, choose_kernel
 from lightning_cp.kernels.choice import KERNELS
 from lightning_cp.kernels.protocol import Kernel
 from tests.reference import softmax_attention
@@ -129,3 +130,20 @@ def test_strides_and_empty_inputs_do_not_matter() -> None:
 def test_a_kernel_for_the_cpu_is_refused() -> None:
     with pytest.raises(KernelError, match="cannot be used here"):
         choose_kernel("flash", torch.empty(1, 4, 2, 8, device="cuda", dtype=torch.float64), None)
+
+
+def test_parts_are_merged_in_place_by_one_kernel() -> None:
+    pytest.importorskip("triton")
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b = (
+        Part(*(torch.randn(shape, generator=generator, device="cuda") for shape in ((2, 77, 3, 40), (2, 77, 3))))
+        for _ in range(2)
+    )
+    a.lse[:, 0] = float("-inf")
+    weight = torch.sigmoid(b.lse.double() - a.lse.double()).unsqueeze(-1)
+    out = a.out.double() + weight * (b.out.double() - a.out.double())
+    lse = torch.logaddexp(a.lse.double(), b.lse.double())
+    merged = merge(a, b)
+    assert merged.out.data_ptr() == a.out.data_ptr()
+    torch.testing.assert_close(merged.out.double(), out, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged.lse.double(), lse, rtol=0, atol=1e-5)
