@@ -153,9 +153,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             mine = sorted((row for row in here if row["subject"] == subject), key=lambda row: row["tokens"])
             lengths = [row["tokens"] for row in mine]
             memory = [row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in mine]
-            waits: list[Any] = [None if row["waited"] is None else 100 * row["waited"] for row in mine]
+            waits = [None if row["waited"] is None else 100 * row["waited"] for row in mine]
+            curves: tuple[list[Any], ...] = ([row["ratio"] for row in mine], memory, waits)
             style = {"marker": "o", "linestyle": ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"}
-            for axis, values in zip(line, ([row["ratio"] for row in mine], memory, waits), strict=True):
+            for axis, values in zip(line, curves, strict=True):
                 if any(x is not None for x in values):
                     axis.plot(lengths, values, label=subject, **style)
         names = ("time, × limit", "peak memory a rank, × one process / ranks", "waiting, % of the step")
@@ -166,7 +167,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
         line[0].axhline(1, color="black", linewidth=0.8)
-        line[0].legend(fontsize=7)
+        if line[0].get_legend_handles_labels()[0]:
+            line[0].legend(fontsize=7)
     figure.savefig(path, dpi=130)
 
 
