@@ -5,11 +5,12 @@ from __future__ import annotations
 import traceback
 from dataclasses import dataclass
 from itertools import accumulate
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attention import context_parallel_attention
+from lightning_cp.attention import context_parallel_attention, gathered
 from lightning_cp.config import ContextParallelConfig
 from tests.reference import max_error, softmax_attention
 
@@ -35,6 +36,7 @@ class Problem:
     Attributes:
         mode: "ring", "ring alltoall" or "" (for degree 1 in the ring: "") with the degrees.
         through: what the loss depends on: "out", "lse" or "both". needs: which inputs require grad.
+        slice_bytes: of K and V that "allgather" gathers at a time: 1 is a head.
         layout: "contiguous", "transposed" (strides of [b, h, s, d]), "sliced" (every other head) or "expanded".
     """
 
@@ -56,6 +58,7 @@ class Problem:
     dtype: torch.dtype = torch.float64
     wide: bool = True
     scale: float | None = None
+    slice_bytes: int = 4 << 20
 
     @property
     def config(self) -> ContextParallelConfig:
@@ -249,7 +252,8 @@ def check_exact(rank: int, world: int, problems: list[Problem], limit: float = 1
     for problem in problems:
         given = whole(problem)
         try:
-            actual = solve(problem, given, rank)
+            with mock.patch.dict(gathered._SLICE_BYTES, cpu=problem.slice_bytes):
+                actual = solve(problem, given, rank)
         except Exception:
             raise AssertionError(f"{problem}\n{traceback.format_exc()}") from None
         found = errors(actual, part_of(expect(problem, given), problem, rank))

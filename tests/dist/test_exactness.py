@@ -58,6 +58,7 @@ def problems(ring: int, ulysses: int, rotate: str) -> Iterator[Problem]:
     layout = cycle(("contiguous", "transposed", "sliced"))
     needs = cycle(("qkv", "qkv", "qkv", "q", "kv", "qkv", "v"))
     through = cycle(("both", "both", "out", "lse", "both"))
+    slices = cycle((*(1, 4 << 20, 600) * 4, 1))
     for kind, mask, causal in product(LENGTHS, MASKS, (False, True)):
         hq, hk = next(heads)
         q, kv = lengths(kind, ring * ulysses)
@@ -71,6 +72,7 @@ def problems(ring: int, ulysses: int, rotate: str) -> Iterator[Problem]:
             layout=next(layout),
             needs=next(needs),
             through=next(through),
+            slice_bytes=next(slices),
         )
 
 
@@ -175,8 +177,9 @@ def test_the_whole_cross_product_is_exact(
 ) -> None:
     q, kv = lengths(kind, world)
     choices = product(HEADS, MASKS, (False, True), (True, False), ("contiguous", "sliced"))
+    base = Problem(ring, ulysses, q, kv, rotate)
     cases = [
-        Problem(ring, ulysses, q, kv, rotate, *heads, mask=mask, causal=causal, known=known, layout=layout)
-        for heads, mask, causal, known, layout in choices
+        replace(base, heads=hq, kv_heads=hk, mask=mask, causal=causal, known=known, layout=layout, slice_bytes=slices)
+        for ((hq, hk), mask, causal, known, layout), slices in zip(choices, cycle((1, 600, 4 << 20)))
     ]
     _assert_exact(run_ranks, world, cases, timeout_s=600)
