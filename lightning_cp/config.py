@@ -33,8 +33,8 @@ class ContextParallelConfig:
         ring_degree: ranks around which K and V pass; None is 1, or what `mesh` says.
         ulysses_degree: ranks that exchange tokens for heads; None is 1, or what `mesh` says.
         convert_to_fp32: merge partial results in float32 (float64 stays float64); off: in the inputs' dtype.
-        rotate_method: "allgather" fetches all remote K/V at once; "alltoall" passes them from neighbour to
-            neighbour and never holds more than two remote chunks. Results and gradients are the same.
+        rotate_method: "allgather" fetches the K/V of all ranks, a slice of heads at a time; "alltoall" passes them from
+            neighbour to neighbour and never holds more than two remote chunks. Results and gradients are the same.
         mesh: a DeviceMesh with axes `ring` before `ulysses`, others beside them as you like.
         ulysses_anything: accepted as diffusers does; uneven lengths and heads simply work, so it changes nothing.
         ring_anything: as `ulysses_anything`.
