@@ -98,7 +98,8 @@ def main(config: DictConfig) -> None:
             result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
             OmegaConf.save({**config, "result": str(result), "folder": str(folder)}, settings, resolve=True)
             threads = 1 if config.device == "cpu" else 0
-            job = Job(f"{os.path.abspath(__file__)}:measure_all", settings, ranks, folder / "logs", threads=threads)
+            target, quiet = f"{os.path.abspath(__file__)}:measure_all", {"KINETO_LOG_LEVEL": "6"}
+            job = Job(target, settings, ranks, folder / "logs", threads=threads, environment=quiet)
             done = LocalLauncher(limit_s=config.limit_s).launch(job)
             if done.failure is not None:
                 print(f"error: {done.failure.describe()}", file=sys.stderr)

@@ -47,12 +47,15 @@ class _Gathered(torch.autograd.Function):
 def attentions(device: torch.device) -> dict[str, Callable[[Sequence[int]], Attend]]:
     """By name: given the lengths of all ranks, attention of local q, k, v [b, s, h, d]."""
     world = dist.get_world_size()
+    given = " (kernel given)" if device.type == "cpu" else ""
     found: dict[str, Callable[[Sequence[int]], Attend]] = {
-        "diffusers Ulysses": lambda _: diffusers_attention(device, ring=1, ulysses=world),
-        "diffusers ring": lambda _: diffusers_attention(device, ring=world, ulysses=1),
+        "diffusers Ulysses": lambda _: _as_shipped(device, ring=1, ulysses=world),
+        f"diffusers ring{given}": lambda _: diffusers_attention(device, ring=world, ulysses=1),
     }
+    if given:
+        found[f"diffusers Ulysses{given}"] = lambda _: diffusers_attention(device, ring=1, ulysses=world)
     if world >= 4 and world % 2 == 0:
-        found["diffusers unified"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
+        found[f"diffusers unified{given}"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
     if importlib.util.find_spec("yunchang") is not None:
         found["yunchang Ulysses"] = lambda _: _yunchang(ring=1, ulysses=world)
         found["yunchang ring"] = lambda _: _yunchang(ring=world, ulysses=1)
@@ -78,22 +81,35 @@ def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., 
 
     Args: settings: of its ContextParallelConfig, `ring` and `ulysses` for the degrees.
     """
-    from diffusers.models.attention_dispatch import _templated_context_parallel_attention, dispatch_attention_fn
+    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
 
+    if device.type != "cpu":
+        return _as_shipped(device, **settings)
     config = _diffusers_config(device, **settings)
 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
     ) -> Tensor:
-        more = {"is_causal": is_causal, "enable_gqa": enable_gqa}
-        if device.type != "cpu":
-            return dispatch_attention_fn(q, k, v, mask, **more, backend="_native_cudnn", parallel_config=config)  # type: ignore[no-any-return]
         return _templated_context_parallel_attention(  # type: ignore[no-any-return]
             *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
             forward_op=_cpu_forward,
             backward_op=_cpu_backward,
             _parallel_config=config,
         )
+
+    return attend
+
+
+def _as_shipped(device: torch.device, **settings: Any) -> Attend:
+    """On CPU its own kernel's backward repeats the forward."""
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    config = _diffusers_config(device, **settings)
+    backend = "native" if device.type == "cpu" else "_native_cudnn"
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = dispatch_attention_fn(q, k, v, backend=backend, parallel_config=config)
+        return out
 
     return attend
 

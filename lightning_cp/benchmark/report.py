@@ -161,7 +161,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                     axis.plot(lengths, values, label=subject, **style)
         names = ("time, × limit", "peak memory a rank, × one process / ranks", "waiting, % of the step")
         for axis, name in zip(line, names, strict=True):
-            axis.set(title=f"{ranks} ranks: {name}", xlabel="tokens", xscale="log")
+            axis.set(xlabel="tokens", xscale="log")
+            axis.set_title(f"{ranks} ranks: {name}", fontsize=9)
             axis.set_xticks(sorted(one), [f"{n:,}" for n in sorted(one)])
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
