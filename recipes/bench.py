@@ -57,7 +57,7 @@ def measure_all(config: DictConfig) -> None:
         if name in config.workloads
     ]
     for name, length, subjects_of in sets:
-        subjects = [x for x in subjects_of() if config.peers or not x.name.startswith(("diffusers", "yunchang"))]
+        subjects = [x for x in subjects_of() if config.peers or not x.is_peer]
         traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
         found = measure(subjects, repeats=config.repeats, seconds=config.seconds, device=device, traces=traces)
         if dist.get_rank() == 0:
@@ -74,7 +74,7 @@ def check(config: DictConfig) -> str:
     for name, least in (("ranks", 2), ("attention.lengths", 1)):
         given = OmegaConf.select(config, name)
         if not given or not all(isinstance(x, int) and x >= least for x in given):
-            return f"{name}={list(given)}: numbers of at least {least}"
+            return f"{name}={list(given or [])}: numbers of at least {least}"
     if config.device not in ("cpu", "cuda"):
         return f"device={config.device}: cpu or cuda"
     gpus = Machine.this().gpus

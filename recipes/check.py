@@ -26,20 +26,14 @@ def check(config: DictConfig) -> None:
     """What every rank does; the first one writes a line for each mode."""
     import torch.distributed as dist
 
-    from lightning_cp import ContextParallelConfig, check_plan
+    from lightning_cp import check_plan
+    from lightning_cp.benchmark.subject import modes
 
     dist.init_process_group("gloo")
     n = dist.get_world_size()
-    settings = {
-        "ring allgather": ContextParallelConfig(ring_degree=n),
-        "ring alltoall": ContextParallelConfig(ring_degree=n, rotate_method="alltoall"),
-        "Ulysses": ContextParallelConfig(ulysses_degree=n),
-    }
-    if n >= 4 and n % 2 == 0:
-        settings["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=n // 2)
     module, inputs = _named(config.model, "model")(), _named(config.model, "inputs")()
     plan = None if config.plan is None else _named(config.plan, "plan")
-    for name, chosen in settings.items():
+    for name, chosen in modes(n).items():
         found = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
         if dist.get_rank() == 0:
             told = {

@@ -24,7 +24,6 @@ from lightning_cp.launch import Job, LocalLauncher, Machine, external_place
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
 WORLDS = (2, 3)
-MODES = (("ring allgather", "ring"), ("ring alltoall", "ring"), ("Ulysses", "ulysses"))
 LIMIT_S = 25  # for each number of ranks
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
@@ -36,7 +35,8 @@ def try_modes(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_cp import ContextParallelConfig, context_parallel_attention
+    from lightning_cp import context_parallel_attention
+    from lightning_cp.benchmark.subject import modes
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -44,9 +44,7 @@ def try_modes(config: DictConfig) -> None:
     whole = [torch.randn(2, 64 * world + 5, 6, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
     expected = _forward_backward(torch.nn.functional.scaled_dot_product_attention, whole, transposed=True)
     tried = {}
-    for name, axis in MODES:
-        rotate = "alltoall" if "alltoall" in name else "allgather"
-        settings = ContextParallelConfig(**{f"{axis}_degree": world}, rotate_method=rotate)
+    for name, settings in modes(world).items():
 
         def attend(q: Any, k: Any, v: Any, settings: Any = settings) -> Any:
             return context_parallel_attention(q, k, v, parallel_config=settings)

@@ -103,7 +103,7 @@ def context_parallel_attention(
         use counts m times.
         unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
         A mask of keys travels too, by its own bytes: with K and V around the ring, forward and backward (gathered: by
-        an exchange of its own), and once through Ulysses; one of rows stays, but for Ulysses. In "alltoall" mode every
+        an exchange of its own), and once through Ulysses; one of rows stays, but for Ulysses. Around the ring every
         tensor is rounded up to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
     Gradient: exact for query, key and value, through both results.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,

@@ -127,11 +127,9 @@ def _peak_bytes(subject: Subject, step: Callable[[], object], device: torch.devi
         return 0
     if device.type == "cpu":
         return read_trace(record(step, path)).peak_bytes
-    if path is not None:
-        record(step, path)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    step()
+    record(step, path)
     _settle(device)
     return torch.cuda.max_memory_allocated(device) - before
 

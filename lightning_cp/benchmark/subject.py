@@ -20,12 +20,14 @@ class Subject:
         build: called on every rank that takes part; gives the step. What it raises is told instead of figures.
         alone: only the first rank takes part.
         threads: of the CPU, for the step; 0: as they are.
+        is_peer: it is another library's.
     """
 
     name: str
     build: Callable[[], Callable[[], object]]
     alone: bool = False
     threads: int = 0
+    is_peer: bool = False
 
 
 def modes(ranks: int) -> dict[str, ContextParallelConfig]:

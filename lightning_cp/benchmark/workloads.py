@@ -52,7 +52,8 @@ def attention(config: DictConfig, length: int, device: torch.device) -> list[Sub
     found = _alone(lambda: step_of(_plain_attention, sharded=False), device)
     found += [Subject(name, functools.partial(ours, settings)) for name, settings in modes(world).items()]
     found.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded=True)))
-    return found + [Subject(name, functools.partial(theirs, x)) for name, x in peers.attentions(device).items()]
+    theirs_by_name = peers.attentions(device)
+    return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
 
 
 def training(config: DictConfig, device: torch.device) -> list[Subject]:
@@ -114,7 +115,8 @@ def _of_model(
 
     found = _alone(lambda: step_of(copied(model), averaged=False), device)
     found += [Subject(name, functools.partial(ours, x)) for name, x in modes(dist.get_world_size()).items()]
-    return found + [Subject(name, functools.partial(theirs, x)) for name, x in peers.models(device).items()]
+    theirs_by_name = peers.models(device)
+    return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
 
 
 def _alone(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
