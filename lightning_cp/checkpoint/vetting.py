@@ -4,6 +4,7 @@ import io
 import pickle
 import re
 from collections import OrderedDict
+from enum import Enum
 from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any
 
@@ -13,6 +14,14 @@ from torch.serialization import _get_layout
 from typing_extensions import override
 
 from lightning_cp.checkpoint.manifest import CheckpointError
+
+
+def _member(kind: object, name: str) -> Enum:
+    """What `getattr` may do in an index: Python before 3.11.4 pickles members of an Enum so."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError("builtins.getattr")
+
 
 _METADATA = ".metadata"
 _HARMLESS: dict[tuple[str, str], Any] = {
@@ -26,6 +35,7 @@ _HARMLESS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,
     ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "getattr"): _member,
     **{
         (module, x.__name__): x
         for x in (Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath)

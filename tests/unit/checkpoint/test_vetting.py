@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_cp.checkpoint import CheckpointError
@@ -21,6 +22,16 @@ class Runs:
 
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return os.mkdir, (str(self.path),)
+
+
+class Gets:
+    """What `getattr` gives, when it is unpickled."""
+
+    def __init__(self, of: object, name: str) -> None:
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple[object, tuple[object, str]]:
+        return getattr, (self.of, self.name)
 
 
 def written(folder: Path, extra: object) -> Path:
@@ -50,4 +61,20 @@ def test_objects_and_code_are_refused_and_do_not_run(tmp_path: Path) -> None:
     for content in (pickle.dumps({"a": 1}), b""):
         (folder / ".metadata").write_bytes(content)
         with pytest.raises(CheckpointError, match="cut short"):
+            check_harmless(folder)
+
+
+def test_getattr_gives_members_of_an_enum_and_nothing_else(tmp_path: Path) -> None:
+    """Python before 3.11.4 pickles a tensor's memory format as `getattr(_MEM_FORMAT_ENCODING, name)`."""
+    folder = written(tmp_path / "a", 1)
+    found = pickle.loads(pickle.dumps(Gets(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))
+    assert found is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data = {"format": Gets(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")}
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    check_harmless(folder)
+    for of, name in ((_MEM_FORMAT_ENCODING, "__class__"), (Path, "home"), (torch.float32, "itemsize")):
+        index.planner_data = {"format": Gets(of, name)}
+        (folder / ".metadata").write_bytes(pickle.dumps(index))
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr"):
             check_harmless(folder)
