@@ -21,7 +21,8 @@ from rich.console import Console
 
 from lightning_cp.launch import Job, LocalLauncher, Machine, conf_dir, quiet_overrides
 
-WORKLOADS = ("attention", "training", "sampling")
+WORKLOADS = ("attention", "one_rank", "training", "sampling")
+OF_ATTENTION = ("attention", "one_rank")
 
 
 def measure_all(config: DictConfig) -> None:
@@ -43,19 +44,22 @@ def measure_all(config: DictConfig) -> None:
     device = (
         torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     )
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if config.pretended:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.pretended)
+    else:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     sets = []
-    if "attention" in config.workloads:
-        sets += [
-            ("attention", n, lambda n=n: workloads.attention(config.attention, n, device))
-            for n in config.attention.lengths
-        ]
-    sets += [
-        (name, config.tokens, lambda name=name: getattr(workloads, name)(config, device))
-        for name in ("training", "sampling")
-        if name in config.workloads
-    ]
+    for name in (x for x in WORKLOADS if x in config.workloads):
+        work = getattr(workloads, name)
+        if name in OF_ATTENTION:
+            sets += [
+                (name, n, lambda n=n, work=work: work(config.attention, n, device)) for n in config.attention.lengths
+            ]
+        else:
+            sets.append((name, config.tokens, lambda work=work: work(config, device)))
     for name, length, subjects_of in sets:
         subjects = [x for x in subjects_of() if config.peers or not x.is_peer]
         traces = Path(config.folder) / "traces" / f"{name}_{length}_{world}"
@@ -69,7 +73,7 @@ def measure_all(config: DictConfig) -> None:
 def check(config: DictConfig) -> str:
     """What is wrong with the settings; "" for nothing."""
     unknown = [x for x in config.workloads if x not in WORKLOADS]
-    if unknown:
+    if unknown or not config.workloads:
         return f"workloads={list(config.workloads)}: valid are {', '.join(WORKLOADS)}"
     for name, least in (("ranks", 2), ("attention.lengths", 1)):
         given = OmegaConf.select(config, name)
@@ -78,8 +82,12 @@ def check(config: DictConfig) -> str:
     if config.device not in ("cpu", "cuda"):
         return f"device={config.device}: cpu or cuda"
     gpus = Machine.this().gpus
-    if config.device == "cuda" and max(config.ranks) > gpus:
+    needed = max(config.ranks) if set(config.workloads) - {"one_rank"} else 1
+    if config.device == "cuda" and needed > gpus:
         return f"ranks={list(config.ranks)}: there are {gpus} GPUs here; use device=cpu, or bench=cpu"
+    of_models = [x for x in config.workloads if x not in OF_ATTENTION]
+    if of_models and "model" not in config:
+        return f"workloads={list(config.workloads)}: these settings have no model; bench=cpu and bench=four_gpus do"
     return ""
 
 
@@ -93,10 +101,14 @@ def main(config: DictConfig) -> None:
         sys.exit(f"error: {wrong}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
     rows = []
-    for ranks in config.ranks:
+    real = [x for x in config.workloads if x != "one_rank"]
+    jobs = [(ranks, 0, real) for ranks in config.ranks if real]
+    jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
+    for ranks, pretended, workloads in jobs:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
             result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
-            OmegaConf.save({**config, "result": str(result), "folder": str(folder)}, settings, resolve=True)
+            given = {"workloads": workloads, "pretended": pretended, "result": str(result), "folder": str(folder)}
+            OmegaConf.save({**config, **given}, settings, resolve=True)
             threads = 1 if config.device == "cpu" else 0
             target, quiet = f"{os.path.abspath(__file__)}:measure_all", {"KINETO_LOG_LEVEL": "6"}
             job = Job(target, settings, ranks, folder / "logs", threads=threads, environment=quiet)

@@ -6,31 +6,29 @@ Only the first slice is not hidden behind another: there, the local keys are att
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.keys import Parts, Ring, attend_keys, grads_of_keys
+from lightning_cp.attention.keys import (
+    Heads,
+    Parts,
+    Ring,
+    attend_keys,
+    grads_of_keys,
+    mask_of,
+    slices_of_heads,
+)
+from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import Packets, exchange_packets
+from lightning_cp.comm.packets import Packets, exchange_packets, packets_of_all
 from lightning_cp.kernels import Grads, Part, PartGrad
 
 # Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
 _SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-
-
-class _Slice(NamedTuple):
-    """Key-value heads that are gathered together, and the query heads that use them."""
-
-    key: slice
-    query: slice
-
-    @property
-    def heads(self) -> int:
-        return int(self.key.stop - self.key.start)
 
 
 class _Stretch(NamedTuple):
@@ -39,6 +37,10 @@ class _Stretch(NamedTuple):
     start: int
     key: Tensor
     value: Tensor
+
+    @property
+    def positions(self) -> range:
+        return range(self.start, self.start + self.key.shape[1])
 
 
 def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> Part:
@@ -52,7 +54,7 @@ def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ri
         own_q = q[:, :, heads.query]
         merging = Parts(own_q, ring)
         for keys in stretches:
-            seen = _mask_of(mask, heads, keys)
+            seen = mask_of(mask, heads, keys.positions)
             merging.add(attend_keys(own_q, keys.key, keys.value, seen, start=keys.start, ring=ring))
         parts.append(merging.merged())
     if len(parts) == 1:
@@ -71,13 +73,12 @@ def gathered_backward(
     """
     mask, homing, queries = _mask_of_all(mask, ring), _Homing(k, ring), []
     for heads, stretches in _gathered(q, k, v, ring):
-        of_heads = PartGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
-        own_q, own_part = q[:, :, heads.query], Part(part.out[:, :, heads.query], part.lse[:, :, heads.query])
+        own_grad, own_q, own_part = heads.of_grad(grad), q[:, :, heads.query], heads.of_part(part)
         total: Tensor | None = None
         found: list[tuple[int, Grads]] = []
         for keys in stretches:
-            seen = _mask_of(mask, heads, keys)
-            grads = grads_of_keys(of_heads, own_q, keys.key, keys.value, own_part, seen, start=keys.start, ring=ring)
+            seen = mask_of(mask, heads, keys.positions)
+            grads = grads_of_keys(own_grad, own_q, keys.key, keys.value, own_part, seen, start=keys.start, ring=ring)
             if grads is None:
                 continue
             found.append((keys.start, grads))
@@ -89,21 +90,23 @@ def gathered_backward(
     return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
-def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Slice, Iterator[_Stretch]]]:
+def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_Stretch]]]:
     """K and V of all ranks, a slice of heads at a time; the next is under way while this one is used.
 
     Those of the first slice come rank by rank, ours first, since nothing else hides their way; then all keys at once.
     """
     slices = _slices(q, k, sum(ring.kv_lengths))
     sizes = [[packet_bytes(_layout(k, heads, n)) for n in ring.kv_lengths] for heads in slices]
-    largest = max(sum(of_slice) for of_slice in sizes)
-    room = [k.new_empty(largest, dtype=torch.uint8) for _ in slices[:2]]
-    widest, b, d = max(heads.heads for heads in slices), k.shape[0], k.shape[3]
-    whole = k.new_empty(2 * b * widest * sum(ring.kv_lengths) * d) if len(slices) > 1 else k.new_empty(0)
+    room_bytes = max(sum(_of_others(of_slice, ring)) for of_slice in sizes)
+    room = [BUFFERS.take(room_bytes, k) for _ in slices[:2]]
+    whole = BUFFERS.take(max(map(sum, sizes)) if len(slices) > 1 else 0, k)
 
     def start(index: int) -> Packets:
-        mine = pack([x[:, :, slices[index].key].transpose(1, 2) for x in (k, v)])
-        return exchange_packets([mine] * len(ring.kv_lengths), sizes[index], room[index % 2], group=ring.several)
+        mine = [x[:, :, slices[index].key].transpose(1, 2) for x in (k, v)]
+        packet = pack(mine, out=BUFFERS.take(sizes[index][ring.rank], k))
+        others = _of_others(sizes[index], ring)
+        incoming = torch.split(room[index % 2][: sum(others)], others)
+        return exchange_packets([packet] * len(incoming), incoming, group=ring.several)
 
     following = start(0)
     for index, heads in enumerate(slices):
@@ -112,6 +115,8 @@ def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[_Sl
             following = start(index + 1)
         layouts = [_layout(k, heads, n) for n in ring.kv_lengths]
         yield heads, _by_rank(arriving, layouts, ring) if index == 0 else _at_once(arriving, layouts, whole, q, ring)
+        BUFFERS.give(arriving.by_rank[ring.rank])
+    BUFFERS.give(whole, *room)
 
 
 def _by_rank(arriving: Packets, layouts: list[Layout], ring: Ring) -> Iterator[_Stretch]:
@@ -129,7 +134,8 @@ def _at_once(arriving: Packets, layouts: list[Layout], whole: Tensor, q: Tensor,
     """All keys, but cut where the local queries begin to see them differently."""
     arriving.wait()
     total, (b, heads, _, d) = sum(ring.kv_lengths), layouts[0][0].shape
-    both = whole[: 2 * b * heads * total * d].view(2, b, heads, total, d)
+    dtype = q.dtype
+    both = whole[: 2 * b * heads * total * d * dtype.itemsize].view(dtype).view(2, b, heads, total, d)
     for owner, (packet, layout) in enumerate(zip(arriving.by_rank, layouts, strict=True)):
         keys = ring.keys_of(owner)
         for place, x in zip(both, unpack(packet, layout), strict=True):
@@ -150,31 +156,36 @@ class _Homing:
         b, s, heads, d = k.shape
         self._totals = [k.new_empty(b, heads, s, d, dtype=self._dtype) for _ in range(2)]
         self._room = self._shares = k.new_empty(0, dtype=torch.uint8)
-        self._under_way: tuple[_Slice, Packets] | None = None
+        self._under_way: tuple[Heads, Packets] | None = None
 
-    def send(self, heads: _Slice, found: list[tuple[int, Grads]]) -> None:
+    def send(self, heads: Heads, found: list[tuple[int, Grads]]) -> None:
         """Args: found: gradients of stretches of the keys that begin at a global position; others' are 0."""
         self._arrive()
         ring = self._ring
         layouts = [_layout(self._k, heads, n, self._dtype) for n in ring.kv_lengths]
-        sizes = [packet_bytes(layout) for layout in layouts]
-        if len(self._shares) < sum(sizes):
-            self._shares = self._k.new_empty(sum(sizes), dtype=torch.uint8)
-            self._room = self._k.new_empty(sizes[ring.rank] * len(sizes), dtype=torch.uint8)
+        sizes = _of_others([packet_bytes(layout) for layout in layouts], ring)
+        own = _of_others([packet_bytes(layouts[ring.rank])] * len(sizes), ring)
+        if len(self._shares) < sum(sizes) or len(self._room) < sum(own):
+            BUFFERS.give(self._shares, self._room)
+            self._shares = BUFFERS.take(sum(sizes), self._k)
+            self._room = BUFFERS.take(sum(own), self._k)
         packets = list(torch.split(self._shares[: sum(sizes)], sizes))
-        if sum(grads.key.shape[1] for _, grads in found) < sum(ring.kv_lengths):
-            self._shares.zero_()
+        own_keys = [total[:, heads.key] for total in self._totals]
+        partial = sum(grads.key.shape[1] for _, grads in found) < sum(ring.kv_lengths)
         for owner, (packet, layout) in enumerate(zip(packets, layouts, strict=True)):
+            places = own_keys if owner == ring.rank else unpack(packet, layout)
+            if partial:
+                for place in places:
+                    place.zero_()
             for start, grads in found:
-                _copy_rows(unpack(packet, layout), ring.keys_of(owner), (grads.key, grads.value), start)
-        for total, share in zip(self._totals, unpack(packets[ring.rank], layouts[ring.rank]), strict=True):
-            total[:, heads.key].copy_(share)
-        own = [sizes[ring.rank]] * len(sizes)
-        self._under_way = (heads, exchange_packets(packets, own, self._room, group=ring.several))
+                _copy_rows(places, ring.keys_of(owner), (grads.key, grads.value), start)
+        incoming = torch.split(self._room[: sum(own)], own)
+        self._under_way = (heads, exchange_packets(packets, incoming, group=ring.several))
 
     def finish(self) -> list[Tensor]:
         """dK and dV of this rank's keys, [b, s, hk, d]."""
         self._arrive()
+        BUFFERS.give(self._shares, self._room)
         return [x.transpose(1, 2) for x in self._totals]
 
     def _arrive(self) -> None:
@@ -199,18 +210,20 @@ def _copy_rows(places: list[Tensor], owned: range, grads: tuple[Tensor, Tensor],
             place[:, :, begin - owned.start : end - owned.start].copy_(rows)
 
 
-def _slices(q: Tensor, k: Tensor, length: int) -> list[_Slice]:
+def _of_others(sizes: Sequence[int], ring: Ring) -> list[int]:
+    """Bytes of each rank's packet, ours needing no room."""
+    return [0 if rank == ring.rank else size for rank, size in enumerate(sizes)]
+
+
+def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
     """All heads, in even slices of about `_SLICE_BYTES` once gathered; the same on every rank."""
-    hk, group = k.shape[2], q.shape[2] // k.shape[2]
-    bytes_ = 2 * length * k.shape[0] * hk * k.shape[3] * k.element_size()
-    count = min(hk, -(-bytes_ // _SLICE_BYTES.get(k.device.type, 64 << 20))) or 1
-    bounds = [index * hk // count for index in range(count + 1)]
-    return [_Slice(slice(a, b), slice(a * group, b * group)) for a, b in pairwise(bounds)]
+    bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
+    return slices_of_heads(q, k, -(-bytes_ // _SLICE_BYTES.get(k.device.type, 64 << 20)))
 
 
-def _layout(k: Tensor, heads: _Slice, length: int, dtype: torch.dtype | None = None) -> Layout:
+def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:
     """Of a packet: K and V of so many keys, [b, heads, length, d], which kernels are faster on."""
-    return [Piece((k.shape[0], heads.heads, length, k.shape[3]), dtype or k.dtype)] * 2
+    return [Piece((k.shape[0], heads.width, length, k.shape[3]), dtype or k.dtype)] * 2
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
@@ -218,15 +231,5 @@ def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
     if mask is None or ring.mask_kind != "keys":
         return mask
     layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]
-    sizes = [packet_bytes(layout) for layout in layouts]
-    room = mask.new_empty(sum(sizes), dtype=torch.uint8)
-    packets = exchange_packets([pack([mask])] * len(sizes), sizes, room, group=ring.several)
-    packets.wait()
-    return torch.cat([unpack(x, layout)[0] for x, layout in zip(packets.by_rank, layouts, strict=True)], -1)
-
-
-def _mask_of(mask: Tensor | None, heads: _Slice, keys: _Stretch) -> Tensor | None:
-    if mask is None:
-        return None
-    here = slice(keys.start, keys.start + keys.key.shape[1])
-    return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, here]
+    packets = packets_of_all(pack([mask]), [packet_bytes(layout) for layout in layouts], group=ring.several)
+    return torch.cat([unpack(x, layout)[0] for x, layout in zip(packets, layouts, strict=True)], -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -56,6 +57,41 @@ class Ring:
     def sums_in(self, dtype: torch.dtype) -> torch.dtype:
         """What tensors of `dtype` are summed in."""
         return wide_dtype(dtype) if self.wide else dtype
+
+
+class Heads(NamedTuple):
+    """Key-value heads that are dealt with together, and the query heads that use them."""
+
+    key: slice
+    query: slice
+
+    @property
+    def width(self) -> int:
+        """Key-value heads."""
+        return int(self.key.stop - self.key.start)
+
+    def of_part(self, part: Part) -> Part:
+        """Their share of out and lse."""
+        return Part(part.out[:, :, self.query], part.lse[:, :, self.query])
+
+    def of_grad(self, grad: PartGrad) -> PartGrad:
+        """Their share of the gradients of out and lse."""
+        return PartGrad(grad.out[:, :, self.query], None if grad.lse is None else grad.lse[:, :, self.query])
+
+
+def slices_of_heads(q: Tensor, k: Tensor, count: int) -> list[Heads]:
+    """All heads in even slices: `count`, or one a key-value head where these are fewer."""
+    hk, group = k.shape[2], q.shape[2] // k.shape[2]
+    count = min(hk, count) or 1
+    bounds = [index * hk // count for index in range(count + 1)]
+    return [Heads(slice(a, b), slice(a * group, b * group)) for a, b in pairwise(bounds)]
+
+
+def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:
+    """What some heads see of some of the keys. Args: mask: of all keys, [b or 1, hq or 1, sq or 1, sk_global]."""
+    if mask is None:
+        return None
+    return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, keys.start : keys.stop]
 
 
 class _View(NamedTuple):

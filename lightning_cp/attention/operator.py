@@ -101,7 +101,7 @@ def _(
     b, _, _, d = query.shape
     hq, hk = share.q_stop - share.q_start, share.k_stop - share.k_start
     q = query.new_empty(sq, b, hq, d).transpose(0, 1)
-    if share.ragged is None:
+    if not share.ragged:
         k, v = (key.new_empty(sk, b, hk, d).transpose(0, 1) for _ in range(2))
     else:
         k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))

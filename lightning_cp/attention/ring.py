@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.keys import Parts, Ring, attend_keys, grads_of_keys
+from lightning_cp.attention.keys import (
+    Heads,
+    Parts,
+    Ring,
+    attend_keys,
+    grads_of_keys,
+    mask_of,
+    slices_of_heads,
+)
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.rotation import Homing, rotate
 from lightning_cp.kernels import Grads, Part, PartGrad
@@ -38,20 +46,36 @@ def ring_backward(
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 where
         `wide`).
     """
-    dtype = ring.sums_in(q.dtype)
-    dq: Tensor | None = None
-    homing = Homing(lambda owner: _layout(_by_head([k, v]), ring.kv_lengths[owner], dtype), group=ring.several)
+    totals = Grads(*(x.new_zeros(x.shape, dtype=ring.sums_in(x.dtype)) for x in (q, k, v)))
+    dk, dv = _by_head([totals.key, totals.value])
+
+    def add_own(heads: Heads) -> None:
+        """Some heads' gradients through our own keys."""
+        keys = ring.keys_of(ring.rank)
+        seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
+        inputs = q[:, :, heads.query], k[:, :, heads.key], v[:, :, heads.key]
+        grads = grads_of_keys(heads.of_grad(grad), *inputs, heads.of_part(part), seen, start=keys.start, ring=ring)
+        if grads is not None:
+            for total, of, share in zip(totals, (heads.query, heads.key, heads.key), grads, strict=True):
+                total[:, :, of].add_(share)
+
+    first, *others = slices_of_heads(q, k, 2)
+    homing = Homing(lambda owner: _layout([dk, dv], ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
+        if owner == ring.rank:
+            add_own(first)
+            continue
         grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
         if grads is None:
             homing.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
             continue
-        dq = grads.query.to(dtype) if dq is None else dq.add_(grads.query)
+        totals.query.add_(grads.query)
         homing.add(owner, _by_head([grads.key, grads.value]))
         del grads  # before the next are computed
-    dk, dv = _by_head(homing.finish())
-    dq = torch.zeros_like(q) if dq is None else dq
-    return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
+    for heads in others:  # of our own keys: they need nothing from others, so that the last sums come home meanwhile
+        add_own(heads)
+    homing.finish([dk, dv])
+    return Grads(*(total.to(q.dtype) for total in totals))
 
 
 def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring) -> Part | None:
@@ -87,11 +111,11 @@ def _by_head(tensors: list[Tensor]) -> list[Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-def _layout(local: list[Tensor], length: int, dtype: torch.dtype | None = None) -> Layout:
+def _layout(local: list[Tensor], length: int) -> Layout:
     """The layout of a rank's chunk that holds `length` keys: K and V [b, hk, length, d], mask [.., .., 1, length]."""
     pieces = []
     for index, x in enumerate(local):
         shape = list(x.shape)
         shape[2 if index < 2 else 3] = length
-        pieces.append(Piece(tuple(shape), dtype or x.dtype))
+        pieces.append(Piece(tuple(shape), x.dtype))
     return pieces

@@ -43,12 +43,16 @@ class HeadShare:
         return self.query, self.key, self.key
 
     @property
-    def ragged(self) -> list[int] | None:
-        """Local key-value head of each local query head, where they do not group evenly; else None."""
+    def ragged(self) -> bool:
+        """Whether local query heads do not group evenly with local key-value heads."""
         used = [head // self.group - self.k_start for head in range(self.q_start, self.q_stop)]
         width, heads = len(used), self.k_stop - self.k_start
         even = width % heads == 0 and used == [i // (width // heads) for i in range(width)]
-        return None if even else used
+        return not even
+
+    def key_heads(self, device: torch.device) -> Tensor:
+        """Local key-value head of each local query head."""
+        return torch.arange(self.q_start, self.q_stop, device=device) // self.group - self.k_start
 
 
 def share_heads(hq: int, hk: int, degree: int) -> list[HeadShare]:
@@ -107,8 +111,8 @@ def tokens_to_heads(
             landing.append(masks[-1])
     swap(messages, landings, group=to.group)
     q, k, v = (_by_row(x) for x in wholes)
-    if mine.ragged is not None:
-        used = torch.tensor(mine.ragged, device=k.device)
+    if mine.ragged:
+        used = mine.key_heads(k.device)
         k, v = k.index_select(2, used), v.index_select(2, used)
     if mask is None:
         return q, k, v, None
@@ -155,7 +159,7 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     Ranks: all of `to.group`.
     """
     dq, dk, dv = grads
-    if to.mine.ragged is not None:
+    if to.mine.ragged:
         dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
@@ -198,5 +202,5 @@ def _by_rank(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def _sum_heads(x: Tensor, share: HeadShare) -> Tensor:
-    heads = torch.tensor(share.ragged, device=x.device)
+    heads = share.key_heads(x.device)
     return x.new_zeros(*x.shape[:2], share.k_stop - share.k_start, x.shape[3]).index_add_(2, heads, x)

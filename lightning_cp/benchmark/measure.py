@@ -26,7 +26,8 @@ class Figures:
         times_s: of each repetition, of the slowest rank.
         peak_bytes: allocated at once during a step, beyond what was there before, on the rank with most.
         sent_bytes, exchanges: of a step and a rank, the most of all; None where they are not ours to count.
-        waited: share of a step that a rank waits for others, the median; None likewise.
+        waited: share of a step in which a rank waits for a transfer and computes nothing, the median (CUDA: of the
+            traced step); None likewise.
         refused: why it cannot do this; "" where it can.
     """
 
@@ -79,9 +80,10 @@ def measure(
     for subject in able:
         figures, exchanges, sent = found[subject.name], NOTES.collectives, NOTES.sent_bytes
         path = None if traces is None or dist.get_rank() else traces / f"{subject.name.replace(' ', '_')}.json"
-        peak = _peak_bytes(subject, steps[subject.name], device, path)
+        peak, exposed = _traced(subject, steps[subject.name], device, path)
         counted = [float(x) for x in (peak, NOTES.collectives - exchanges, NOTES.sent_bytes - sent)]
-        peak_, exchanges_, sent_, waited_ = _most([*counted, statistics.median(waited[subject.name])])
+        share = statistics.median(waited[subject.name]) if device.type == "cpu" else exposed
+        peak_, exchanges_, sent_, waited_ = _most([*counted, share])
         figures.peak_bytes = int(peak_)
         if exchanges_:
             figures.exchanges, figures.sent_bytes, figures.waited = int(exchanges_), int(sent_), waited_
@@ -121,17 +123,18 @@ def _timed(subject: Subject, step: Callable[[], object], device: torch.device) -
     return elapsed
 
 
-def _peak_bytes(subject: Subject, step: Callable[[], object], device: torch.device, path: Path | None) -> int:
+def _traced(subject: Subject, step: Callable[[], object], device: torch.device, path: Path | None) -> tuple[int, float]:
+    """Peak bytes, and the share of the step in which a transfer is waited for, of one more step."""
     dist.barrier()
     if subject.alone and dist.get_rank():
-        return 0
+        return 0, 0.0
     if device.type == "cpu":
-        return read_trace(record(step, path)).peak_bytes
+        trace = read_trace(record(step, path))
+        return trace.peak_bytes, trace.exposed
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    record(step, path)
-    _settle(device)
-    return torch.cuda.max_memory_allocated(device) - before
+    trace = read_trace(record(step, path))
+    return torch.cuda.max_memory_allocated(device) - before, trace.exposed
 
 
 def _goes_on(mine: bool) -> bool:

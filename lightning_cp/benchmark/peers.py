@@ -57,8 +57,8 @@ def attentions(device: torch.device) -> dict[str, Callable[[Sequence[int]], Atte
     if world >= 4 and world % 2 == 0:
         found[f"diffusers unified{given}"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
     if importlib.util.find_spec("yunchang") is not None:
-        found["yunchang Ulysses"] = lambda _: _yunchang(ring=1, ulysses=world)
-        found["yunchang ring"] = lambda _: _yunchang(ring=world, ulysses=1)
+        found["yunchang Ulysses"] = lambda _: _yunchang(device, ring=1, ulysses=world)
+        found["yunchang ring"] = lambda _: _yunchang(device, ring=world, ulysses=1)
     return found
 
 
@@ -175,12 +175,14 @@ def _diffusers_config(device: torch.device, *, ring: int, ulysses: int, **settin
     return config
 
 
-def _yunchang(*, ring: int, ulysses: int) -> Attend:
+def _yunchang(device: torch.device, *, ring: int, ulysses: int) -> Attend:
+    """On CPU it has but its "math" kernel."""
     from yunchang import LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType
 
     set_seq_parallel_pg(ulysses, ring, dist.get_rank(), dist.get_world_size())
-    module = LongContextAttention(ring_impl_type="basic", attn_type=AttnType.TORCH)
+    kernel = AttnType.TORCH_MATH if device.type == "cpu" else AttnType.TORCH_CUDNN
+    module = LongContextAttention(ring_impl_type="basic", attn_type=kernel)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = module(q, k, v)

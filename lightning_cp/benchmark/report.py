@@ -92,6 +92,13 @@ def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+_ABOUT_ONE_RANK = (
+    "",
+    "*One_rank* is what the first of so many ranks computes, with transfers that are pretended: what is over 1 is",
+    "our own, or that of kernels on smaller pieces (see the single calls: its queries, or its heads).",
+)
+
+
 def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: Sequence[str]) -> str:
     """The page that docs/ keeps."""
     lines = [
@@ -105,7 +112,9 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "process's on one thread (one GPU) divided by the ranks; *median* the same of the medians, and *spread* the",
         "middle half of the repetitions as a share of the median. *Peak* is what a step allocates at once beyond what",
         "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
-        "communication that nothing hides, differences in speed between ranks included.",
+        "communication that nothing hides, differences in speed between ranks included (on GPUs: in which NCCL's",
+        "kernels run and no others, of one traced step).",
+        *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
     ]

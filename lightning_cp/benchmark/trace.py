@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from lightning_cp.comm.buffers import BUFFERS
+from lightning_cp.comm.tracing import traced
+from lightning_cp.comm.transfer import EXCHANGE, WAIT
 
-from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.transfer import WAIT
+
+class Span(NamedTuple):
+    """Of time, in microseconds."""
+
+    begin: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -24,38 +28,29 @@ class Trace:
     Attributes:
         peak_bytes: most that was allocated at once, beyond what was there at the beginning (CPU).
         held_bytes: still allocated at the end, likewise.
-        duration_us: of the step.
-        wait_us: in which the rank's thread waited for a transfer.
+        under_way: of each exchange, from when it was begun to when the rank's thread asked for what came.
+        exposed: share of the step in which a transfer is waited for and nothing is computed: by the thread, or, where
+            kernels ran on a GPU, by that.
     """
 
     peak_bytes: int
     held_bytes: int
-    duration_us: float
-    wait_us: float
+    under_way: tuple[Span, ...]
+    exposed: float
 
 
 def record(step: Callable[[], object], path: Path | None = None) -> list[dict[str, Any]]:
     """Runs a step under the profiler. Returns: the events of the trace, which is also written to `path`."""
-    activities = [ProfilerActivity.CPU]
-    if torch.cuda.is_available():
-        activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities, profile_memory=True) as found, _marked():
+    BUFFERS.forget()  # what a step needs is counted, not what an earlier one left
+    with traced(memory=True) as found:
         step()
+        BUFFERS.forget()  # used by the next call, not held for this one's backward
     with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
         where = Path(folder) / "trace.json" if path is None else path
         where.parent.mkdir(parents=True, exist_ok=True)
         found.export_chrome_trace(str(where))
         events: list[dict[str, Any]] = json.loads(where.read_text(encoding="utf-8"))["traceEvents"]
     return events
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    NOTES.traced = True
-    try:
-        yield
-    finally:
-        NOTES.traced = False
 
 
 def read_trace(events: list[dict[str, Any]]) -> Trace:
@@ -65,8 +60,38 @@ def read_trace(events: list[dict[str, Any]]) -> Trace:
     for event in sorted(allocations, key=lambda x: float(x["ts"])):
         held += event["args"]["Bytes"]
         most = max(most, held)
-    spans = [x for x in events if x.get("ph") == "X" and "dur" in x]
-    first = min((float(x["ts"]) for x in spans), default=0.0)
-    last = max((float(x["ts"]) + float(x["dur"]) for x in spans), default=0.0)
-    waits = sum(float(x["dur"]) for x in spans if x["name"] == WAIT)
-    return Trace(most, held, last - first, waits)
+    spans = [x for x in events if x.get("ph") == "X" and "dur" in x and x.get("cat") != "gpu_user_annotation"]
+    begun = {_number(x): _span(x).end for x in spans if x["name"].startswith(EXCHANGE)}
+    waits = {_number(x): _span(x) for x in spans if x["name"].startswith(WAIT)}
+    under_way = tuple(Span(begun[number], wait.begin) for number, wait in sorted(waits.items()) if number in begun)
+    kernels = [x for x in spans if x.get("cat") == "kernel"]
+    if kernels:
+        computing = _covered(_span(x) for x in kernels if "nccl" not in x["name"])
+        alone = _covered(map(_span, kernels)) - computing
+    else:
+        alone = _covered(waits.values())
+    whole = [_span(x) for x in kernels or spans]
+    length = max((x.end for x in whole), default=0.0) - min((x.begin for x in whole), default=0.0)
+    return Trace(most, held, under_way, alone / length if length else 0.0)
+
+
+def spans_of(events: list[dict[str, Any]], name: str) -> list[Span]:
+    """When what is called so ran. Args: name: or a part of it."""
+    return [_span(x) for x in events if x.get("ph") == "X" and name in x["name"]]
+
+
+def _span(event: dict[str, Any]) -> Span:
+    return Span(float(event["ts"]), float(event["ts"]) + float(event["dur"]))
+
+
+def _number(event: dict[str, Any]) -> int:
+    return int(event["name"].rpartition(" ")[2])
+
+
+def _covered(spans: Iterable[Span]) -> float:
+    """Microseconds in which at least one of them is."""
+    total, until = 0.0, float("-inf")
+    for span in sorted(spans):
+        total += max(0.0, span.end - max(span.begin, until))
+        until = max(until, span.end)
+    return total

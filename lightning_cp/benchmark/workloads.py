@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp.attention import context_parallel_attention
+from lightning_cp.attention.ulysses import share_heads
 from lightning_cp.benchmark import peers
 from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, ONE_THREAD, Subject, modes
 from lightning_cp.comm.shards import shard_range, shard_sizes
@@ -27,33 +28,76 @@ _LR = 1e-6
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
     """Forward and backward of attention over `length` tokens: q, k, v [batch, length, heads, head_dim]."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    sizes, mine = shard_sizes(length, world), shard_range(length, world, rank)
+    sizes, mine = _shards(length)
+    step_of = functools.partial(_attention_step, config, length, device)
 
-    def step_of(attend: Attend, *, sharded: bool) -> Callable[[], object]:
-        generator = torch.Generator().manual_seed(0)
-        shape = (config.batch, length, config.heads, config.head_dim)
-        whole = [torch.randn(shape, generator=generator).to(device, getattr(torch, config.dtype)) for _ in range(4)]
-        q, k, v, grad = (x[:, mine.start : mine.stop].clone() if sharded else x for x in whole)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def step() -> None:
-            torch.autograd.grad(attend(*leaves), leaves, grad)
-
-        return step
-
-    def ours(settings: ContextParallelConfig) -> Callable[[], object]:
-        given: dict[str, Any] = {"parallel_config": settings, "q_lengths": sizes, "kv_lengths": sizes}
-        return step_of(functools.partial(context_parallel_attention, **given), sharded=True)
+    def sharded(x: Tensor) -> Tensor:
+        return x[:, mine]
 
     def theirs(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
-        return step_of(build(sizes), sharded=True)
+        return step_of(build(sizes), sharded)
 
-    found = _alone(lambda: step_of(_plain_attention, sharded=False), device)
-    found += [Subject(name, functools.partial(ours, settings)) for name, settings in modes(world).items()]
-    found.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded=True)))
+    found = _alone(lambda: step_of(_plain_attention), device) + _ours(step_of, length)
+    found.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
     theirs_by_name = peers.attentions(device)
     return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
+
+
+def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
+    """What the first rank computes of `attention`, transfers being free; and single calls of the same products.
+
+    Ranks: one, in a world that is only pretended (the "fake" backend, which sends nothing).
+    """
+    _, mine = _shards(length)
+    step_of = functools.partial(_attention_step, config, length, device)
+    heads = share_heads(config.heads, config.heads, dist.get_world_size())[0].query
+    found = _alone(lambda: step_of(_plain_attention), device)
+    found.append(
+        Subject("one call: its queries", lambda: step_of(_plain_attention, lambda x: x[:, mine], whole=(1, 2)))
+    )
+    found.append(Subject("one call: its heads", lambda: step_of(_plain_attention, lambda x: x[:, :, heads])))
+    return found + _ours(step_of, length)
+
+
+def _attention_step(
+    config: DictConfig,
+    length: int,
+    device: torch.device,
+    attend: Attend,
+    cut: Callable[[Tensor], Tensor] | None = None,
+    whole: Sequence[int] = (),
+) -> Callable[[], object]:
+    """Args: cut: what of q, k, v and the gradient is used; None: all. whole: indices of those that are not cut."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (config.batch, length, config.heads, config.head_dim)
+    tensors = [torch.randn(shape, generator=generator).to(device, getattr(torch, config.dtype)) for _ in range(4)]
+    if cut is not None:
+        tensors = [x if index in whole else cut(x).clone() for index, x in enumerate(tensors)]
+    *leaves, grad = [x.requires_grad_(index < 3) for index, x in enumerate(tensors)]
+
+    def step() -> None:
+        torch.autograd.grad(attend(*leaves), leaves, grad)
+
+    return step
+
+
+def _ours(step_of: Callable[..., Callable[[], object]], length: int) -> list[Subject]:
+    """Each of our modes over this rank's shards."""
+    sizes, mine = _shards(length)
+
+    def build(settings: ContextParallelConfig) -> Callable[[], object]:
+        given: dict[str, Any] = {"parallel_config": settings, "q_lengths": sizes, "kv_lengths": sizes}
+        return step_of(functools.partial(context_parallel_attention, **given), lambda x: x[:, mine])
+
+    found = modes(dist.get_world_size())
+    return [Subject(name, functools.partial(build, settings)) for name, settings in found.items()]
+
+
+def _shards(length: int) -> tuple[tuple[int, ...], slice]:
+    """Tokens of each rank, and this one's place among all."""
+    world = dist.get_world_size()
+    mine = shard_range(length, world, dist.get_rank())
+    return shard_sizes(length, world), slice(mine.start, mine.stop)
 
 
 def training(config: DictConfig, device: torch.device) -> list[Subject]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.transfer import exchange, packets_of_all
+from lightning_cp.comm.packets import packets_of_all
+from lightning_cp.comm.transfer import exchange
 from lightning_cp.mesh import Groups, groups_by_name
 
 
@@ -23,7 +24,7 @@ def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
-    packets = packets_of_all(mine, [mine.numel()] * group.context_size, groups=group)
+    packets = packets_of_all(mine, [mine.numel()] * group.context_size, group=group.context)
     wide = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=wide, device=x.device)
     for buffer in packets:

@@ -39,7 +39,7 @@ class Notes:
         collectives: how many were begun.
         sent_bytes: to others, by our own transfers.
         waited_s: for them to end, on the host.
-        traced: whether waits are marked for a profiler, which takes its time.
+        traced: whether exchanges and waits are marked for a profiler, which takes its time.
         module: where the thread is.
     """
 

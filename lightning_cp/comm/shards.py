@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.transfer import all_gather_ints, exchange, packets_of_all
+from lightning_cp.comm.packets import packets_of_all
+from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.mesh import Groups, groups_by_name
 
 
@@ -41,7 +42,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     segments = _by_rank(sizes, group.context_size)
     pieces = [piece_of(x, dim, sum(lengths)) for lengths in segments]
-    packets = packets_of_all(pack([x]), [packet_bytes([piece]) for piece in pieces], groups=group)
+    packets = packets_of_all(pack([x]), [packet_bytes([piece]) for piece in pieces], group=group.context)
     parts = [unpack(packet, [piece])[0] for packet, piece in zip(packets, pieces, strict=True)]
     split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)

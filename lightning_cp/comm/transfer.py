@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.mesh import Groups
 
-WAIT = "lightning_cp::wait"  # in a trace
+# In a trace, with the number of the exchange, which is under way from the one to the other.
+EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
 
 
 @dataclass
@@ -28,13 +28,14 @@ class Pending:
     works: list[dist.Work] = field(default_factory=list)
     landings: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, where it belongs)
     held: list[Tensor] = field(default_factory=list)
+    number: int = 0
 
     def wait(self) -> None:
         """Block until done (on CUDA with NCCL: make the current stream wait)."""
         if not self.works:
             return
         began = time.perf_counter()
-        with record_function(WAIT) if NOTES.traced else nullcontext():
+        with _marked(WAIT, self.number):
             for work in self.works:
                 work.wait()
         NOTES.waited_s += time.perf_counter() - began
@@ -51,7 +52,7 @@ def exchange(
     Ranks: each peer with the matching calls, in the same order.
     """
     NOTES.collectives += 1
-    pending = Pending()
+    pending = Pending(number=NOTES.collectives)
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
         if buffer.numel():
@@ -65,24 +66,13 @@ def exchange(
                 pending.landings.append((landing, buffer))
             operations.append(dist.P2POp(dist.irecv, landing, group=group, group_peer=peer))
     if operations:
-        pending.works = dist.batch_isend_irecv(operations)
+        with _marked(EXCHANGE, pending.number):
+            pending.works = dist.batch_isend_irecv(operations)
     return pending
 
 
-def packets_of_all(mine: Tensor, sizes_bytes: Sequence[int], *, groups: Groups) -> list[Tensor]:
-    """Every rank's packet, in rank order.
-
-    Args:
-        mine: uint8 [sizes_bytes[rank]]; may be empty.
-        sizes_bytes: of every rank.
-    Ranks: all of the context group, with equal sizes.
-    """
-    rank = groups.context_rank
-    packets = [mine if peer == rank else mine.new_empty(size) for peer, size in enumerate(sizes_bytes)]
-    others = [(peer, packet) for peer, packet in enumerate(packets) if peer != rank]
-    if groups.context is not None:
-        exchange([(peer, mine) for peer, _ in others], others, group=groups.context).wait()
-    return packets
+def _marked(name: str, number: int) -> AbstractContextManager[object]:
+    return record_function(f"{name} {number}") if NOTES.traced else nullcontext()
 
 
 def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:

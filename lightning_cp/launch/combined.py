@@ -26,6 +26,7 @@ def check_combined(config: DictConfig, *, data_parallel: int, accelerator: str) 
     """Raises: SettingsError: the first contradiction."""
     check_data(config)
     check_batch(config, data_parallel)
+    check_trace(config)
     check_model(config)
     check_device(config, accelerator)
 
@@ -85,6 +86,13 @@ def check_batch(config: DictConfig, data_parallel: int) -> None:
             f"batch_size={batch} is the global batch and must be a multiple of data_parallel={data_parallel}: "
             f"{batch - batch % data_parallel or data_parallel} or {batch + data_parallel - batch % data_parallel}"
         )
+
+
+def check_trace(config: DictConfig) -> None:
+    """Raises: SettingsError: the step to be traced is never taken."""
+    step, last = read(config, "trace_step"), read(config, "max_steps")
+    if step is not None and step > last:
+        raise SettingsError(f"trace_step={step} is never taken: must be at most max_steps={last}")
 
 
 def check_model(config: DictConfig) -> None:

@@ -59,6 +59,7 @@ SETTINGS = (
     Setting("progress", OneOf((True, False))),
     Setting("num_workers", Whole(0)),
     Setting("log_every", Whole(1)),
+    Setting("trace_step", Either(OneOf((None,)), Whole(1))),
     Setting("checkpoint_every", Whole(1)),
     Setting("checkpoint_format", OneOf(CHECKPOINT_FORMATS)),
     Setting("checkpoint_async", OneOf((True, False))),

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from typing_extensions import override
 
 from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import packets_of_all
+from lightning_cp.comm.packets import packets_of_all
 from lightning_cp.mesh import Branches
 
 _aten = torch.ops.aten
@@ -82,7 +82,7 @@ def _exchange(results: list[_Result], branches: Branches) -> None:
         return
     mine, layouts = by_owner[branches.cfg_rank], [layout_of(tensors) for tensors in by_owner]
     packet = pack(mine) if mine else torch.empty(0, dtype=torch.uint8, device=results[0].tensors[0].device)
-    packets = packets_of_all(packet, [packet_bytes(layout) for layout in layouts], groups=branches.across)
+    packets = packets_of_all(packet, [packet_bytes(layout) for layout in layouts], group=branches.across.context)
     for rank, (tensors, layout) in enumerate(zip(by_owner, layouts, strict=True)):
         if rank != branches.cfg_rank:
             for held, came in zip(tensors, unpack(packets[rank], layout), strict=True):

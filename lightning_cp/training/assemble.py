@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -25,6 +26,7 @@ from lightning_cp.training.ranks import Ranks
 from lightning_cp.training.records import MetricsFile, ProgressBar
 from lightning_cp.training.run import DataPlace, Run, open_run_folder
 from lightning_cp.training.state import TrainState
+from lightning_cp.training.tracing import StepTrace
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,10 @@ class Parts:
             keep=config.keep_checkpoints,
             is_first=run.is_first,
         )
-        return Steps(run, settings, stack.enter_context(writer), watchers=watchers, after_step=after_step)
+        trace = StepTrace(config.trace_step, run.folder.trace(dist.get_rank() if dist.is_initialized() else 0))
+        return Steps(
+            *(run, settings, stack.enter_context(writer)), trace=trace, watchers=watchers, after_step=after_step
+        )
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -11,6 +11,7 @@ from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import whole_of
 from lightning_cp.training.run import Run
+from lightning_cp.training.tracing import StepTrace
 
 Batch = tuple[Tensor, Tensor]
 
@@ -65,6 +66,7 @@ class Steps:
         run: its state moves on with every step.
         settings: of the loop.
         writer: of the run's checkpoints.
+        trace: of one of the steps, perhaps.
         watchers: told of every step, on the first rank.
         after_step: called after every step, on every rank.
     """
@@ -75,11 +77,12 @@ class Steps:
         settings: LoopSettings,
         writer: CheckpointWriter,
         *,
+        trace: StepTrace,
         watchers: Sequence[Watcher] = (),
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
         self._run, self._settings, self._writer = run, settings, writer
-        self._watchers, self._after_step = watchers, after_step
+        self._trace, self._watchers, self._after_step = trace, watchers, after_step
         self._ended = time.perf_counter()
 
     @property
@@ -89,6 +92,7 @@ class Steps:
 
     def begin(self) -> None:
         """Before the forward."""
+        self._trace.begin(self._run.state.step + 1)
         for group in self._run.state.optimizer.param_groups:
             group["lr"] = self._settings.lr_at(self._run.state.step + 1)
 
@@ -108,6 +112,7 @@ class Steps:
         if run.is_first:
             for watcher in self._watchers:
                 watcher.watch(report)
+        self._trace.end()  # what comes now is not done in every step
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
         if saves:
             self._save()

@@ -42,6 +42,10 @@ class RunFolder:
         """Holds pictures of samples."""
         return self.path / "samples"
 
+    def trace(self, rank: int) -> Path:
+        """Of one step of one rank, where one is recorded."""
+        return self.path / "trace" / f"rank_{rank}.json"
+
 
 @dataclass(frozen=True)
 class DataPlace:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import all_gather_ints, packets_of_all
+from lightning_cp.comm.packets import packets_of_all
+from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh import Groups
 from lightning_cp.vae.deferred import UnitCall
 
@@ -51,7 +52,7 @@ class TileWorker:
         tiles = [call.result.value.contiguous() for call in own]
         mine = pack(tiles) if tiles else torch.empty(0, dtype=torch.uint8, device=calls[0].tile.device)
         of_rank = [[layouts[id(call)] for call in theirs] for theirs in by_rank]
-        packets = packets_of_all(mine, [packet_bytes(layout) for layout in of_rank], groups=self.groups)
+        packets = packets_of_all(mine, [packet_bytes(layout) for layout in of_rank], group=self.groups.context)
         for rank, (packet, layout, theirs) in enumerate(zip(packets, of_rank, by_rank, strict=True)):
             if rank != self.groups.context_rank:
                 for call, tile in zip(theirs, unpack(packet, layout), strict=True):

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
-from lightning_cp.attention import call, keys, operator
+from lightning_cp.attention import call, gathered, keys, operator
 from lightning_cp.comm import messages
-from lightning_cp.comm import packets as comm_packets
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -324,7 +323,7 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
     with (
         torch.no_grad(),
         mock.patch.object(call, "all_gather_ints", wraps=call.all_gather_ints) as sizes,
-        mock.patch.object(comm_packets, "exchange", wraps=comm_packets.exchange) as packets,
+        mock.patch.object(gathered, "exchange_packets", wraps=gathered.exchange_packets) as packets,
         mock.patch.object(messages, "exchange", wraps=messages.exchange) as swaps,
     ):
         model(**arguments)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
 
-from lightning_cp import ContextParallelConfig, context_parallel_attention
+from lightning_cp import ContextParallelConfig, apply_context_parallel, context_parallel_attention
+from lightning_cp.attention import gathered
 from lightning_cp.benchmark.peers import diffusers_attention
 from lightning_cp.benchmark.trace import Trace, read_trace, record
+from lightning_cp.comm.buffers import BUFFERS
 from tests.harness import RankPool
 
 TOKENS, HEADS, HEAD_DIM = 4096, 8, 32
@@ -64,3 +69,98 @@ def test_a_rotation_allocates_less_than_diffusers_ring(run_ranks: RankPool, worl
     for (forward, backward), (their_forward, their_backward) in zip(ours, theirs, strict=True):
         assert forward.peak_bytes < their_forward.peak_bytes
         assert backward.peak_bytes < their_backward.peak_bytes
+
+
+def _kept(rank: int, world: int, mode: str) -> list[int]:
+    """Bytes that wait for the next call, after each of three."""
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(1, TOKENS // world, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
+    config = ContextParallelConfig(ring_degree=world, rotate_method=mode)
+    BUFFERS.forget()
+    kept = []
+    for _ in range(3):
+        context_parallel_attention(q, k, v, parallel_config=config).sum().backward()
+        kept.append(BUFFERS.kept_bytes)
+    return kept
+
+
+@pytest.mark.parametrize("mode", ["allgather", "alltoall"])
+def test_buffers_are_used_again_by_the_next_call(run_ranks: RankPool, mode: str) -> None:
+    """Given back by forward and by backward, and taken again: what waits does not grow."""
+    for first, *rest in run_ranks(3, _kept, mode):
+        assert first > 0
+        assert rest == [first, first]
+
+
+def _step_peak(rank: int, world: int, degrees: dict[str, int]) -> int:
+    """Of a training step, beside gradients of weights; slices of heads are small, as the model is."""
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        num_attention_heads=8, attention_head_dim=32, num_layers=8, ffn_dim=1024, text_dim=64, freq_dim=64
+    )
+    inputs = torch.randn(1, 16, 4, 32, 32), torch.full((1,), 500.0), torch.randn(1, 16, 64)  # 1,024 tokens
+    if degrees:
+        apply_context_parallel(model, ContextParallelConfig(**degrees))  # type: ignore[arg-type]
+
+    def step() -> None:
+        model(*inputs, return_dict=False)[0].square().mean().backward()
+        model.zero_grad(set_to_none=False)
+
+    with mock.patch.dict(gathered._SLICE_BYTES, cpu=256 << 10):
+        return _peak_beside_weights(step, model)
+
+
+def _peak_beside_weights(step: Callable[[], None], model: nn.Module) -> int:
+    """Their gradients are there already, but for the one that is being computed, of the largest at most."""
+    step()
+    return read_trace(record(step)).peak_bytes - max(x.nbytes for x in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["ring_degree", "ulysses_degree"])
+@pytest.mark.parametrize("world", DEGREES)
+def test_a_models_training_step_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
+    """Though patches are embedded, and the loss is taken, whole on every rank."""
+    alone = max(run_ranks(1, _step_peak, {}))
+    for peak in run_ranks(world, _step_peak, {mode: world}):
+        assert peak <= 1.1 * alone / world
+
+
+class _Block(nn.Module):
+    """As of a DiT; tokens are this rank's."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor, config: ContextParallelConfig, lengths: list[int]) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, HEAD_DIM)) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
+        out = context_parallel_attention(q, k, v, parallel_config=config, q_lengths=lengths, kv_lengths=lengths)
+        x = x + self.out(out.flatten(2))
+        return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
+
+
+def _sharded_step_peak(rank: int, world: int, degree: str) -> int:
+    """Of a training step on tokens that come sharded, with the loss over this rank's."""
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(_Block(HEADS * HEAD_DIM) for _ in range(4))
+    tokens = torch.randn(1, TOKENS // 2 // world, HEADS * HEAD_DIM)
+    config = ContextParallelConfig(**{degree: world}, rotate_method="alltoall")  # type: ignore[arg-type]
+
+    def step() -> None:
+        x = tokens
+        for block in blocks:
+            x = block(x, config, [x.shape[1]] * world)
+        x.square().mean().backward()
+        blocks.zero_grad(set_to_none=False)
+
+    return _peak_beside_weights(step, blocks)
+
+
+@pytest.mark.parametrize("mode", ["ring_degree", "ulysses_degree"])
+@pytest.mark.parametrize("world", DEGREES)
+def test_a_training_step_on_sharded_tokens_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
+    alone = max(run_ranks(1, _sharded_step_peak, mode))
+    for peak in run_ranks(world, _sharded_step_peak, mode):
+        assert peak <= 1.1 * alone / world

@@ -37,6 +37,10 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
         assert not by_name[workload, "diffusers Ulysses"]["refused"]
         assert one["sent_bytes"] == ""
         assert (tmp_path / f"bench_{workload}.png").read_bytes().startswith(b"\x89PNG")
+    for subject in ("one call: its queries", "one call: its heads", "ring allgather", "ring alltoall", "Ulysses"):
+        assert by_name["one_rank", subject]["ranks"] == "2"
+    alone, together = by_name["one_rank", "Ulysses"], by_name["attention", "Ulysses"]
+    assert alone["sent_bytes"] == together["sent_bytes"], "it does what a rank does"
     assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "what cannot be done is told"
     # K and V once forward and once backward, and their gradients
     assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
@@ -44,14 +48,17 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
     assert "## Attention, 128 tokens, 2 ranks" in page
     assert "python recipes/bench.py bench=quick repeats=2" in page
     trace = json.loads((tmp_path / "traces" / "attention_128_2" / "ring_alltoall.json").read_text())
-    assert any(event["name"] == "lightning_cp::wait" for event in trace["traceEvents"])
+    names = {event["name"].rpartition(" ")[0] for event in trace["traceEvents"]}
+    assert {"lightning_cp::exchange", "lightning_cp::wait"} <= names
 
 
 def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
     for given, said in (
-        ("workloads=[atention]", "workloads=['atention']: valid are attention, training, sampling"),
+        ("workloads=[atention]", "workloads=['atention']: valid are attention, one_rank, training, sampling"),
         ("ranks=[1]", "ranks=[1]: numbers of at least 2"),
         ("attention.lengths=[0]", "attention.lengths=[0]: numbers of at least 1"),
+        ("workloads=[]", "workloads=[]: valid are attention"),
+        ("~model", "these settings have no model"),
     ):
         done = _bench(tmp_path, given)
         assert done.returncode == 1

@@ -1,5 +1,6 @@
 """The main job, small: what it leaves, that degrees do not change it, that it can be resumed."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,17 @@ def assert_same_training(finished: Finished, reference: Finished) -> None:
     ours, theirs = weights(finished), weights(reference)
     assert (ours - theirs).norm() <= 1e-3 * theirs.norm()
     assert (ours - theirs).abs().max() <= 1e-3
+
+
+def test_every_rank_leaves_the_trace_of_the_step_that_was_asked_for(tmp_path: Path) -> None:
+    finished = run(*SMALL, "max_steps=3", "ring=3", "strategy=cp", "trace_step=3", folder=tmp_path / "run")
+    assert finished.exit_code == 0, finished.stderr
+    traces = [finished.folder / "trace" / f"rank_{rank}.json" for rank in range(3)]
+    assert sorted((finished.folder / "trace").iterdir()) == traces
+    for trace in traces:
+        names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+        assert sum(name.startswith("Optimizer.step") for name in names) == 1
+        assert any(name.startswith("lightning_cp::wait") for name in names)
 
 
 def test_a_run_leaves_what_it_says(one_process: Finished) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from lightning_cp.attention.ulysses import share_heads
 
@@ -21,14 +22,13 @@ def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, d
         keys = list(range(share.k_start, share.k_stop))
         used = [head // (hq // hk) for head in local]
         assert sorted(set(used)) == keys  # all that is needed, and no more
-        if share.ragged is None:
+        assert used == [keys[i] for i in share.key_heads(torch.device("cpu"))]
+        if not share.ragged:
             assert len(local) % len(keys) == 0
             assert used == [keys[i // (len(local) // len(keys))] for i in range(len(local))]
-        else:
-            assert used == [keys[i] for i in share.ragged]
 
 
 def test_heads_that_do_not_group_evenly_are_ragged() -> None:
-    assert [share.ragged for share in share_heads(9, 3, 2)] == [[0, 0, 0, 1, 1], [0, 1, 1, 1]]
-    assert [share.ragged for share in share_heads(8, 2, 3)] == [None, [0, 1, 1], None]
-    assert [share.ragged for share in share_heads(8, 8, 3)] == [None, None, None]
+    assert [share.ragged for share in share_heads(9, 3, 2)] == [True, True]
+    assert [share.ragged for share in share_heads(8, 2, 3)] == [False, True, False]
+    assert [share.ragged for share in share_heads(8, 8, 3)] == [False, False, False]

@@ -9,7 +9,6 @@ import pytest
 from lightning_cp.benchmark.measure import Figures
 from lightning_cp.benchmark.report import markdown_page, rows_of, tables, write_csv
 from lightning_cp.benchmark.subject import ONE_THREAD
-from lightning_cp.benchmark.trace import read_trace
 
 FOUND = {
     ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
@@ -39,17 +38,3 @@ def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
     assert {len(line) for line in cells} == {9}
     write_csv(rows, tmp_path / "bench.csv")
     assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
-
-
-def test_a_trace_tells_of_bytes_and_waits() -> None:
-    def memory(ts: float, size: int) -> dict[str, object]:
-        return {"name": "[memory]", "ph": "i", "ts": ts, "args": {"Bytes": size, "Device Type": 0}}
-
-    def span(name: str, ts: float, duration: float) -> dict[str, object]:
-        return {"name": name, "ph": "X", "ts": ts, "dur": duration}
-
-    waits = [span("lightning_cp::wait", 2.0, 1.5), span("lightning_cp::wait", 6.0, 0.5)]
-    events = [memory(3, -40), memory(1, 100), memory(4, 20), memory(2, 50), span("step", 0.0, 10.0), *waits]
-    trace = read_trace(events)
-    assert (trace.peak_bytes, trace.held_bytes) == (150, 130)
-    assert (trace.duration_us, trace.wait_us) == (10.0, 2.0)

@@ -59,6 +59,8 @@ REFUSED = [
     ("batch_size=1798", "batch_size=1798 is more than the data set has: must be at most 1797"),
     ("strategy=cp data_parallel=3", "batch_size=64 .*multiple of data_parallel=3: 63 or 66"),
     ("strategy=cp data_parallel=3 batch_size=2", "batch_size=2 .*multiple of data_parallel=3: 3"),
+    ("max_steps=5 trace_step=6", "trace_step=6 is never taken: must be at most max_steps=5"),
+    ("trace_step=0", "trace_step=0 "),
     ("seed=-1", "seed=-1 "),
     ("optim.lr=0", "optim.lr=0 is not valid: must be a number more than 0"),
     ("optim.lr=-0.1", "optim.lr=-0.1 "),

@@ -1,0 +1,25 @@
+"""PyTorch's profiler round a step, our exchanges and waits being marked in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_cp.comm.notes import NOTES
+
+
+@contextmanager
+def traced(*, memory: bool = False) -> Iterator[profile]:
+    """Records what runs within, on a GPU to its end. Args: memory: allocations too."""
+    gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as found:
+        NOTES.traced = True
+        try:
+            yield found
+            if gpu:
+                torch.cuda.synchronize()
+        finally:
+            NOTES.traced = False

@@ -1,0 +1,129 @@
+"""A rank's step on a GPU, in a world that is only pretended: nothing waits for the device, and graphs hold it.
+
+Transfers send nothing there, so that these tests are of everything else; test_several_gpus.py has them too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from lightning_cp import ContextParallelConfig, context_parallel_attention
+from lightning_cp.engine.apply import parallelize
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RANKS, TOKENS, HEADS, HEAD_DIM = 4, 512, 8, 64
+CONFIGS = {
+    "allgather": ContextParallelConfig(ring_degree=4),
+    "alltoall": ContextParallelConfig(ring_degree=4, rotate_method="alltoall"),
+    "ulysses": ContextParallelConfig(ulysses_degree=4),
+    "unified": ContextParallelConfig(ring_degree=2, ulysses_degree=2),
+}
+
+
+@pytest.fixture
+def _world() -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield
+    dist.destroy_process_group()
+
+
+def _step(name: str, key_heads: int) -> Callable[[], tuple[Tensor, ...]]:
+    """Forward and backward of one attention, lengths being known."""
+    torch.manual_seed(0)
+    shapes = [(1, TOKENS, heads, HEAD_DIM) for heads in (HEADS, key_heads, key_heads, HEADS)]
+    q, k, v, grad = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    lengths = [TOKENS] * RANKS
+
+    def step() -> tuple[Tensor, ...]:
+        out = context_parallel_attention(
+            *leaves, parallel_config=CONFIGS[name], enable_gqa=True, q_lengths=lengths, kv_lengths=lengths
+        )
+        return torch.autograd.grad(out, leaves, grad)
+
+    return step
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_never_waits_for_the_device(name: str, key_heads: int) -> None:
+    step = _step(name, key_heads)
+    step()  # what is chosen and compiled once
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_is_captured_in_a_graph(name: str) -> None:
+    step = _step(name, HEADS)
+    beside = torch.cuda.Stream()
+    beside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(beside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(beside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    for x in grads:
+        x.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(x.shape[1] == TOKENS for x in grads)
+    assert not any(torch.isnan(x).all() for x in grads), "the replay wrote them"
+
+
+def _waits(model: nn.Module) -> int:
+    """Times that a training step waited for the device."""
+    torch.manual_seed(0)
+    tokens = torch.randn(1, 16, 4, 8, 8, device="cuda")
+    text, timestep = torch.randn(1, 8, 32, device="cuda"), torch.full((1,), 500.0, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> None:
+        model(tokens, timestep, text, return_dict=False)[0].square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with mock.patch.object(dist, "all_gather_single") as sizes:  # over NCCL it waits, here it does not
+                step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not sizes.called
+    return sum("synchroniz" in str(warning.message) for warning in told)
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_parallel_model_waits_no_more_than_the_model_alone(name: str) -> None:
+    with torch.device("cuda"):
+        model = WanTransformer3DModel(
+            num_attention_heads=4, attention_head_dim=16, num_layers=2, ffn_dim=64, text_dim=32, freq_dim=32
+        )
+    alone = _waits(model)
+    parallelize(model, CONFIGS[name], check_peers="off")
+    assert _waits(model) <= alone
