@@ -28,6 +28,7 @@ from lightning_cp.launch.world import World, resolve_world
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweeps of which this process has seen a job fail
+_FIRST_TELLS_S = 30.0  # within which the first rank has told a refusal, however busy the machine
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -82,7 +83,10 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
     """
     place = external_place(os.environ)
     if not sweep.in_sweep():
-        exit_code = report(attempt(config, place, target=target, check=check), str(config.get("run_dir")))
+        result = attempt(config, place, target=target, check=check)
+        if not result.began and not is_first(place):
+            result = _refused_after_the_first(result, place)
+        exit_code = report(result, str(config.get("run_dir")))
         if exit_code:
             sys.exit(exit_code)
         return None
@@ -128,6 +132,18 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
         result = launcher.launch(job)
         return _queued_again(result) if is_first(place) else result
+
+
+def _refused_after_the_first(result: Result, place: RankPlace | None) -> Result:
+    """A refusal that the first rank tells for all of them, unless it does not refuse: its node may be another.
+
+    torchrun ends all ranks as soon as one has ended, so the others wait for that; one still there tells its own.
+    """
+    if place is None or place.launcher != "torchrun" or result.failure is None:
+        return result
+    time.sleep(_FIRST_TELLS_S)
+    told = f"{result.failure.message} (rank {place.rank})"
+    return replace(result, failure=replace(result.failure, message=told), began=True)
 
 
 def _queued_again(result: Result) -> Result:

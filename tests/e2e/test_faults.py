@@ -12,7 +12,7 @@ import pytest
 
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
 from lightning_cp.training.records import read_metrics
-from tests.e2e.recipe import SMALL, ranks_of, run, started
+from tests.e2e.recipe import ROOT, SMALL, ranks_of, run, started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_every=2")
@@ -168,9 +168,26 @@ def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) ->
     assert finished.exit_code == 0, finished.stderr
     assert len(finished.rows) == 2
     assert finished.stdout.count("recognises") == 1
-    refused = run("strategy=cp", "ring=3", folder=tmp_path / "refused", launcher=TORCHRUN)
+
+
+def test_a_refusal_under_torchrun_is_told_once_though_the_first_rank_comes_late(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        'import os, time\nif os.environ.get("RANK") == "0":\n    time.sleep(4)\n', encoding="utf-8"
+    )
+    late = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
+    refused = run("strategy=cp", "ring=3", folder=tmp_path / "run", launcher=TORCHRUN, environment=late)
     assert refused.exit_code != 0
     assert refused.stderr.count("ring=3 × ulysses=1 = 3 must divide the 2 ranks that torchrun started") == 1
+
+
+@pytest.mark.full  # it waits for the first rank's word
+def test_a_rank_that_alone_refuses_under_torchrun_tells_why(tmp_path: Path) -> None:
+    """As one whose node has no room: the first rank does not refuse, and waits for the others."""
+    (tmp_path / "of_1").touch()
+    folder = f"run_dir={tmp_path}/of_${{oc.env:RANK}}"
+    refused = run("strategy=cp", "ring=2", folder, folder=tmp_path / "run", launcher=TORCHRUN)
+    assert refused.exit_code != 0
+    assert refused.stderr.count(f"run_dir={tmp_path}/of_1 cannot be written to: File exists (rank 1)") == 1
 
 
 @pytest.mark.full
