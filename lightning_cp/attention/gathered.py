@@ -153,8 +153,7 @@ class _Homing:
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
         self._k, self._ring, self._dtype = k, ring, ring.sums_in(k.dtype)
-        b, s, heads, d = k.shape
-        self._totals = [k.new_empty(b, heads, s, d, dtype=self._dtype) for _ in range(2)]
+        self._totals = [k.new_empty(k.shape, dtype=self._dtype) for _ in range(2)]
         self._room = self._shares = k.new_empty(0, dtype=torch.uint8)
         self._under_way: tuple[Heads, Packets] | None = None
 
@@ -170,7 +169,7 @@ class _Homing:
             self._shares = BUFFERS.take(sum(sizes), self._k)
             self._room = BUFFERS.take(sum(own), self._k)
         packets = list(torch.split(self._shares[: sum(sizes)], sizes))
-        own_keys = [total[:, heads.key] for total in self._totals]
+        own_keys = [total[:, :, heads.key].transpose(1, 2) for total in self._totals]
         partial = sum(grads.key.shape[1] for _, grads in found) < sum(ring.kv_lengths)
         for owner, (packet, layout) in enumerate(zip(packets, layouts, strict=True)):
             places = own_keys if owner == ring.rank else unpack(packet, layout)
@@ -186,7 +185,7 @@ class _Homing:
         """dK and dV of this rank's keys, [b, s, hk, d]."""
         self._arrive()
         BUFFERS.give(self._shares, self._room)
-        return [x.transpose(1, 2) for x in self._totals]
+        return self._totals
 
     def _arrive(self) -> None:
         if self._under_way is None:
@@ -197,7 +196,7 @@ class _Homing:
         for owner, packet in enumerate(packets.by_rank):
             if owner != self._ring.rank:
                 for total, share in zip(self._totals, unpack(packet, layout), strict=True):
-                    total[:, heads.key].add_(share)
+                    total[:, :, heads.key].add_(share.transpose(1, 2))
         self._under_way = None
 
 

@@ -46,21 +46,23 @@ def ring_backward(
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 where
         `wide`).
     """
-    totals = Grads(*(x.new_zeros(x.shape, dtype=ring.sums_in(x.dtype)) for x in (q, k, v)))
-    dk, dv = _by_head([totals.key, totals.value])
+    dq = q.new_zeros(q.shape, dtype=ring.sums_in(q.dtype))
+    dk, dv = (x.new_empty(x.shape, dtype=ring.sums_in(x.dtype)) for x in (k, v))
 
     def add_own(heads: Heads) -> None:
-        """Some heads' gradients through our own keys."""
+        """Some heads' gradients through our own keys: the first that dK and dV get."""
         keys = ring.keys_of(ring.rank)
         seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
         inputs = q[:, :, heads.query], k[:, :, heads.key], v[:, :, heads.key]
         grads = grads_of_keys(heads.of_grad(grad), *inputs, heads.of_part(part), seen, start=keys.start, ring=ring)
-        if grads is not None:
-            for total, of, share in zip(totals, (heads.query, heads.key, heads.key), grads, strict=True):
-                total[:, :, of].add_(share)
+        if grads is None:
+            dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
+            return
+        dq[:, :, heads.query].add_(grads.query)
+        dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slices_of_heads(q, k, 2)
-    homing = Homing(lambda owner: _layout([dk, dv], ring.kv_lengths[owner]), group=ring.several)
+    homing = Homing(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first)
@@ -69,13 +71,13 @@ def ring_backward(
         if grads is None:
             homing.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
             continue
-        totals.query.add_(grads.query)
+        dq.add_(grads.query)
         homing.add(owner, _by_head([grads.key, grads.value]))
         del grads  # before the next are computed
     for heads in others:  # of our own keys: they need nothing from others, so that the last sums come home meanwhile
         add_own(heads)
-    homing.finish([dk, dv])
-    return Grads(*(total.to(q.dtype) for total in totals))
+    homing.finish(_by_head([dk, dv]))
+    return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
 
 
 def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring) -> Part | None:

@@ -141,10 +141,10 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
     messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
-    mine = to.q_lengths[dist.get_rank(to.group)]
-    landings = [[_rows(x, mine, share.q_stop - share.q_start) for x in tensors] for share in to.shares]
-    swap(messages, landings, group=to.group)
-    return [torch.cat([_by_row(x) for x in parts], 2) for parts in zip(*landings, strict=True)]
+    mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].q_stop
+    wholes = [x.new_empty(x.shape[0], mine, heads, *x.shape[3:]) for x in tensors]
+    swap(messages, [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares], group=to.group)
+    return wholes
 
 
 def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
@@ -163,28 +163,40 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
         dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
-    rank = dist.get_rank(to.group)
+    sq, sk = (n[dist.get_rank(to.group)] for n in (to.q_lengths, to.kv_lengths))
+    b, _, _, d = dq.shape
+    query = dq.new_empty(b, sq, to.shares[-1].q_stop, d)
+    keys = [_KeyHeads(x.new_empty(b, sk, hk, d), to.shares) for x in (dk, dv)]
     landings = [
-        [
-            _rows(x, n[rank], part.stop - part.start)
-            for x, n, part in zip((dq, dk, dv), lengths, share.parts, strict=True)
-        ]
-        for share in to.shares
+        [_by_row(query[:, :, share.query]), *(_by_row(x.landings[rank]) for x in keys)]
+        for rank, share in enumerate(to.shares)
     ]
     swap(messages, landings, group=to.group)
-    queries, keys, values = ([_by_row(x) for x in parts] for parts in zip(*landings, strict=True))
-    return Grads(torch.cat(queries, 2), _joined(keys, hk, to), _joined(values, hk, to))
+    return Grads(query, *(x.summed() for x in keys))
 
 
-def _joined(parts: list[Tensor], hk: int, to: Ulysses) -> Tensor:
-    """Key-value heads from the ranks that use them: [b, s, hk_i, d] -> [b, s, hk, d]."""
-    if sum(share.k_stop - share.k_start for share in to.shares) == hk:  # no head is used by two ranks
-        return torch.cat(parts, 2)
-    x = parts[0]
-    total = x.new_zeros(*x.shape[:2], hk, x.shape[3], dtype=torch.promote_types(x.dtype, torch.float32))
-    for share, part in zip(to.shares, parts, strict=True):
-        total[:, :, share.key] += part
-    return total.to(x.dtype)
+class _KeyHeads:
+    """Key-value heads from the ranks that use them: [b, s, hk_i, d] -> [b, s, hk, d].
+
+    Args: total: where they belong, if no head is used by two ranks; else their shares land beside each other, and are
+        summed in float32 or wider.
+    """
+
+    def __init__(self, total: Tensor, shares: Sequence[HeadShare]) -> None:
+        self._total, self._shares = total, shares
+        self._apart = sum(share.k_stop - share.k_start for share in shares) > total.shape[2]
+        self.landings = [total[:, :, share.key] for share in shares]
+        if self._apart:
+            self.landings = [torch.empty_like(x) for x in self.landings]
+
+    def summed(self) -> Tensor:
+        x = self._total
+        if not self._apart:
+            return x
+        total = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+        for share, part in zip(self._shares, self.landings, strict=True):
+            total[:, :, share.key] += part
+        return total.to(x.dtype)
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import as_bytes
 from lightning_cp.comm.transfer import exchange
 
@@ -16,15 +17,36 @@ def swap(
 ) -> None:
     """Send `messages[i]` to rank i of `group`, and receive what rank i sends in `landings[i]`.
 
-    Tensors go straight from where they are, if they are contiguous, to where they belong: nothing is packed.
+    Tensors go straight from where they are to where they belong if they are contiguous there; else by way of a buffer.
 
-    Args: landings: contiguous tensors, of the shapes and dtypes that the others send.
+    Args: landings: of the shapes and dtypes that the others send.
     Ranks: all of `group`. Bytes: those of the tensors.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
+    peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
+    taken: list[Tensor] = []
+
+    def contiguous(x: Tensor) -> Tensor:
+        """`x`, or room for it."""
+        if x.is_contiguous():
+            return x
+        taken.append(BUFFERS.take(x.numel() * x.element_size(), x))
+        return taken[-1].view(x.dtype).view(x.shape)
+
+    sends, receives, scattered = [], [], []
+    for target, source in peers:
+        for x in messages[target]:
+            sent = contiguous(x)
+            sends.append((target, as_bytes(sent if sent is x else sent.copy_(x))))
+        for landing in landings[source]:
+            arrived = contiguous(landing)
+            receives.append((source, as_bytes(arrived)))
+            if arrived is not landing:
+                scattered.append((landing, arrived))
+    pending = exchange(sends, receives, group=group)
     for landing, x in zip(landings[rank], messages[rank], strict=True):
         landing.copy_(x)
-    peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
-    sends = [(target, as_bytes(x.contiguous())) for target, _ in peers for x in messages[target]]
-    receives = [(source, as_bytes(x)) for _, source in peers for x in landings[source]]
-    exchange(sends, receives, group=group).wait()
+    pending.wait()
+    for landing, arrived in scattered:
+        landing.copy_(arrived)
+    BUFFERS.give(*taken)
