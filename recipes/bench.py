@@ -127,11 +127,12 @@ def main(config: DictConfig) -> None:
         draw([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
     if config.page is not None:
         page = Path(config.page)
-        for path in drawn:
-            page.with_name(path.name).write_bytes(path.read_bytes())
+        page.parent.mkdir(parents=True, exist_ok=True)
+        pictures = [path.name.replace("bench", page.stem, 1) for path in drawn]
+        for path, name in zip(drawn, pictures, strict=True):
+            page.with_name(name).write_bytes(path.read_bytes())
         given = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
         command = shlex.join(["python", "recipes/bench.py", *given])
-        pictures = [path.name for path in drawn]
         page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
     console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")
 

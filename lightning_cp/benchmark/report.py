@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 from rich.table import Table
 
 from lightning_cp.benchmark.measure import Figures
-from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, ONE_THREAD
+from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL
 
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting")
 
@@ -94,8 +94,8 @@ def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
 
 _ABOUT_ONE_RANK = (
     "",
-    "*One_rank* is what the first of so many ranks computes, with transfers that are pretended: what is over 1 is",
-    "our own, or that of kernels on smaller pieces (see the single calls: its queries, or its heads).",
+    "*One_rank* is what the first of so many ranks computes while no other runs, with transfers that are pretended:",
+    "what is over its single calls is our own.",
 )
 
 
@@ -114,6 +114,9 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
         "communication that nothing hides, differences in speed between ranks included (on GPUs: in which NCCL's",
         "kernels run and no others, of one traced step).",
+        "",
+        "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens,",
+        "with nothing sent and all ranks at it at once: what is over 1 there is the machine's.",
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
@@ -164,7 +167,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             memory = [row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in mine]
             waits = [None if row["waited"] is None else 100 * row["waited"] for row in mine]
             curves: tuple[list[Any], ...] = ([row["ratio"] for row in mine], memory, waits)
-            style = {"marker": "o", "linestyle": ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"}
+            style = {"marker": "o", "linestyle": _line_of(subject)}
             for axis, values in zip(line, curves, strict=True):
                 if any(x is not None for x in values):
                     axis.plot(lengths, values, label=subject, **style)
@@ -180,6 +183,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         if line[0].get_legend_handles_labels()[0]:
             line[0].legend(fontsize=7)
     figure.savefig(path, dpi=130)
+
+
+def _line_of(subject: str) -> str:
+    if subject in (QUERIES_CALL, HEADS_CALL):
+        return "--"
+    return ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"
 
 
 def machine_name() -> str:

@@ -9,6 +9,7 @@ from lightning_cp.config import ContextParallelConfig
 
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
 ALONE = "one process"  # on a GPU
+QUERIES_CALL, HEADS_CALL = "one call: its queries", "one call: its heads"  # a rank's share, nothing sent
 
 
 @dataclass(frozen=True)

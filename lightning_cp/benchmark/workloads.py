@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from lightning_cp.attention import context_parallel_attention
 from lightning_cp.attention.ulysses import share_heads
 from lightning_cp.benchmark import peers
-from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, ONE_THREAD, Subject, modes
+from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, Subject, modes
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine import apply_context_parallel
@@ -37,7 +37,8 @@ def attention(config: DictConfig, length: int, device: torch.device) -> list[Sub
     def theirs(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
         return step_of(build(sizes), sharded)
 
-    found = _alone(lambda: step_of(_plain_attention), device) + _ours(step_of, length)
+    found = _alone(lambda: step_of(_plain_attention), device)
+    found += _calls(step_of, config.heads, length) + _ours(step_of, length)
     found.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
     theirs_by_name = peers.attentions(device)
     return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
@@ -48,15 +49,9 @@ def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subj
 
     Ranks: one, in a world that is only pretended (the "fake" backend, which sends nothing).
     """
-    _, mine = _shards(length)
     step_of = functools.partial(_attention_step, config, length, device)
-    heads = share_heads(config.heads, config.heads, dist.get_world_size())[0].query
     found = _alone(lambda: step_of(_plain_attention), device)
-    found.append(
-        Subject("one call: its queries", lambda: step_of(_plain_attention, lambda x: x[:, mine], whole=(1, 2)))
-    )
-    found.append(Subject("one call: its heads", lambda: step_of(_plain_attention, lambda x: x[:, :, heads])))
-    return found + _ours(step_of, length)
+    return found + _calls(step_of, config.heads, length) + _ours(step_of, length)
 
 
 def _attention_step(
@@ -91,6 +86,16 @@ def _ours(step_of: Callable[..., Callable[[], object]], length: int) -> list[Sub
 
     found = modes(dist.get_world_size())
     return [Subject(name, functools.partial(build, settings)) for name, settings in found.items()]
+
+
+def _calls(step_of: Callable[..., Callable[[], object]], heads: int, length: int) -> list[Subject]:
+    """A rank's products in a single call, nothing being sent: with all ranks at it, the least that a mode can take."""
+    _, tokens = _shards(length)
+    share = share_heads(heads, heads, dist.get_world_size())[dist.get_rank()].query
+    return [
+        Subject(QUERIES_CALL, lambda: step_of(_plain_attention, lambda x: x[:, tokens], whole=(1, 2))),
+        Subject(HEADS_CALL, lambda: step_of(_plain_attention, lambda x: x[:, :, share])),
+    ]
 
 
 def _shards(length: int) -> tuple[tuple[int, ...], slice]:
