@@ -116,7 +116,7 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "kernels run and no others, of one traced step).",
         "",
         "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens,",
-        "with nothing sent and all ranks at it at once: what is over 1 there is the machine's.",
+        "with nothing sent and all ranks at it at once: what is over 1 there is the machine's (ranks that share a core).",
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
@@ -149,40 +149,80 @@ def _told(value: float | None, factor: float, how: str, unit: str = "") -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time, memory and waiting of a workload's subjects, by length or by degree, as PNG."""
+    """Time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
+
+    By length, or as bars where there is one length.
+    """
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
     degrees = sorted({row["ranks"] for row in shown})
-    figure = Figure(figsize=(11, 3.4 * len(degrees)), layout="constrained")
-    axes: Any = figure.subplots(len(degrees), 3, squeeze=False)
-    for line, ranks in zip(axes, degrees, strict=True):
-        here = [row for row in shown if row["ranks"] == ranks]
-        one = {row["tokens"]: row for row in here if row["subject"] in (ONE_THREAD, ALONE)}
-        for subject in dict.fromkeys(row["subject"] for row in here):
-            if subject in (ONE_THREAD, ALONE):
-                continue
-            mine = sorted((row for row in here if row["subject"] == subject), key=lambda row: row["tokens"])
-            lengths = [row["tokens"] for row in mine]
-            memory = [row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in mine]
-            waits = [None if row["waited"] is None else 100 * row["waited"] for row in mine]
-            curves: tuple[list[Any], ...] = ([row["ratio"] for row in mine], memory, waits)
-            style = {"marker": "o", "linestyle": _line_of(subject)}
-            for axis, values in zip(line, curves, strict=True):
-                if any(x is not None for x in values):
-                    axis.plot(lengths, values, label=subject, **style)
+    figure = Figure(figsize=(14, 3.4 * len(degrees)), layout="constrained")
+    subfigures: Any = figure.subplots(len(degrees), 3, squeeze=False)
+    for axes, ranks in zip(subfigures, degrees, strict=True):
+        here = sorted((row for row in shown if row["ranks"] == ranks), key=lambda row: row["tokens"])
+        lengths = list(dict.fromkeys(row["tokens"] for row in here))
+        curves = _curves(here, ranks)
+        if len(lengths) == 1:
+            _draw_bars(axes, curves)
+        else:
+            _draw_lines(axes, curves, lengths)
         names = ("time, × limit", "peak memory a rank, × one process / ranks", "waiting, % of the step")
-        for axis, name in zip(line, names, strict=True):
-            axis.set(xlabel="tokens", xscale="log")
+        for axis, name in zip(axes, names, strict=True):
             axis.set_title(f"{ranks} ranks: {name}", fontsize=9)
-            axis.set_xticks(sorted(one), [f"{n:,}" for n in sorted(one)])
-            axis.minorticks_off()
-            axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)
-        line[0].axhline(1, color="black", linewidth=0.8)
-        if line[0].get_legend_handles_labels()[0]:
-            line[0].legend(fontsize=7)
-    figure.savefig(path, dpi=130)
+            axis.set_axisbelow(True)
+    figure.savefig(path, dpi=110)
+
+
+_Curves = dict[str, tuple[list[float | None], ...]]  # of each subject: times, memory, waiting, by length
+
+
+def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
+    one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, ALONE)}
+    found: _Curves = {}
+    for subject in dict.fromkeys(row["subject"] for row in rows):
+        if subject in (ONE_THREAD, ALONE):
+            continue
+        mine = {row["tokens"]: row for row in rows if row["subject"] == subject}
+        measured = [mine.get(tokens) for tokens in one]
+        found[subject] = (
+            [row and row["ratio"] for row in measured],
+            [row and row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in measured],
+            [None if row is None or row["waited"] is None else 100 * row["waited"] for row in measured],
+        )
+    return found
+
+
+def _draw_lines(axes: Any, curves: _Curves, lengths: Sequence[int]) -> None:
+    for index, (subject, of_subject) in enumerate(curves.items()):
+        style = {"marker": "o", "linestyle": _line_of(subject), "color": f"C{index % 10}"}
+        for axis, values in zip(axes, of_subject, strict=True):
+            if any(x is not None for x in values):
+                axis.plot(lengths, values, label=subject, **style)
+    for axis in axes:
+        axis.set(xlabel="tokens", xscale="log")
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.minorticks_off()
+        axis.set_ylim(bottom=0)
+    axes[0].axhline(1, color="black", linewidth=0.8)
+    axes[2].set_ylim(0, max(5, axes[2].get_ylim()[1]))  # that a thousandth does not look like much
+    handles, labels = axes[0].get_legend_handles_labels()
+    if labels:
+        axes[2].legend(handles, labels, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
+
+
+def _draw_bars(axes: Any, curves: _Curves) -> None:
+    for panel, axis in enumerate(axes):
+        values = [of_subject[panel][0] for of_subject in curves.values()]
+        bars = axis.barh(range(len(values)), [0 if x is None else x for x in values], color="tab:blue")
+        axis.bar_label(
+            bars, ["–" if x is None else f"{x:.1f}" if panel == 2 else f"{x:.2f}" for x in values], padding=3
+        )
+        axis.set_yticks(range(len(values)), list(curves) if panel == 0 else [""] * len(values))
+        axis.invert_yaxis()
+        axis.margins(x=0.12)
+    axes[0].axvline(1, color="black", linewidth=0.8)
 
 
 def _line_of(subject: str) -> str:
