@@ -10,8 +10,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.heads import share_heads
 from lightning_cp.attention.keys import Ring
-from lightning_cp.attention.ulysses import Ulysses, share_heads
+from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.kernels import choose_kernel

@@ -13,14 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import (
-    Heads,
     Parts,
     Ring,
     attend_keys,
+    grad_of,
     grads_of_keys,
     mask_of,
-    slices_of_heads,
+    part_of,
 )
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
@@ -73,7 +74,7 @@ def gathered_backward(
     """
     mask, homing, queries = _mask_of_all(mask, ring), _Homing(k, ring), []
     for heads, stretches in _gathered(q, k, v, ring):
-        own_grad, own_q, own_part = heads.of_grad(grad), q[:, :, heads.query], heads.of_part(part)
+        own_grad, own_q, own_part = grad_of(grad, heads), q[:, :, heads.query], part_of(part, heads)
         total: Tensor | None = None
         found: list[tuple[int, Grads]] = []
         for keys in stretches:
@@ -217,12 +218,12 @@ def _of_others(sizes: Sequence[int], ring: Ring) -> list[int]:
 def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
     """All heads, in even slices of about `_SLICE_BYTES` once gathered; the same on every rank."""
     bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-    return slices_of_heads(q, k, -(-bytes_ // _SLICE_BYTES.get(k.device.type, 64 << 20)))
+    return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // _SLICE_BYTES.get(k.device.type, 64 << 20)))
 
 
 def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:
     """Of a packet: K and V of so many keys, [b, heads, length, d], which kernels are faster on."""
-    return [Piece((k.shape[0], heads.width, length, k.shape[3]), dtype or k.dtype)] * 2
+    return [Piece((k.shape[0], heads.keys, length, k.shape[3]), dtype or k.dtype)] * 2
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:

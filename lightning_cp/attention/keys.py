@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.merge import accumulator, merge
 from lightning_cp.kernels import Grads, Part, PartGrad, attend, attend_backward, choose_kernel, wide_dtype
 
@@ -59,32 +59,14 @@ class Ring:
         return wide_dtype(dtype) if self.wide else dtype
 
 
-class Heads(NamedTuple):
-    """Key-value heads that are dealt with together, and the query heads that use them."""
-
-    key: slice
-    query: slice
-
-    @property
-    def width(self) -> int:
-        """Key-value heads."""
-        return int(self.key.stop - self.key.start)
-
-    def of_part(self, part: Part) -> Part:
-        """Their share of out and lse."""
-        return Part(part.out[:, :, self.query], part.lse[:, :, self.query])
-
-    def of_grad(self, grad: PartGrad) -> PartGrad:
-        """Their share of the gradients of out and lse."""
-        return PartGrad(grad.out[:, :, self.query], None if grad.lse is None else grad.lse[:, :, self.query])
+def part_of(part: Part, heads: Heads) -> Part:
+    """Some heads' share of out and lse."""
+    return Part(part.out[:, :, heads.query], part.lse[:, :, heads.query])
 
 
-def slices_of_heads(q: Tensor, k: Tensor, count: int) -> list[Heads]:
-    """All heads in even slices: `count`, or one a key-value head where these are fewer."""
-    hk, group = k.shape[2], q.shape[2] // k.shape[2]
-    count = min(hk, count) or 1
-    bounds = [index * hk // count for index in range(count + 1)]
-    return [Heads(slice(a, b), slice(a * group, b * group)) for a, b in pairwise(bounds)]
+def grad_of(grad: PartGrad, heads: Heads) -> PartGrad:
+    """Some heads' share of the gradients of out and lse."""
+    return PartGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
 
 
 def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:

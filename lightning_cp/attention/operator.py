@@ -13,13 +13,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, agree, check_tensors, ring_of, ulysses_of
-from lightning_cp.attention.ulysses import (
-    grads_to_tokens,
-    part_to_tokens,
-    queries_to_heads,
-    share_heads,
-    tokens_to_heads,
-)
+from lightning_cp.attention.heads import share_heads
+from lightning_cp.attention.ulysses import grads_to_tokens, part_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.attention.ways import attend_ring, grads_of_ring
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.errors import ShapeError
@@ -99,10 +94,10 @@ def _(
     sq, sk = sum(q_lengths[own]), sum(kv_lengths[own])
     share = share_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
     b, _, _, d = query.shape
-    hq, hk = share.q_stop - share.q_start, share.k_stop - share.k_start
+    hq = share.queries
     q = query.new_empty(sq, b, hq, d).transpose(0, 1)
     if not share.ragged:
-        k, v = (key.new_empty(sk, b, hk, d).transpose(0, 1) for _ in range(2))
+        k, v = (key.new_empty(sk, b, share.keys, d).transpose(0, 1) for _ in range(2))
     else:
         k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))
     m = query.new_empty(0)

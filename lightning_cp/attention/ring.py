@@ -7,14 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import (
-    Heads,
     Parts,
     Ring,
     attend_keys,
+    grad_of,
     grads_of_keys,
     mask_of,
-    slices_of_heads,
+    part_of,
 )
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.rotation import Homing, rotate
@@ -53,15 +54,15 @@ def ring_backward(
         """Some heads' gradients through our own keys: the first that dK and dV get."""
         keys = ring.keys_of(ring.rank)
         seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
-        inputs = q[:, :, heads.query], k[:, :, heads.key], v[:, :, heads.key]
-        grads = grads_of_keys(heads.of_grad(grad), *inputs, heads.of_part(part), seen, start=keys.start, ring=ring)
+        inputs = (grad_of(grad, heads), *heads.of(q, k, v), part_of(part, heads))
+        grads = grads_of_keys(*inputs, seen, start=keys.start, ring=ring)
         if grads is None:
             dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
             return
         dq[:, :, heads.query].add_(grads.query)
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
-    first, *others = slices_of_heads(q, k, 2)
+    first, *others = slice_heads(q.shape[2], k.shape[2], 2)
     homing = Homing(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:

@@ -1,7 +1,6 @@
 """Ulysses: tokens of one rank and all heads become all tokens of the group and some heads, and back.
 
-Heads are shared out evenly, earlier ranks taking one more where they do not divide. A key-value head goes wherever a
-query head uses it; its gradients are summed.
+A key-value head goes wherever a query head uses it (see `heads.share_heads`); its gradients are summed.
 Source: Jacobs et al., arXiv:2309.14509.
 """
 
@@ -9,57 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.attention.heads import Heads
 from lightning_cp.comm.messages import swap
 from lightning_cp.kernels import Grads, Part
-
-
-@dataclass(frozen=True)
-class HeadShare:
-    """Heads of one rank: query heads [q_start, q_stop), and the key-value heads [k_start, k_stop) that they use."""
-
-    q_start: int
-    q_stop: int
-    k_start: int
-    k_stop: int
-    group: int  # query heads to a key-value head
-
-    @property
-    def query(self) -> slice:
-        return slice(self.q_start, self.q_stop)
-
-    @property
-    def key(self) -> slice:
-        return slice(self.k_start, self.k_stop)
-
-    @property
-    def parts(self) -> tuple[slice, slice, slice]:
-        """Of q, k and v."""
-        return self.query, self.key, self.key
-
-    @property
-    def ragged(self) -> bool:
-        """Whether local query heads do not group evenly with local key-value heads."""
-        used = [head // self.group - self.k_start for head in range(self.q_start, self.q_stop)]
-        width, heads = len(used), self.k_stop - self.k_start
-        even = width % heads == 0 and used == [i // (width // heads) for i in range(width)]
-        return not even
-
-    def key_heads(self, device: torch.device) -> Tensor:
-        """Local key-value head of each local query head."""
-        return torch.arange(self.q_start, self.q_stop, device=device) // self.group - self.k_start
-
-
-def share_heads(hq: int, hk: int, degree: int) -> list[HeadShare]:
-    """Each rank's heads, of hq query and hk key-value heads (hk divides hq, degree <= hq)."""
-    bounds = [rank * (hq // degree) + min(rank, hq % degree) for rank in range(degree + 1)]
-    group = hq // hk
-    return [HeadShare(a, b, a // group, (b - 1) // group + 1, group) for a, b in pairwise(bounds)]
 
 
 @dataclass(frozen=True)
@@ -73,14 +29,14 @@ class Ulysses:
     """
 
     group: dist.ProcessGroup
-    shares: tuple[HeadShare, ...]
+    shares: tuple[Heads, ...]
     q_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     mask_kind: str
     mask_rows: tuple[int, ...]
 
     @property
-    def mine(self) -> HeadShare:
+    def mine(self) -> Heads:
         """This rank's heads."""
         return self.shares[dist.get_rank(self.group)]
 
@@ -96,10 +52,10 @@ def tokens_to_heads(
     `grads_to_tokens`.
     """
     lengths, mine = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.mine
-    heads = (mine.q_stop - mine.q_start, *[mine.k_stop - mine.k_start] * 2)
+    heads = (mine.queries, mine.keys, mine.keys)
     wholes = [_rows(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
     landings = [list(rows) for rows in zip(*map(_by_rank, wholes, lengths), strict=True)]
-    messages = [[_by_row(x[:, :, part]) for x, part in zip((q, k, v), share.parts, strict=True)] for share in to.shares]
+    messages = [[_by_row(x) for x in share.of(q, k, v)] for share in to.shares]
     masks: list[Tensor] = []
     if mask is not None:
         for message, landing, share, sk, rows in zip(
@@ -112,7 +68,7 @@ def tokens_to_heads(
     swap(messages, landings, group=to.group)
     q, k, v = (_by_row(x) for x in wholes)
     if mine.ragged:
-        used = mine.key_heads(k.device)
+        used = mine.key_of_each(k.device)
         k, v = k.index_select(2, used), v.index_select(2, used)
     if mask is None:
         return q, k, v, None
@@ -127,8 +83,7 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_tokens`.
     """
-    heads = to.mine.q_stop - to.mine.q_start
-    wholes = [_rows(x, sum(to.q_lengths), heads) for x in tensors]
+    wholes = [_rows(x, sum(to.q_lengths), to.mine.queries) for x in tensors]
     landings = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
     messages = [[_by_row(x[:, :, share.query]) for x in tensors] for share in to.shares]
     swap(messages, landings, group=to.group)
@@ -141,7 +96,7 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
     messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
-    mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].q_stop
+    mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
     wholes = [x.new_empty(x.shape[0], mine, heads, *x.shape[3:]) for x in tensors]
     swap(messages, [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares], group=to.group)
     return wholes
@@ -163,40 +118,26 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
         dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
-    sq, sk = (n[dist.get_rank(to.group)] for n in (to.q_lengths, to.kv_lengths))
-    b, _, _, d = dq.shape
-    query = dq.new_empty(b, sq, to.shares[-1].q_stop, d)
-    keys = [_KeyHeads(x.new_empty(b, sk, hk, d), to.shares) for x in (dk, dv)]
-    landings = [
-        [_by_row(query[:, :, share.query]), *(_by_row(x.landings[rank]) for x in keys)]
-        for rank, share in enumerate(to.shares)
-    ]
-    swap(messages, landings, group=to.group)
-    return Grads(query, *(x.summed() for x in keys))
+    rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
+    heads = (to.shares[-1].query.stop, hk, hk)
+    query, key, value = (x.new_empty(b, n[rank], h, d) for x, n, h in zip((dq, dk, dv), lengths, heads, strict=True))
+    landings = [share.of(query, key, value) for share in to.shares]
+    apart = sum(share.keys for share in to.shares) > hk  # a head that two ranks use comes from both
+    if apart:
+        landings = [(of_q, torch.empty_like(of_k), torch.empty_like(of_v)) for of_q, of_k, of_v in landings]
+    swap(messages, [[_by_row(x) for x in landing] for landing in landings], group=to.group)
+    if apart:
+        _, keys, values = zip(*landings, strict=True)
+        key, value = _summed(key, keys, to.shares), _summed(value, values, to.shares)
+    return Grads(query, key, value)
 
 
-class _KeyHeads:
-    """Key-value heads from the ranks that use them: [b, s, hk_i, d] -> [b, s, hk, d].
-
-    Args: total: where they belong, if no head is used by two ranks; else their shares land beside each other, and are
-        summed in float32 or wider.
-    """
-
-    def __init__(self, total: Tensor, shares: Sequence[HeadShare]) -> None:
-        self._total, self._shares = total, shares
-        self._apart = sum(share.k_stop - share.k_start for share in shares) > total.shape[2]
-        self.landings = [total[:, :, share.key] for share in shares]
-        if self._apart:
-            self.landings = [torch.empty_like(x) for x in self.landings]
-
-    def summed(self) -> Tensor:
-        x = self._total
-        if not self._apart:
-            return x
-        total = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
-        for share, part in zip(self._shares, self.landings, strict=True):
-            total[:, :, share.key] += part
-        return total.to(x.dtype)
+def _summed(like: Tensor, parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
+    """Each rank's [b, s, hk_i, d] of its key-value heads -> [b, s, hk, d], in float32 or wider meanwhile."""
+    total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+    for share, part in zip(shares, parts, strict=True):
+        total[:, :, share.key] += part
+    return total.to(like.dtype)
 
 
 def _by_row(x: Tensor) -> Tensor:
@@ -213,6 +154,6 @@ def _by_rank(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return torch.split(rows, list(lengths))
 
 
-def _sum_heads(x: Tensor, share: HeadShare) -> Tensor:
-    heads = share.key_heads(x.device)
-    return x.new_zeros(*x.shape[:2], share.k_stop - share.k_start, x.shape[3]).index_add_(2, heads, x)
+def _sum_heads(x: Tensor, share: Heads) -> Tensor:
+    heads = share.key_of_each(x.device)
+    return x.new_zeros(*x.shape[:2], share.keys, x.shape[3]).index_add_(2, heads, x)

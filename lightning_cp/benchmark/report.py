@@ -116,7 +116,7 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "kernels run and no others, of one traced step).",
         "",
         "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens,",
-        "with nothing sent and all ranks at it at once: what is over 1 there is the machine's (ranks that share a core).",
+        "with nothing sent and all ranks at it at once: over 1, that is the machine's (ranks that share a core).",
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp.attention import context_parallel_attention
-from lightning_cp.attention.ulysses import share_heads
+from lightning_cp.attention.heads import share_heads
 from lightning_cp.benchmark import peers
 from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, Subject, modes
 from lightning_cp.comm.shards import shard_range, shard_sizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_cp.attention.ulysses import share_heads
+from lightning_cp.attention.heads import share_heads
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 7])
@@ -14,15 +14,15 @@ def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, d
     if degree > hq:
         pytest.skip("fewer heads than ranks are refused before")
     shares = share_heads(hq, hk, degree)
-    assert [head for share in shares for head in range(share.q_start, share.q_stop)] == list(range(hq))
-    sizes = [share.q_stop - share.q_start for share in shares]
+    assert [head for share in shares for head in range(share.query.start, share.query.stop)] == list(range(hq))
+    sizes = [share.queries for share in shares]
     assert max(sizes) - min(sizes) <= 1
     for share in shares:
-        local = list(range(share.q_start, share.q_stop))
-        keys = list(range(share.k_start, share.k_stop))
+        local = list(range(share.query.start, share.query.stop))
+        keys = list(range(share.key.start, share.key.stop))
         used = [head // (hq // hk) for head in local]
         assert sorted(set(used)) == keys  # all that is needed, and no more
-        assert used == [keys[i] for i in share.key_heads(torch.device("cpu"))]
+        assert used == [keys[i] for i in share.key_of_each(torch.device("cpu"))]
         if not share.ragged:
             assert len(local) % len(keys) == 0
             assert used == [keys[i // (len(local) // len(keys))] for i in range(len(local))]

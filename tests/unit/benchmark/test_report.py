@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.benchmark.measure import Figures
-from lightning_cp.benchmark.report import markdown_page, rows_of, tables, write_csv
+from lightning_cp.benchmark.report import draw, markdown_page, rows_of, tables, write_csv
 from lightning_cp.benchmark.subject import ONE_THREAD
 
 FOUND = {
@@ -38,3 +38,11 @@ def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
     assert {len(line) for line in cells} == {9}
     write_csv(rows, tmp_path / "bench.csv")
     assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
+
+
+@pytest.mark.parametrize("lengths", [(512,), (512, 1024)])
+def test_a_subject_refused_at_one_length_is_drawn_at_the_others(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    rows = [row for ranks in (2, 4) for length in lengths for row in rows_of("attention", length, ranks, FOUND)]
+    rows += rows_of("attention", 2048, 4, FOUND | {"theirs": FOUND["ring"]})
+    draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
