@@ -137,9 +137,9 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
 def _refused_after_the_first(result: Result, place: RankPlace | None) -> Result:
     """A refusal that the first rank tells for all of them, unless it does not refuse: its node may be another.
 
-    torchrun ends all ranks as soon as one has ended, so the others wait for that; one still there tells its own.
+    torchrun's agent ends all ranks once one has ended, so the others wait for that; one still there tells its own.
     """
-    if place is None or place.launcher != "torchrun" or result.failure is None:
+    if place is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return result
     time.sleep(_FIRST_TELLS_S)
     told = f"{result.failure.message} (rank {place.rank})"
