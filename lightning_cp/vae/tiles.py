@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,9 @@ from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MAX_DIMS = 5
-_FIELDS = 2 + _MAX_DIMS  # of a result: dtype, dims, shape
+_FIELDS = (
+    2 + 2 * _MAX_DIMS
+)  # of a result: dtype, dims; its shape, and the dims' order, both from the outermost in memory
 
 
 def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
@@ -24,6 +27,16 @@ def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
         owner[unit] = loads.index(min(loads))
         loads[owner[unit]] += costs[unit]
     return owner
+
+
+class _Tile(NamedTuple):
+    """A result as it travels: its dims from the outermost in memory, and which of its dims these are.
+
+    Later layers find it as it was: on CPU a convolution of tensors in channels_last may round otherwise.
+    """
+
+    piece: Piece
+    order: list[int]
 
 
 @dataclass(frozen=True)
@@ -49,17 +62,18 @@ class TileWorker:
         except Exception as error:  # the others wait for this rank: they are told first
             failure = error
         layouts = self._layouts(calls, own, failure)
-        tiles = [call.result.value.contiguous() for call in own]
+        tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in own]
         mine = pack(tiles) if tiles else torch.empty(0, dtype=torch.uint8, device=calls[0].tile.device)
-        of_rank = [[layouts[id(call)] for call in theirs] for theirs in by_rank]
+        of_rank = [[layouts[id(call)].piece for call in theirs] for theirs in by_rank]
         packets = packets_of_all(mine, [packet_bytes(layout) for layout in of_rank], group=self.groups.context)
         for rank, (packet, layout, theirs) in enumerate(zip(packets, of_rank, by_rank, strict=True)):
             if rank != self.groups.context_rank:
                 for call, tile in zip(theirs, unpack(packet, layout), strict=True):
-                    call.result.value = tile
+                    order = layouts[id(call)].order
+                    call.result.value = tile.permute([order.index(dim) for dim in range(tile.ndim)])
 
-    def _layouts(self, calls: list[UnitCall], own: list[UnitCall], failure: Exception | None) -> dict[int, Piece]:
-        """Shape and dtype of every call's result, by the call's id: each rank knows those of its own."""
+    def _layouts(self, calls: list[UnitCall], own: list[UnitCall], failure: Exception | None) -> dict[int, _Tile]:
+        """Of every call's result, by the call's id: each rank knows those of its own."""
         assert self.groups.context is not None, "a group of one computes tiles itself"
         values = [int(failure is not None)]
         computed = {id(call) for call in own} if failure is None else set()
@@ -67,7 +81,8 @@ class TileWorker:
             entry = [0] * _FIELDS
             if id(call) in computed:
                 x = call.result.value
-                entry[: 2 + x.ndim] = _DTYPES.index(x.dtype), x.ndim, *x.shape
+                order = sorted(range(x.ndim), key=x.stride, reverse=True)
+                entry[: 2 + 2 * x.ndim] = _DTYPES.index(x.dtype), x.ndim, *[x.shape[dim] for dim in order], *order
             values += entry
         everyone = all_gather_ints(values, group=self.groups.context)
         if failure is not None:
@@ -78,6 +93,6 @@ class TileWorker:
         total = [sum(column) for column in zip(*everyone, strict=True)][1:]
         entries = [total[i * _FIELDS : (i + 1) * _FIELDS] for i in range(len(calls))]
         return {
-            id(call): Piece(tuple(entry[2 : 2 + entry[1]]), _DTYPES[entry[0]])
-            for call, entry in zip(calls, entries, strict=True)
+            id(call): _Tile(Piece(tuple(rest[:dims]), _DTYPES[dtype]), rest[dims : 2 * dims])
+            for call, (dtype, dims, *rest) in zip(calls, entries, strict=True)
         }

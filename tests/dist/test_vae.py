@@ -92,6 +92,26 @@ def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> N
     _check(run_ranks, 3, name, "tiles", torch.float32)
 
 
+def _formats(rank: int, world: int) -> bool:
+    """Whether tiles in channels_last come to the layer after the encoder as they do alone."""
+    vae = make_vae("kl").to(memory_format=torch.channels_last)
+    vae.enable_tiling(**ALL["kl"].tiles)
+    seen: list[bool] = []
+    vae.quant_conv.register_forward_pre_hook(
+        lambda _, args: seen.append(args[0].is_contiguous(memory_format=torch.channels_last))
+    )
+    _run(vae, "kl", "encode")
+    alone = seen.copy()
+    seen.clear()
+    parallelize_vae(vae, _groups(world))
+    _run(vae, "kl", "encode")
+    return any(alone) and seen == alone
+
+
+def test_tiles_keep_the_order_of_their_dims_in_memory(run_ranks: RankPool) -> None:
+    assert run_ranks(3, _formats) == [True] * 3
+
+
 @pytest.mark.parametrize("name", QUICK)
 def test_halos_give_the_whole_within_rounding(run_ranks: RankPool, name: str) -> None:
     _check(run_ranks, 3, name, "halos", torch.float64)
