@@ -1,6 +1,7 @@
 """Attention over gathered keys: every rank's K and V of some heads at a time, the next heads under way meanwhile.
 
-All keys of a head are seen at once, so that nothing is merged; and what is gathered is bounded: two slices of heads.
+All keys of a head are seen at once, so that nothing is merged; and what is gathered is bounded: two slices of
+heads that arrive in turn, and one put together.
 Only the first slice is not hidden behind another: there, the local keys are attended to until the others have come.
 """
 

@@ -50,11 +50,11 @@ def ring_backward(
     dq = q.new_zeros(q.shape, dtype=ring.sums_in(q.dtype))
     dk, dv = (x.new_empty(x.shape, dtype=ring.sums_in(x.dtype)) for x in (k, v))
 
-    def add_own(heads: Heads) -> None:
+    def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
         """Some heads' gradients through our own keys: the first that dK and dV get."""
         keys = ring.keys_of(ring.rank)
         seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
-        inputs = (grad_of(grad, heads), *heads.of(q, k, v), part_of(part, heads))
+        inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
         grads = grads_of_keys(*inputs, seen, start=keys.start, ring=ring)
         if grads is None:
             dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
@@ -66,7 +66,7 @@ def ring_backward(
     homing = Homing(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
-            add_own(first)
+            add_own(first, *chunk[:2])
             continue
         grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
         if grads is None:
@@ -76,7 +76,7 @@ def ring_backward(
         homing.add(owner, _by_head([grads.key, grads.value]))
         del grads  # before the next are computed
     for heads in others:  # of our own keys: they need nothing from others, so that the last sums come home meanwhile
-        add_own(heads)
+        add_own(heads, k, v)
     homing.finish(_by_head([dk, dv]))
     return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
 

@@ -119,25 +119,25 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
     rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
-    heads = (to.shares[-1].query.stop, hk, hk)
-    query, key, value = (x.new_empty(b, n[rank], h, d) for x, n, h in zip((dq, dk, dv), lengths, heads, strict=True))
-    landings = [share.of(query, key, value) for share in to.shares]
-    apart = sum(share.keys for share in to.shares) > hk  # a head that two ranks use comes from both
-    if apart:
-        landings = [(of_q, torch.empty_like(of_k), torch.empty_like(of_v)) for of_q, of_k, of_v in landings]
-    swap(messages, [[_by_row(x) for x in landing] for landing in landings], group=to.group)
-    if apart:
-        _, keys, values = zip(*landings, strict=True)
-        key, value = _summed(key, keys, to.shares), _summed(value, values, to.shares)
-    return Grads(query, key, value)
+    query = dq.new_empty(b, to.q_lengths[rank], to.shares[-1].query.stop, d)
+    if sum(share.keys for share in to.shares) == hk:
+        key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
+        landings = [[_by_row(x) for x in share.of(query, key, value)] for share in to.shares]
+        swap(messages, landings, group=to.group)
+        return Grads(query, key, value)
+    keys, values = ([_rows(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
+    queries = [_by_row(query[:, :, share.query]) for share in to.shares]
+    swap(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
+    return Grads(query, *(_summed(x, hk, to.shares) for x in (keys, values)))
 
 
-def _summed(like: Tensor, parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
-    """Each rank's [b, s, hk_i, d] of its key-value heads -> [b, s, hk, d], in float32 or wider meanwhile."""
-    total = like.new_zeros(like.shape, dtype=torch.promote_types(like.dtype, torch.float32))
+def _summed(parts: Sequence[Tensor], hk: int, shares: Sequence[Heads]) -> Tensor:
+    """What comes from two ranks for a head that both use: each rank's [s, b, hk_i, d] -> [b, s, hk, d]."""
+    (s, b, _, d), dtype = parts[0].shape, parts[0].dtype
+    total = parts[0].new_zeros(b, s, hk, d, dtype=torch.promote_types(dtype, torch.float32))
     for share, part in zip(shares, parts, strict=True):
-        total[:, :, share.key] += part
-    return total.to(like.dtype)
+        total[:, :, share.key] += _by_row(part)
+    return total.to(dtype)
 
 
 def _by_row(x: Tensor) -> Tensor:

@@ -92,6 +92,12 @@ def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
     return table
 
 
+_ABOUT_CALLS = (
+    "",
+    "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens, with",
+    "nothing sent; in *attention* with all ranks at it at once: what is over 1 there is the price of what they share,",
+    "cores, caches and memory.",
+)
 _ABOUT_ONE_RANK = (
     "",
     "*One_rank* is what the first of so many ranks computes while no other runs, with transfers that are pretended:",
@@ -114,9 +120,7 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
         "communication that nothing hides, differences in speed between ranks included (on GPUs: in which NCCL's",
         "kernels run and no others, of one traced step).",
-        "",
-        "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens,",
-        "with nothing sent and all ranks at it at once: over 1, that is the machine's (ranks that share a core).",
+        *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),

@@ -44,4 +44,4 @@ class Buffers:
         self._kept.clear()
 
 
-BUFFERS = Buffers()
+BUFFERS = Buffers()  # of the process, as its memory is; attention on CPU is called, and goes backward, in one thread

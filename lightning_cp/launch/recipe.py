@@ -212,6 +212,9 @@ def _resume(config: DictConfig) -> str | None:
             )
     if done > wanted:
         raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: cannot be less to resume={show(asked)}")
+    traced = read(config, "trace_step")
+    if traced is not None and traced <= done and asked == read(config, "resume"):  # not where SLURM runs the job again
+        raise SettingsError(f"trace_step={traced}, and {folder} has done {done}: must be more to resume={show(asked)}")
     return str(folder.absolute())
 
 
