@@ -70,7 +70,7 @@ def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> 
     "degrees",
     [
         ("ring=3",),
-        ("ring=2", "cfg=2"),
+        pytest.param(("ring=2", "cfg=2"), marks=pytest.mark.full),
         pytest.param(("ring=2",), marks=pytest.mark.full),
         pytest.param(("ulysses=2",), marks=pytest.mark.full),
         pytest.param(("cfg=2",), marks=pytest.mark.full),

@@ -67,9 +67,9 @@ def test_a_run_leaves_what_it_says(one_process: Finished) -> None:
     "degrees",
     [
         "ring=3 rotate_method=alltoall",
-        "ring=2 data_parallel=2",
         "trainer=lightning ulysses=2 data_parallel=2",
-        "strategy=cp_fsdp ring=2 data_parallel=2",
+        pytest.param("ring=2 data_parallel=2", marks=pytest.mark.full),
+        pytest.param("strategy=cp_fsdp ring=2 data_parallel=2", marks=pytest.mark.full),
     ],
 )
 def test_degrees_do_not_change_the_training(degrees: str, one_process: Finished, tmp_path: Path) -> None:

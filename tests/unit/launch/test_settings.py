@@ -190,6 +190,9 @@ def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None
     assert check(*here, "max_steps=30").config.resume == str(folder)  # what comes after the steps may be missing
     with pytest.raises(SettingsError, match=r"max_steps=29, and .*step_00000030 has done 30"):
         check(*here, "max_steps=29")
+    assert check(*here, "max_steps=31", "trace_step=31").config.trace_step == 31
+    with pytest.raises(SettingsError, match=r"trace_step=30, and .*step_00000030 has done 30: must be more"):
+        check(*here, "max_steps=31", "trace_step=30")
     os.truncate(folder / "manifest.json", 5)
     with pytest.raises(ValueError, match="cut short"):
         check(f"resume={folder}")
