@@ -82,13 +82,18 @@ def check(config: DictConfig) -> str:
     if config.device not in ("cpu", "cuda"):
         return f"device={config.device}: cpu or cuda"
     gpus = Machine.this().gpus
-    needed = max(config.ranks) if set(config.workloads) - {"one_rank"} else 1
+    needed = max(config.ranks) if _real(config) else 1
     if config.device == "cuda" and needed > gpus:
         return f"ranks={list(config.ranks)}: there are {gpus} GPUs here; use device=cpu, or bench=cpu"
     of_models = [x for x in config.workloads if x not in OF_ATTENTION]
     if of_models and "model" not in config:
         return f"workloads={list(config.workloads)}: these settings have no model; bench=cpu and bench=four_gpus do"
     return ""
+
+
+def _real(config: DictConfig) -> list[str]:
+    """Workloads of which every rank does its part; in the other the first one's world is pretended."""
+    return [x for x in config.workloads if x != "one_rank"]
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
@@ -101,8 +106,7 @@ def main(config: DictConfig) -> None:
         sys.exit(f"error: {wrong}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
     rows = []
-    real = [x for x in config.workloads if x != "one_rank"]
-    jobs = [(ranks, 0, real) for ranks in config.ranks if real]
+    jobs = [(ranks, 0, _real(config)) for ranks in config.ranks if _real(config)]
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
     for ranks, pretended, workloads in jobs:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:

@@ -15,15 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import (
-    Parts,
-    Ring,
-    attend_keys,
-    grad_of,
-    grads_of_keys,
-    mask_of,
-    part_of,
-)
+from lightning_cp.attention.keys import Parts, Ring, attend_keys, grad_of, grads_of_keys, mask_of, part_of
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
 from lightning_cp.comm.packets import Packets, exchange_packets, packets_of_all

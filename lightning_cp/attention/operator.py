@@ -139,7 +139,7 @@ def attention_backward(
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
         part_grad = PartGrad(grad[0], None if grad_lse is None else grad[1])
         grads = grads_of_ring(part_grad, q, k, v, Part(out, lse), mask, ring=ring)
-        grads = grads_to_tokens(grads, key_shape[2], to=ulysses)
+        grads = grads_to_tokens(grads, to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 
 

@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import (
-    Parts,
-    Ring,
-    attend_keys,
-    grad_of,
-    grads_of_keys,
-    mask_of,
-    part_of,
-)
+from lightning_cp.attention.keys import Parts, Ring, attend_keys, grad_of, grads_of_keys, mask_of, part_of
 from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.rotation import Homing, rotate
 from lightning_cp.kernels import Grads, Part, PartGrad

@@ -108,7 +108,7 @@ def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
     return Part(out, lse[0] if with_lse else part.lse.new_empty(0))
 
 
-def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
+def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
     """Gradients of `tokens_to_heads`' results -> those of its arguments; shares of one head are summed.
 
     Ranks: all of `to.group`.
@@ -119,7 +119,8 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
     rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
-    query = dq.new_empty(b, to.q_lengths[rank], to.shares[-1].query.stop, d)
+    hq, hk = to.shares[-1].query.stop, to.shares[-1].key.stop
+    query = dq.new_empty(b, to.q_lengths[rank], hq, d)
     if sum(share.keys for share in to.shares) == hk:
         key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
         landings = [[_by_row(x) for x in share.of(query, key, value)] for share in to.shares]
@@ -128,13 +129,13 @@ def grads_to_tokens(grads: Grads, hk: int, *, to: Ulysses) -> Grads:
     keys, values = ([_rows(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
     queries = [_by_row(query[:, :, share.query]) for share in to.shares]
     swap(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
-    return Grads(query, *(_summed(x, hk, to.shares) for x in (keys, values)))
+    return Grads(query, *(_summed(x, to.shares) for x in (keys, values)))
 
 
-def _summed(parts: Sequence[Tensor], hk: int, shares: Sequence[Heads]) -> Tensor:
+def _summed(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
     """What comes from two ranks for a head that both use: each rank's [s, b, hk_i, d] -> [b, s, hk, d]."""
     (s, b, _, d), dtype = parts[0].shape, parts[0].dtype
-    total = parts[0].new_zeros(b, s, hk, d, dtype=torch.promote_types(dtype, torch.float32))
+    total = parts[0].new_zeros(b, s, shares[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
     for share, part in zip(shares, parts, strict=True):
         total[:, :, share.key] += _by_row(part)
     return total.to(dtype)

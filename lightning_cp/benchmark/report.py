@@ -162,8 +162,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
     degrees = sorted({row["ranks"] for row in shown})
     figure = Figure(figsize=(14, 3.4 * len(degrees)), layout="constrained")
-    subfigures: Any = figure.subplots(len(degrees), 3, squeeze=False)
-    for axes, ranks in zip(subfigures, degrees, strict=True):
+    grid: Any = figure.subplots(len(degrees), 3, squeeze=False)
+    for axes, ranks in zip(grid, degrees, strict=True):
         here = sorted((row for row in shown if row["ranks"] == ranks), key=lambda row: row["tokens"])
         lengths = list(dict.fromkeys(row["tokens"] for row in here))
         curves = _curves(here, ranks)

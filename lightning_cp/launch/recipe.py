@@ -143,7 +143,7 @@ def _refused_after_the_first(result: Result, place: RankPlace | None) -> Result:
         return result
     time.sleep(_FIRST_TELLS_S)
     told = f"{result.failure.message} (rank {place.rank})"
-    return replace(result, failure=replace(result.failure, message=told), began=True)
+    return replace(result, failure=replace(result.failure, rank=place.rank, message=told))
 
 
 def _queued_again(result: Result) -> Result:
@@ -176,7 +176,7 @@ def report(result: Result, run_dir: str) -> int:
     if failure is None:
         return 0
     place = external_place(os.environ)
-    if not result.began and not is_first(place):
+    if failure.rank < 0 and not is_first(place):
         return failure.exit_code  # all ranks refuse alike, and the first one says so
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
@@ -126,10 +125,9 @@ class Parts:
             keep=config.keep_checkpoints,
             is_first=run.is_first,
         )
-        trace = StepTrace(config.trace_step, run.folder.trace(dist.get_rank() if dist.is_initialized() else 0))
-        return Steps(
-            *(run, settings, stack.enter_context(writer)), trace=trace, watchers=watchers, after_step=after_step
-        )
+        trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
+        open_writer = stack.enter_context(writer)
+        return Steps(run, settings, open_writer, trace=trace, watchers=watchers, after_step=after_step)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -22,6 +22,11 @@ class Ranks(Protocol):
         ...
 
     @property
+    def global_rank(self) -> int:
+        """This one's, of all."""
+        ...
+
+    @property
     def is_global_zero(self) -> bool:
         """Whether this rank writes and speaks."""
         ...
@@ -49,6 +54,11 @@ class TrainerRanks(Ranks):
     @override
     def device(self) -> torch.device:
         return self.trainer.strategy.root_device
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.trainer.global_rank
 
     @property
     @override

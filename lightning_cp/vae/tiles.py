@@ -15,9 +15,8 @@ from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MAX_DIMS = 5
-_FIELDS = (
-    2 + 2 * _MAX_DIMS
-)  # of a result: dtype, dims; its shape, and the dims' order, both from the outermost in memory
+# Of a result: dtype, dims, their sizes and which they are, both from the outermost in memory.
+_FIELDS = 2 + 2 * _MAX_DIMS
 
 
 def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
