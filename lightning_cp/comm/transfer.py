@@ -6,9 +6,10 @@ gloo moves host memory only, so buffers on another device pass through the host 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,9 @@ from lightning_cp.comm.notes import NOTES
 
 # In a trace, with the number of the exchange, which is under way from the one to the other.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
+
+# torch 2.11 only has the old name, which later versions warn about.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -83,7 +87,7 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
     on_gpu = dist.get_backend(group) == "nccl"
     mine = torch.tensor(values, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
-    dist.all_gather_single(everyone, mine, group=group)
+    _all_gather(everyone, mine, group=group)
     gathered: list[list[int]] = everyone.view(-1, len(values)).tolist()
     return gathered
 

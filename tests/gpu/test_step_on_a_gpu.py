@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
+from lightning_cp.comm import transfer
 from lightning_cp.engine.apply import parallelize
 
 pytestmark = [
@@ -109,7 +110,7 @@ def _waits(model: nn.Module) -> int:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            with mock.patch.object(dist, "all_gather_single") as sizes:  # over NCCL it waits, here it does not
+            with mock.patch.object(transfer, "_all_gather") as sizes:  # over NCCL it waits, here it does not
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
