@@ -1,0 +1,124 @@
+"""Forward and backward of every mode on fake CUDA tensors: devices, dtypes, shapes, strides, and what crosses devices.
+
+Needs a torch build with CUDA, but no GPU: `.ci/fake_cuda` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig
+from lightning_cp.attention import operator
+from lightning_cp.attention.call import Lengths
+from lightning_cp.mesh import groups_for
+from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch build with CUDA")
+
+LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}
+MODES = {
+    "ring allgather": (4, 1, "allgather"),
+    "ring alltoall": (4, 1, "alltoall"),
+    "ulysses": (1, 4, "allgather"),
+    "unified allgather": (2, 2, "allgather"),
+    "unified alltoall": (2, 2, "alltoall"),
+}
+KERNELS = {
+    "flash": (torch.bfloat16, torch.float16),
+    "cudnn": (torch.bfloat16, torch.float16),
+    "efficient": (torch.bfloat16, torch.float16, torch.float32),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    with fake_ranks():
+        yield
+
+
+def mask_of(kind: str, lengths: tuple[int, ...]) -> Tensor | None:
+    if not kind:
+        return None
+    own = lengths[RANK]
+    shape = (2, 1, 1, own) if kind == "keys" else (2, 8, own, sum(lengths))
+    return torch.empty(shape, device="cuda", dtype=torch.bool)
+
+
+def check(
+    mode: str,
+    *,
+    kernel: str = "flash",
+    dtype: torch.dtype = torch.bfloat16,
+    lengths: tuple[int, ...] = LENGTHS["uneven"],
+    mask: str = "",
+    causal: bool = False,
+    kv_heads: int = 8,
+    wide: bool = True,
+    with_lse: bool = True,
+) -> None:
+    """Run both operators' bodies, and compare with what their fakes promise to compilers."""
+    ring, ulysses, rotate_method = MODES[mode]
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
+    groups = groups_for(config)
+    settings = (causal, 0.125, kv_heads != 8, list(lengths), list(lengths), groups.name, rotate_method, wide, kernel)
+    agreed = operator._encode(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
+    with fake_cuda() as recorder:
+        q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
+        k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
+        given = mask_of(mask, lengths)
+        found = operator.attention._init_fn(q, k, v, given, *settings, with_lse)
+        promised = torch.ops.lightning_cp.attention(q, k, v, given, *settings, with_lse)
+        compare(found, promised)
+        out, lse, *kept, _ = found
+        saved = list(kept[:3]) + list(kept[4:]) if kept[0].ndim == 4 else [q, k, v, out, lse]
+        seen = (kept[3] if kept[3].ndim == 4 else None) if kept[0].ndim == 4 else given
+        grad_lse = torch.empty_like(lse) if with_lse else None
+        rest = (list(k.shape), causal, 0.125, groups.name, rotate_method, wide, kernel)
+        backward = (torch.empty_like(out), grad_lse, saved, seen, agreed, *rest)
+        grads = operator.attention_backward._init_fn(*backward)
+        compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
+    assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
+    assert recorder.crossings == [], recorder.crossings
+
+
+def compare(found: tuple[Tensor, ...], promised: tuple[Tensor, ...]) -> None:
+    for i, (x, y) in enumerate(zip(found, promised, strict=True)):
+        facts = [(t.device.type, t.dtype, tuple(t.shape), t.stride() if t.numel() else ()) for t in (x, y)]
+        assert facts[0] == facts[1], f"result {i}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("kernel", "dtype"), [(k, dtype) for k, dtypes in KERNELS.items() for dtype in dtypes])
+def test_every_kernel_and_dtype(mode: str, kernel: str, dtype: torch.dtype) -> None:
+    check(mode, kernel=kernel, dtype=dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+def test_lengths_and_grouped_queries(mode: str, lengths: tuple[int, ...], kv_heads: int) -> None:
+    check(mode, lengths=lengths, kv_heads=kv_heads)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mask", ["keys", "rows"])
+@pytest.mark.parametrize("dtype", KERNELS["efficient"])
+def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
+    check(mode, mask=mask, dtype=dtype, kernel="efficient")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
+@pytest.mark.parametrize("mask", ["", "keys"])
+def test_causal(mode: str, lengths: tuple[int, ...], mask: str) -> None:
+    check(mode, causal=True, lengths=lengths, kernel="efficient", mask=mask)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("with_lse", [True, False])
+def test_accumulation_in_the_inputs_dtype(mode: str, with_lse: bool) -> None:
+    check(mode, wide=False, with_lse=with_lse)
