@@ -36,10 +36,14 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         return settle_buckets(super().setup_module(module))
 
     @override
-    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> dict[str, Any]:
-        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
-        self._refuse_shards(path)
-        return super().load_checkpoint(path, *args, **settings)
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+
+        Raises: CheckpointError: see `ReplicatedFlavour._check_checkpoint`.
+        """
+        return super().load_checkpoint(path, state, strict, self._check_checkpoint(path, weights_only))
 
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.checkpoint.vetting import allows_code, check_file
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.config import RotateMethod
 from lightning_cp.engine.apply import Installed
@@ -205,6 +207,20 @@ class ReplicatedFlavour(ContextParallelFlavour):
                 f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
                 "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
             )
+
+    def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
+        """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
+
+        Raises: CheckpointError: it is a folder in DCP's format, damaged, or holds more than tensors and plain values.
+        """
+        self._refuse_shards(path)
+        io = self._lightning.checkpoint_io
+        reads_torch_files = isinstance(getattr(io, "checkpoint_io", io), TorchCheckpointIO)  # AsyncCheckpointIO has one
+        if allows_code(weights_only) or not reads_torch_files:
+            return weights_only
+        if Path(path).is_file():
+            check_file(Path(path))
+        return True  # None means False for an address (https://...)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module):

@@ -47,10 +47,12 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         return settle_buckets(super()._setup_model(model))
 
     @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **settings: Any) -> dict[str, Any]:
-        """As Lightning's. Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
-        self._refuse_shards(checkpoint_path)
-        return super().load_checkpoint(checkpoint_path, *args, **settings)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+
+        Raises: CheckpointError: see `ReplicatedFlavour._check_checkpoint`.
+        """
+        return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
 class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
@@ -112,15 +114,15 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     @override
     @torch.inference_mode(mode=False)
     def load_checkpoint(  # type: ignore[override]  # `path` to Fabric
-        self, checkpoint_path: Any, *args: Any, **settings: Any
+        self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """As Lightning's; optimizers of an earlier fit are only asked for to go on with one."""
+        """Load a checkpoint; optimizers are loaded only when fitting. See `ShardedFlavour.load_checkpoint`."""
         assert self.lightning_module is not None, "connected before"
         optimizers = self.optimizers
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
             self.optimizers = []
         try:
-            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **settings)
+            loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
             return loaded
         finally:
             self.optimizers = optimizers

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.folder import remove, scratch_for, take_place
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.shards import told_as
-from lightning_cp.checkpoint.vetting import check_harmless
+from lightning_cp.checkpoint.vetting import allows_code, without_code
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.flavour import ContextParallelFlavour, known_settings
@@ -98,13 +98,17 @@ class ShardedFlavour(ContextParallelFlavour):
             raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
         return self._weights_mesh
 
-    def load_checkpoint(self, path: Any, *args: Any, **settings: Any) -> Any:
-        """As Lightning's. Raises: CheckpointError: a folder in DCP's format needs unpickling, which was not allowed."""
-        path = Path(self._lightning.broadcast(path))  # before it is looked at, so that no rank goes on alone
-        if settings.get("weights_only") is not False and (path / ".metadata").is_file():
-            check_harmless(path)
-        with told_as(CheckpointError, f"{path} cannot be loaded"):
-            return super().load_checkpoint(path, *args, **settings)  # type: ignore[misc]
+    def load_checkpoint(self, path: Any, *args: Any, weights_only: bool | None = None, **settings: Any) -> Any:
+        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+
+        Raises: CheckpointError: it holds more than tensors and plain values, or is damaged.
+        """
+        path = Path(self._lightning.broadcast(path))  # before any rank looks at it, so that no rank goes on alone
+        if allows_code(weights_only):
+            with told_as(CheckpointError, f"{path} cannot be loaded"):
+                return super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
+        with without_code(path):
+            return super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:

@@ -1,0 +1,232 @@
+"""Read the index of a checkpoint in PyTorch's DCP format without unpickling it."""
+
+import math
+import pickle
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from lightning_cp.checkpoint.inert import Record, UnknownNameError, read_pickle
+from lightning_cp.checkpoint.manifest import CheckpointError
+
+INDEX = ".metadata"
+_MOST_BYTES, _MOST_DIMS, _MOST = 1 << 31, 64, (1 << 63) - 1
+_DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
+_NAMES = frozenset(
+    [
+        *(f"{metadata.__name__}.{name}" for name, x in vars(metadata).items() if isinstance(x, type)),
+        *(f"{filesystem.__name__}.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *_DTYPES,
+        "torch.Size",
+        "torch.serialization._get_layout",
+        "collections.OrderedDict",
+        "builtins.getattr",  # members of an enum, as Python before 3.11.4 pickles them
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
+    ]
+)
+
+
+class _DamagedError(Exception):
+    """The index is not what DCP writes."""
+
+
+def read_index(folder: Path) -> Metadata:
+    """Read and check the index of a folder that `torch.distributed.checkpoint.save` wrote.
+
+    The file is read as plain data, and the index is built anew from it: sizes fit together, files lie inside the
+    folder and are long enough. Nested dicts are not described (`planner_data`): loading into a state needs no more.
+
+    Raises: CheckpointError: it is missing or damaged, or holds anything but what DCP writes.
+    """
+    path = folder / INDEX
+    try:
+        if path.stat().st_size > _MOST_BYTES or not path.is_file():
+            raise _DamagedError("it is no file of a sensible size")
+        return _Index(folder, read_pickle(path.read_bytes(), _NAMES)).build()
+    except UnknownNameError as error:
+        raise CheckpointError(
+            f"{folder} holds more than tensors and plain values ({error}): load it with weights_only=False only if "
+            "you trust whoever wrote it"
+        ) from error
+    except (_DamagedError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read: {error}") from error
+    except Exception as error:  # whatever else a damaged pickle leads to
+        kind = type(error).__name__
+        raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read ({kind})") from error
+
+
+class _Index:
+    """Builds `Metadata` from the records of a folder's index."""
+
+    def __init__(self, folder: Path, content: Any) -> None:
+        self._folder, self._fields = folder, _fields(content, "Metadata")
+        self._file_bytes: dict[str, int] = {}
+
+    def build(self) -> Metadata:
+        """Raises: _DamagedError: anything is not as DCP writes it."""
+        entries = {_text(name): _entry(x) for name, x in _dict(self._fields.get("state_dict_metadata")).items()}
+        stored = dict[MetadataIndex, _StorageInfo]()
+        for key, value in _dict(self._fields.get("storage_data")).items():
+            index, info = _storage_key(key), self._storage(value)
+            if index in stored or index.fqn not in entries:
+                raise _DamagedError(f"{index.fqn[:200]} is stored twice, or not described")
+            stored[index] = info
+        unused = len(stored)
+        for name, entry in entries.items():
+            chunks = len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
+            unused -= chunks
+            if unused < 0:  # checked before chunks are built, which one list may repeat without end
+                raise _DamagedError("it describes more than is stored")
+            if isinstance(entry, TensorStorageMetadata):
+                entry.chunks = _chunks(name, entry)
+                _check_stored(name, entry, stored)
+        return Metadata(entries, storage_data=stored)
+
+    def _storage(self, record: Any) -> _StorageInfo:
+        fields = _fields(record, "_StorageInfo")
+        name = _text(fields.get("relative_path"))
+        if fields.get("transform_descriptors"):
+            raise _DamagedError(f"{name[:200]} is compressed, which is not supported")
+        offset, length = _whole(fields.get("offset")), _whole(fields.get("length"))
+        if name not in self._file_bytes:
+            self._file_bytes[name] = self._size_of(name)
+        if offset + length > self._file_bytes[name]:
+            raise _DamagedError(f"{name} has {self._file_bytes[name]} bytes, and {offset + length} are needed")
+        return _StorageInfo(name, offset, length)
+
+    def _size_of(self, name: str) -> int:
+        inside = PurePosixPath(name)
+        if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
+            raise _DamagedError(f"the path {name[:200]!r} leads out of the folder")
+        file = self._folder / inside
+        if not file.is_file():  # a link to a file is one: caches of downloads are made of them
+            raise _DamagedError(f"{name[:200]} is missing")
+        return file.stat().st_size
+
+
+def _entry(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
+    """What is described under a name; chunks of a tensor are still records."""
+    if isinstance(record, Record) and record.name.endswith(".BytesStorageMetadata"):
+        _fields(record, "BytesStorageMetadata")
+        return BytesStorageMetadata()
+    fields = _fields(record, "TensorStorageMetadata")
+    if type(fields.get("chunks")) is not list:
+        raise _DamagedError("a tensor has no list of chunks")
+    return TensorStorageMetadata(_properties(fields.get("properties")), _size(fields.get("size")), fields["chunks"])
+
+
+def _properties(record: Any) -> TensorProperties:
+    state: Any = _made(record, "TensorProperties").state
+    if type(state) is not tuple or len(state) != 5:
+        raise _DamagedError("a tensor has no properties")
+    dtype, layout, requires_grad, memory_format, pin_memory = state
+    if not (isinstance(dtype, Record) and dtype.args is None and dtype.name in _DTYPES):
+        raise _DamagedError("a tensor has no dtype")
+    if _made(layout, "_get_layout").args != ("torch.strided",):
+        raise _DamagedError("a tensor is not strided, which is not supported")
+    _check_memory_format(memory_format)
+    if type(requires_grad) is not bool or type(pin_memory) is not bool:
+        raise _DamagedError("a tensor has properties of another kind")
+    return TensorProperties(dtype=_DTYPES[dtype.name], requires_grad=requires_grad, pin_memory=pin_memory)
+
+
+def _check_memory_format(record: Any) -> None:
+    """A member of the enum, by its value or by `getattr`."""
+    if isinstance(record, Record) and record.name == "builtins.getattr":
+        kind, name = record.args if record.args is not None and len(record.args) == 2 else (None, None)
+        is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith("._MEM_FORMAT_ENCODING")
+        is_member = is_kind and type(name) is str and name in _MEMORY_FORMATS and record.state is None
+    else:
+        args = _made(record, "_MEM_FORMAT_ENCODING").args or ()
+        is_member = len(args) == 1 and type(args[0]) is int and args[0] in range(len(_MEMORY_FORMATS))
+    if not is_member:
+        raise _DamagedError("a tensor has an unknown memory format (builtins.getattr is for those alone)")
+
+
+def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
+    """Raises: _DamagedError: they do not make up the tensor."""
+    chunks, starts, elements = [], set(), 0
+    for record in entry.chunks:
+        fields = _fields(record, "ChunkStorageMetadata")
+        offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
+        inside = len(offsets) == len(sizes) == len(entry.size)
+        if not inside or any(o + n > m for o, n, m in zip(offsets, sizes, entry.size, strict=True)):
+            raise _DamagedError(f"{name[:200]} has a chunk beyond its own size")
+        if offsets in starts:
+            raise _DamagedError(f"{name[:200]} has two chunks in one place")
+        starts.add(offsets)
+        elements += math.prod(sizes)
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+    if elements != math.prod(entry.size):
+        raise _DamagedError(f"{name[:200]} has {math.prod(entry.size)} elements, and its chunks hold {elements}")
+    return chunks
+
+
+def _check_stored(name: str, entry: TensorStorageMetadata, stored: dict[MetadataIndex, _StorageInfo]) -> None:
+    """Raises: _DamagedError: a chunk is not in the files, or is larger than what is there."""
+    for chunk in entry.chunks:
+        info = stored.get(MetadataIndex(name, chunk.offsets))
+        if info is None or math.prod(chunk.sizes) * entry.properties.dtype.itemsize > info.length:
+            raise _DamagedError(f"{name[:200]} has a chunk of which the files hold too little")
+
+
+def _storage_key(record: Any) -> MetadataIndex:
+    fields = _fields(record, "MetadataIndex")
+    offset, index = fields.get("offset"), fields.get("index")
+    return MetadataIndex(
+        _text(fields.get("fqn")),
+        None if offset is None else _size(offset),
+        None if index is None else _whole(index),
+    )
+
+
+def _made(value: Any, kind: str) -> Record:
+    """An object of one of the known classes. Raises: _DamagedError: it is none."""
+    if not isinstance(value, Record) or value.args is None or value.name.rpartition(".")[2] != kind:
+        raise _DamagedError(f"something is no {kind}")
+    return value
+
+
+def _fields(value: Any, kind: str) -> dict[Any, Any]:
+    record = _made(value, kind)
+    return _dict({} if record.state is None else record.state)
+
+
+def _dict(value: Any) -> dict[Any, Any]:
+    if type(value) is not dict:
+        raise _DamagedError("something is no dict")
+    return value
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _DamagedError("a name is no text")
+    return value
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise _DamagedError("a size or an offset is no number that can be one")
+    return value
+
+
+def _size(value: Any) -> torch.Size:
+    """From `torch.Size((2, 3))`."""
+    args = _made(value, "Size").args or ()
+    dims = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else None
+    if dims is None or len(dims) > _MOST_DIMS or math.prod(map(_whole, dims)) > _MOST:
+        raise _DamagedError("the size of a tensor is none that can be")
+    return torch.Size(dims)

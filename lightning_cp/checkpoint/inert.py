@@ -1,0 +1,111 @@
+"""Read a pickle as plain data: nothing that it names is imported, called or changed."""
+
+import io
+import pickle
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+_PLAIN_OPCODES = (
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE BININT BININT1 BININT2 LONG1 BINFLOAT SHORT_BINUNICODE BINUNICODE "
+    "BINUNICODE8 EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 EMPTY_LIST EMPTY_DICT MEMOIZE PUT BINPUT LONG_BINPUT GET "
+    "BINGET LONG_BINGET GLOBAL STACK_GLOBAL"
+)
+
+
+class UnknownNameError(Exception):
+    """The pickle names something that the caller did not list."""
+
+
+class Record:
+    """A name of the pickle, or an object made from it.
+
+    Args:
+        name: `module.name`.
+        args: what the object is made with; None for the name itself.
+    `state` is what the object's `__setstate__` would get, or None.
+    """
+
+    __slots__ = ("args", "name", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] | None = None) -> None:
+        self.name, self.args, self.state = name, args, None
+
+
+def read_pickle(content: bytes, names: Iterable[str]) -> Any:
+    """Unpickle into dicts, lists, tuples, plain values and `Record`s.
+
+    Only opcodes that pickling dataclasses, enums and plain values emits are known: no persistent or extension ids, no
+    sets, no keyword arguments. Each is executed here, so none of them reaches an object of this process.
+
+    Args:
+        content: one pickle.
+        names: the names that it may hold, as `module.name`.
+    Raises: UnknownNameError: it holds another. UnpicklingError and others: it is damaged, or uses another opcode.
+    """
+    return _Unpickler(io.BytesIO(content), frozenset(names)).load()
+
+
+_Interpreter: Any = pickle._Unpickler  # the one written in Python: its opcodes can be replaced
+
+
+class _Unpickler(_Interpreter):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, names: frozenset[str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def find_class(self, module: str, name: str) -> Record:
+        if f"{module}.{name}" not in self._names:
+            raise UnknownNameError(f"{module}.{name}"[:200])
+        return Record(f"{module}.{name}")
+
+    def _make(self) -> None:
+        args, kind = self.stack.pop(), self.stack.pop()
+        if not (type(kind) is Record and kind.args is None and kind.state is None and type(args) is tuple):
+            raise pickle.UnpicklingError("it makes an object of something that is no class")
+        # Ordered dicts are filled by the opcodes of dicts.
+        self.append({} if kind.name == "collections.OrderedDict" and not args else Record(kind.name, args))
+
+    def _build(self) -> None:
+        state, made = self.stack.pop(), self.stack[-1]
+        if not (type(made) is Record and made.args is not None and made.state is None):
+            raise pickle.UnpicklingError("it sets the state of something that is no new object")
+        made.state = state
+
+    def _append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def _appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            raise pickle.UnpicklingError("it appends to something that is no list")
+        self.stack[-1].extend(items)
+
+    def _setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._update([key, value])
+
+    def _setitems(self) -> None:
+        self._update(self.pop_mark())
+
+    def _update(self, items: list[Any]) -> None:
+        if type(self.stack[-1]) is not dict or len(items) % 2:
+            raise pickle.UnpicklingError("it sets items of something that is no dict")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in (str, int, Record):  # the hash of a deeply nested tuple overflows the stack
+                raise pickle.UnpicklingError(f"a dict has a key of type {type(key).__name__}")
+            self.stack[-1][key] = value
+
+    dispatch: ClassVar[dict[int, Callable[..., None]]] = {
+        **{
+            getattr(pickle, name)[0]: _Interpreter.dispatch[getattr(pickle, name)[0]] for name in _PLAIN_OPCODES.split()
+        },
+        pickle.REDUCE[0]: _make,
+        pickle.NEWOBJ[0]: _make,
+        pickle.BUILD[0]: _build,
+        pickle.APPEND[0]: _append,
+        pickle.APPENDS[0]: _appends,
+        pickle.SETITEM[0]: _setitem,
+        pickle.SETITEMS[0]: _setitems,
+    }
