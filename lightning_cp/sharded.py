@@ -122,7 +122,12 @@ class ShardedFlavour(ContextParallelFlavour):
         if is_first:
             remove(scratch)
         self._lightning.barrier()
-        yield scratch
+        try:
+            yield scratch
+        except BaseException:  # DCP's errors are those of all ranks, and what comes after DCP is the first rank's alone
+            if is_first:
+                remove(scratch)
+            raise
         self._lightning.barrier()
         if is_first and scratch.exists():
             take_place(scratch, target)

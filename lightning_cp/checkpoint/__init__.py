@@ -3,13 +3,12 @@
 `lightning_cp.checkpoint.store` writes and reads them. What is here finds and verifies them without importing torch.
 """
 
+from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, sweep_partials
 from lightning_cp.checkpoint.manifest import (
     CHECKPOINT_FORMATS,
     CheckpointError,
     FileEntry,
     Manifest,
-    find_checkpoint,
-    latest_checkpoint,
     read_manifest,
 )
 
@@ -21,4 +20,5 @@ __all__ = [
     "find_checkpoint",
     "latest_checkpoint",
     "read_manifest",
+    "sweep_partials",
 ]

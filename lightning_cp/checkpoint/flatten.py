@@ -32,6 +32,8 @@ def unflatten_state(tensors: dict[str, Tensor], tree: Any) -> Any:
 
 def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, Tensor):
+        if name in tensors:  # {"a.b": x, "a": {"b": y}}
+            raise ValueError(f"two tensors of the state would be saved as {name}: rename one of their keys")
         tensors[name] = state
         return {"tensor": name}
     if isinstance(state, dict):

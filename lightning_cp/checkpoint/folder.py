@@ -3,13 +3,16 @@
 import ctypes
 import os
 import shutil
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_cp.checkpoint.manifest import Manifest
+from lightning_cp.checkpoint.held import disown, hold, sweep
+from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
 
-_PARTIAL, _REPLACED = ".partial_", ".replaced"
+_REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
+_held: dict[Path, int] = {}  # folders that this process writes into, and the descriptors that hold them
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
@@ -19,29 +22,71 @@ def checkpoint_path(parent: Path, step: int) -> Path:
 
 def scratch_path(parent: Path, step: int) -> Path:
     """Where it is written first; the same on every rank."""
-    return parent / f"{_PARTIAL}{step:08d}"
+    return parent / f"{PARTIAL}{step:08d}"
 
 
 def open_scratch(parent: Path, step: int) -> Path:
-    """An empty folder to write into; what writers that were killed left behind goes."""
-    for left in parent.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
+    """Make an empty folder to write into, which belongs to this process until `seal` or `drop_scratch`.
+
+    Removes what killed writers left in `parent`. Raises: OSError: another process is writing this checkpoint.
+    """
+    drop_scratch(parent, step)
+    sweep(parent.glob(f"{PARTIAL}*"), at_once=True)
     scratch = scratch_path(parent, step)
-    scratch.mkdir(parents=True)
+
+    def make() -> Path:
+        try:
+            scratch.mkdir(parents=True)
+        except FileExistsError as error:
+            raise FileExistsError(
+                f"{scratch} is being written by another process: give each run its own folder"
+            ) from error
+        return scratch
+
+    scratch, _held[scratch] = hold(make)
     return scratch
 
 
+def drop_scratch(parent: Path, step: int) -> None:
+    """Remove what this process began to write, if anything."""
+    scratch = scratch_path(parent, step)
+    if scratch in _held:
+        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(_held.pop(scratch))
+
+
 def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
-    """Gives what was written its name, and then lets go of all but the newest `keep` checkpoints."""
+    """Give a written folder its name, then remove all but the newest `keep` checkpoints."""
     folder, scratch = checkpoint_path(parent, manifest.step), scratch_path(parent, manifest.step)
     manifest.write(scratch)
+    follow_umask(scratch)
     take_place(scratch, folder)
+    disown(folder)
+    if scratch in _held:
+        os.close(_held.pop(scratch))
     for aside in parent.glob(f"step_*{_REPLACED}"):  # of a writer that was killed just then
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove_at_once(aside)
     others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # some may be of later steps
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        shutil.rmtree(old, ignore_errors=True)
+        _remove_at_once(old)
     return folder
+
+
+def follow_umask(folder: Path) -> None:
+    """Give files the permissions that the umask asks for, as the folder has: safetensors writes 0600."""
+    mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
+            path.chmod(mode)
+
+
+def _remove_at_once(folder: Path) -> None:
+    """Remove a checkpoint; nobody sees a part of it under its name."""
+    aside = folder.with_name(f"{_REMOVED}{folder.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def take_place(scratch: Path, target: Path) -> None:
@@ -111,6 +156,7 @@ def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
     except BaseException:
         remove(scratch)
         raise
+    follow_umask(scratch)
     if not folder.exists():
         take_place(scratch, folder)
         return

@@ -6,17 +6,19 @@ file with its size and CRC-32. The folder gets its name when all of it is writte
 
 import json
 import zlib
+from collections.abc import Set
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_fields, parse, tensor_names
+
 FORMAT = 1
 CHECKPOINT_FORMATS = ("full", "distributed")
 MANIFEST = "manifest.json"
-TREES = "trees"
-"""Among the facts: how the tensors of each state nest."""
-_CHUNK_BYTES = 1 << 20
-_DEPTHS = ("checkpoints/step_*", "*/checkpoints/step_*", "*/*/checkpoints/step_*", "*/*/*/checkpoints/step_*")
+PARTIAL = ".partial_"
+"""How the name of a checkpoint begins while it is written."""
+_CHUNK_BYTES, _MOST_BYTES = 1 << 20, 1 << 30
 
 
 class CheckpointError(ValueError):
@@ -61,6 +63,11 @@ class Manifest:
         """Those that were given."""
         return {name: fact for name, fact in self.facts.items() if name != TREES}
 
+    @property
+    def has_shards(self) -> bool:
+        """Whether each rank has written a file of its own; else there is a file for each state."""
+        return are_shards(self.facts[TREES], set(self.files))
+
     def write(self, folder: Path) -> None:
         """Writes `manifest.json`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
@@ -68,76 +75,62 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and verifies a checkpoint: every file is there, whole and unchanged.
+    """Read and verify a checkpoint: every file is there, whole and unchanged.
 
     Raises: CheckpointError: it is not.
     """
-    path = folder / MANIFEST
-    if not path.is_file():
-        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        version = fields.pop("format")
-        files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
-        manifest = Manifest(files=files, **fields)
-        if not (isinstance(manifest.step, int) and isinstance(manifest.facts, dict)):
-            raise TypeError("facts of another kind")
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{folder} is cut short: its {MANIFEST} cannot be read") from error
-    if version != FORMAT:
-        raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}")
-    for name, entry in files.items():
-        if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is cut short: {name} is missing")
-        found = FileEntry.of(folder / name)
-        if found != entry:
-            raise CheckpointError(
-                f"{folder} is cut short or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
-                f"and {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
-            )
+    manifest = parse_manifest(folder)
+    verify_files(folder, manifest)
     return manifest
 
 
-def latest_checkpoint(root: Path) -> Path | None:
-    """The newest complete checkpoint of the runs under a folder, or None. One that is cut short is passed over."""
-    found: list[tuple[float, int, Path]] = []
-    for pattern in _DEPTHS:
-        for folder in root.glob(pattern):
-            try:
-                manifest = read_manifest(folder)
-            except CheckpointError:
-                continue
-            found.append((manifest.saved_at_s, manifest.step, folder))
-    return max(found)[2] if found else None
-
-
-def find_checkpoint(resume: str, root: Path) -> Path:
-    """The checkpoint that a `resume` setting names.
-
-    Args:
-        resume: `last`, or the folder of a checkpoint or of a run.
-        root: where `last` looks.
-    Raises: CheckpointError: there is none, or it is not complete.
-    """
-    if resume == "last":
-        newest = latest_checkpoint(root)
-        if newest is None:
-            raise CheckpointError(f"resume=last: there is no complete checkpoint under {root}")
-        return newest
-    path = Path(resume)
-    if not path.is_dir():
-        kind = "is a file" if path.exists() else "does not exist"
-        raise CheckpointError(f"resume={resume} {kind}: must be `last`, or the folder of a checkpoint or of a run")
-    if not path.name.startswith("step_") and (path / "checkpoints").is_dir():
-        newest = latest_checkpoint(path)
-        if newest is None:
-            raise CheckpointError(f"resume={resume}: there is no complete checkpoint in this run")
-        return newest
+def parse_manifest(folder: Path) -> Manifest:
+    """Read and check `manifest.json`, and no other file. Raises: CheckpointError: it is missing or damaged."""
+    path = folder / MANIFEST
     try:
-        read_manifest(path)
-    except CheckpointError as error:
-        raise CheckpointError(f"resume={resume}: {error}") from error
-    return path
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
+        if path.stat().st_size > _MOST_BYTES:
+            raise DamagedError(f"it has more than {_MOST_BYTES} bytes")
+        fields = parse(path.read_bytes())
+        version = fields.pop("format", None)
+        if type(version) is int and version != FORMAT:
+            raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}"[:500])
+        if version != FORMAT or type(version) is not int:
+            raise DamagedError("it says no format")
+        check_fields(fields)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+    except DamagedError as error:
+        raise CheckpointError(f"{folder} is cut short or changed: its {MANIFEST} cannot be read: {error}") from error
+    files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
+    return Manifest(files=files, **fields)
+
+
+def verify_files(folder: Path, manifest: Manifest) -> None:
+    """Compare the files of a checkpoint with its manifest. Raises: CheckpointError: they are others."""
+    try:
+        for path in folder.glob("*.safetensors"):
+            if path.name not in manifest.files:
+                raise CheckpointError(f"{folder} was changed: {path.name} is not in its {MANIFEST}")
+        for name, entry in manifest.files.items():
+            if not (folder / name).is_file():
+                raise CheckpointError(f"{folder} is cut short: {name} is missing")
+            found = FileEntry.of(folder / name)
+            if found != entry:
+                raise CheckpointError(
+                    f"{folder} is cut short or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
+                    f"and {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
+                )
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
+
+
+def check_tree(names: Set[str], tree: Any, folder: Path) -> None:
+    """Raises: CheckpointError: the tensors of a tree are not those of the files."""
+    differ = names ^ tensor_names(tree)
+    if differ:
+        raise CheckpointError(f"{folder} was changed: its files and its {MANIFEST} differ in {min(differ)[:200]}")
 
 
 def check_same_tensors(here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]], folder: Path) -> None:

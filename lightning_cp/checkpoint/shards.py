@@ -1,5 +1,6 @@
 """Checkpoints that are distributed: every rank writes its part with torch's DCP, as safetensors and without pickle."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,21 +21,21 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from typing_extensions import override
 
+from lightning_cp.checkpoint.check import SHARDS, TREES
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
-from lightning_cp.checkpoint.folder import checkpoint_path, flush, open_scratch, scratch_path, seal
+from lightning_cp.checkpoint.folder import checkpoint_path, drop_scratch, flush, open_scratch, scratch_path, seal
 from lightning_cp.checkpoint.manifest import (
-    TREES,
     CheckpointError,
     FileEntry,
     Manifest,
     check_same_tensors,
+    check_tree,
+    parse_manifest,
     read_manifest,
 )
 from lightning_cp.checkpoint.store import Checkpoint
 
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a run of one process
-SHARDS = "shards"
-"""The one entry of a distributed checkpoint's trees: all its states as one nest."""
 
 
 def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
@@ -43,8 +44,11 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
     Args and returns: as of `save_checkpoint`.
     """
     tensors, writer = _plan(parent, checkpoint, keep)
-    with told_as(OSError, "the checkpoint could not be written"):
-        save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    try:
+        with told_as(OSError, "the checkpoint could not be written"):
+            save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
+    finally:
+        drop_scratch(parent, checkpoint.step)
     return checkpoint_path(parent, checkpoint.step)
 
 
@@ -61,15 +65,18 @@ def save_shards_later(
     assert isinstance(pending, Future), "torch's default stager copies at once"
 
     def wait() -> None:
-        with told_as(OSError, "the checkpoint could not be written"):
-            pending.result()
+        try:
+            with told_as(OSError, "the checkpoint could not be written"):
+                pending.result()
+        finally:
+            drop_scratch(parent, checkpoint.step)
 
     return wait
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether a checkpoint is a distributed one."""
-    return any(folder.glob("shard-*.safetensors"))
+    """Whether a checkpoint is a distributed one. Raises: CheckpointError: it is missing or damaged."""
+    return parse_manifest(folder).has_shards
 
 
 def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
@@ -79,17 +86,34 @@ def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
     Raises: CheckpointError: it is missing, cut short or changed, or holds other tensors.
     """
     manifest = read_manifest(folder)
+    if not manifest.has_shards:
+        raise CheckpointError(f"{folder} holds a file of each state: load it with load_checkpoint")
     tensors, _ = flatten_state(dict(states))
     reader, there = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
-    for name, x in reader.read_metadata().state_dict_metadata.items():
-        assert isinstance(x, TensorStorageMetadata), "safetensors hold nothing else"
+    described, tree = _described(reader, manifest, folder), manifest.facts[TREES][SHARDS]
+    check_tree(described.keys(), tree, folder)
+    for name, x in described.items():
         if name.partition(".")[0] not in states:
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
         there[name] = tuple(x.size)
     check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, there, folder)
     with told_as(CheckpointError, f"{folder} cannot be loaded"):
         load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-    return Checkpoint(manifest.step, unflatten_state(tensors, manifest.facts[TREES][SHARDS]), manifest.plain_facts)
+    return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
+
+
+def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path) -> dict[str, TensorStorageMetadata]:
+    """The tensors that the files' headers describe. Raises: CheckpointError: the files cannot hold them."""
+    try:
+        found = reader.read_metadata().state_dict_metadata
+    except Exception as error:  # whatever a changed header leads to
+        raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
+    tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
+    needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
+    held = sum(entry.size_bytes for entry in manifest.files.values())
+    if any(n < 0 for x in tensors.values() for n in x.size) or needed > held or tensors.keys() != found.keys():
+        raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, and its files have {held}")
+    return tensors
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lightning_cp.checkpoint.check import TREES
 from lightning_cp.checkpoint.flatten import flatten_state, independent, unflatten_state
-from lightning_cp.checkpoint.folder import open_scratch, seal
-from lightning_cp.checkpoint.manifest import TREES, FileEntry, Manifest, read_manifest
+from lightning_cp.checkpoint.folder import drop_scratch, open_scratch, seal
+from lightning_cp.checkpoint.manifest import CheckpointError, FileEntry, Manifest, check_tree, read_manifest
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,16 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises: CheckpointError: it is missing, cut short or changed.
     """
     manifest = read_manifest(folder)
-    states = {
-        name: unflatten_state(load_file(folder / f"{name}.safetensors"), tree)
-        for name, tree in manifest.facts[TREES].items()
-    }
+    if manifest.has_shards:
+        raise CheckpointError(f"{folder} holds a file of each rank: load it with load_shards")
+    states = {}
+    for name, tree in manifest.facts[TREES].items():
+        try:
+            tensors = load_file(folder / f"{name}.safetensors")
+        except Exception as error:  # whatever a changed header leads to
+            raise CheckpointError(f"{folder} is damaged: {name}.safetensors cannot be read: {error}") from error
+        check_tree(tensors.keys(), tree, folder)
+        states[name] = unflatten_state(tensors, tree)
     return Checkpoint(manifest.step, states, manifest.plain_facts)
 
 
@@ -75,14 +82,17 @@ def _write(
     *,
     keep: int | None,
 ) -> Path:
-    scratch = open_scratch(parent, checkpoint.step)
-    files = {}
-    for name, state in tensors.items():
-        path = scratch / f"{name}.safetensors"
-        try:
-            save_file(state, path)
-        except SafetensorError as error:
-            raise OSError(f"{path} could not be written: {error}") from error
-        files[path.name] = FileEntry.of(path)
-    manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
-    return seal(parent, manifest, keep=keep)
+    try:
+        scratch = open_scratch(parent, checkpoint.step)
+        files = {}
+        for name, state in tensors.items():
+            path = scratch / f"{name}.safetensors"
+            try:
+                save_file(state, path)
+            except SafetensorError as error:
+                raise OSError(f"{path} could not be written: {error}") from error
+            files[path.name] = FileEntry.of(path)
+        manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
+        return seal(parent, manifest, keep=keep)
+    finally:
+        drop_scratch(parent, checkpoint.step)

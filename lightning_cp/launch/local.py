@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +17,7 @@ from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.machine import free_port
+from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.launch.stopping import ASKING, HEARD
 
 _BOOT = (
@@ -61,7 +61,7 @@ class LocalLauncher(Launcher):
     def launch(self, job: Job) -> Result:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            reports = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
+            reports = stack.enter_context(temporary_folder())
             lifeline, held_end = os.pipe()
             stack.callback(os.close, held_end)
             stack.callback(os.close, lifeline)

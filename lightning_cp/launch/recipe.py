@@ -16,13 +16,14 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest, sweep_partials
 from lightning_cp.launch import slurm, sweep
 from lightning_cp.launch.combined import check_combined, check_trainer
 from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_place, is_first
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.launch.settings import SettingsError, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
 
@@ -120,8 +121,9 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
     with ExitStack() as stack:
         hidden = run_dir / ".hydra"
         if not is_first(place):  # the first rank's folder is the run's
-            hidden = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lightning_cp_")))
+            hidden = stack.enter_context(temporary_folder())
         else:
+            sweep_partials(Path(run.config.output_root))
             slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)

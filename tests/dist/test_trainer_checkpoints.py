@@ -149,7 +149,7 @@ def _cut_short(rank: int, world: int, folder: str, distributed: bool) -> int:
     )
     with mock.patch(written, fails), mock.patch.object(ContextParallelFSDPStrategy, "barrier"), suppress(OSError):
         trainer.strategy.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), path)
-    assert Path(folder, "all.ckpt.partial").exists() == distributed
+    assert rank > 0 or not Path(folder, "all.ckpt.partial").exists()
     dist.barrier()
     again = trainer_until(3)
     again.fit(Trains(), data, ckpt_path=path)

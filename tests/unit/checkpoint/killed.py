@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from lightning_cp.checkpoint import folder as folders
-from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint import held, latest_checkpoint, sweep_partials
 from lightning_cp.checkpoint.flatten import flatten_state
-from lightning_cp.checkpoint.manifest import Manifest, read_manifest
+from lightning_cp.checkpoint.manifest import PARTIAL, Manifest, read_manifest
 from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
 
@@ -77,6 +77,13 @@ def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> b
     return os.waitpid(pid, 0)[1] == 0
 
 
+def sweep(parent: Path) -> None:
+    """What the next run does when it starts, wherever its own folder is. Nothing that was killed stays."""
+    sweep_partials(parent.parent.parent)
+    left = [path.name for path in parent.iterdir() if path.name.startswith(PARTIAL)]
+    assert not left, left
+
+
 def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> Iterator[int]:
     """Writes this step beside (or over) step 5, killed one call later each time. Yields: the newest step after each."""
     for moment in range(200):
@@ -88,6 +95,7 @@ def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> It
             save(parent, Checkpoint(step, states(step), {}), keep=1)
 
         survived = child(dying)
+        sweep(parent)
         yield newest_step(parent)
         if survived:
             return
@@ -98,19 +106,21 @@ def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
     """A run that is killed again and again, and goes on each time. Yields: the newest step after each."""
     save(parent, Checkpoint(0, states(0), {}))
     rng = random.Random(0)
-    for _ in range(12):
+    for _ in range(45):
 
         def endless(first: int = newest_step(parent) + 1) -> None:
             for step in range(first, first + 10_000):
                 save(parent, Checkpoint(step, states(step), {}), keep=2)
 
         child(endless, killed_after_s=rng.uniform(0.02, 0.15))
+        sweep(parent)
         yield newest_step(parent)
 
 
 def main() -> None:
     parent, save = Path(sys.argv[1]) / "run" / "checkpoints", SAVES[sys.argv[2]]
     torch.set_num_threads(1)
+    held._IDLE_S = -1.0
     if sys.argv[3] == "moments":
         for step in (5, 6):
             print(*at_every_moment(parent, save, step=step))

@@ -1,0 +1,123 @@
+"""Check what a manifest says, field by field, before anything is built from it."""
+
+import json
+import math
+import re
+from typing import Any
+
+TREES = "trees"
+"""The fact that says how the tensors of each state nest."""
+SHARDS = "shards"
+"""The one tree of a distributed checkpoint: all its states as one nest."""
+_FIELDS = {"step", "saved_at_s", "files", "facts"}
+_MOST_STEP, _MOST_TIME_S, _MOST_DEPTH = 10**15, 1e12, 100
+_FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
+
+
+class DamagedError(ValueError):
+    """A manifest that says something impossible; the message says where."""
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """Parse JSON. Raises: DamagedError: it is none, nests too deeply, or has a key twice."""
+    try:
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"it is no valid JSON ({type(error).__name__})") from error
+    if type(fields) is not dict:
+        raise DamagedError("it is no JSON object")
+    return fields
+
+
+def check_fields(fields: dict[str, Any]) -> None:
+    """Check the fields of a manifest. Raises: DamagedError: one is missing, or is not what a manifest holds."""
+    if fields.keys() != _FIELDS:
+        raise DamagedError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
+    _whole("step", fields["step"], _MOST_STEP)
+    saved = fields["saved_at_s"]
+    if type(saved) not in (int, float) or not 0 <= saved <= _MOST_TIME_S:
+        raise DamagedError(f"saved_at_s={_show(saved)} is no time in seconds")
+    for name, entry in _dict("files", fields["files"]).items():
+        if not _FILE_NAME.fullmatch(name) or name.startswith("."):
+            raise DamagedError(f"the file name {_show(name)} must be a plain name that ends in .safetensors")
+        if _dict(name, entry).keys() != {"size_bytes", "crc32"}:
+            raise DamagedError(f"{_show(name)} must have size_bytes and crc32")
+        _whole("size_bytes", entry["size_bytes"], 1 << 62)
+        _whole("crc32", entry["crc32"], (1 << 32) - 1)
+    facts = _dict("facts", fields["facts"])
+    _check_trees(_dict(TREES, facts.get(TREES)), set(fields["files"]))
+    if "seed" in facts and type(facts["seed"]) is not int:
+        raise DamagedError(f"seed={_show(facts['seed'])} is no whole number")
+    if "sampler" in facts:
+        _dict("sampler", facts["sampler"])
+
+
+def are_shards(trees: dict[str, Any], files: set[str]) -> bool:
+    """Whether each rank has written a file of its own; else there is a file for each state."""
+    return trees.keys() == {SHARDS} and f"{SHARDS}.safetensors" not in files
+
+
+def tensor_names(tree: Any) -> set[str]:
+    """The names of the tensors in a tree of `flatten_state`. Raises: DamagedError: it is no such tree."""
+    names: set[str] = set()
+    _walk(tree, names, 0)
+    return names
+
+
+def _check_trees(trees: dict[str, Any], files: set[str]) -> None:
+    if are_shards(trees, files):
+        strange = {name for name in files if not name.startswith("shard-")}
+    else:
+        strange = {f"{name}.safetensors" for name in trees} ^ files
+    if strange:
+        raise DamagedError(f"its files and its {TREES} do not belong together: {_show(min(strange))}")
+    for tree in trees.values():
+        tensor_names(tree)
+
+
+def _walk(tree: Any, names: set[str], depth: int) -> None:
+    if depth > _MOST_DEPTH:
+        raise DamagedError(f"its {TREES} nest deeper than {_MOST_DEPTH} levels")
+    if tree is None or type(tree) in (str, int, float, bool):
+        return
+    kind, value = next(iter(tree.items())) if type(tree) is dict and len(tree) == 1 else ("", None)
+    if kind == "tensor" and type(value) is str and value not in names:
+        names.add(value)
+    elif kind == "dict" and type(value) is list and all(map(_is_pair, value)):
+        if len({key for key, _ in value}) != len(value):
+            raise DamagedError(f"its {TREES} have a dict with a key twice")
+        for _, item in value:
+            _walk(item, names, depth + 1)
+    elif kind in ("list", "tuple") and type(value) is list:
+        for item in value:
+            _walk(item, names, depth + 1)
+    else:
+        raise DamagedError(f"its {TREES} hold something that is neither a tensor, a dict, a list nor a plain value")
+
+
+def _is_pair(value: Any) -> bool:
+    return type(value) is list and len(value) == 2 and type(value[0]) in (str, int, bool)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise DamagedError("an object has a key twice")
+    return found
+
+
+def _dict(name: str, value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise DamagedError(f"{_show(name)} is no JSON object")
+    return value
+
+
+def _whole(name: str, value: Any, most: int) -> None:
+    if type(value) is not int or not 0 <= value <= most:
+        raise DamagedError(f"{name}={_show(value)} must be a whole number from 0 to {most}")
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return ascii(value)[:80] if isinstance(value, str | int | float | None) else type(value).__name__

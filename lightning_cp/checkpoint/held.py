@@ -1,0 +1,76 @@
+"""Folders that belong to a process as long as it lives: it holds a `flock` on them, and the dead ones are removed."""
+
+import fcntl
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+_OWNER = ".owner"
+_IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # file systems exist whose locks other machines do not see
+
+
+def hold(make: Callable[[], Path]) -> tuple[Path, int]:
+    """Make a folder and hold it.
+
+    Args: make: makes a new folder; called again if another process removed it before it was locked.
+    Returns: the folder, and the descriptor that holds it until it is closed or the process ends.
+    """
+    while True:
+        folder = make()
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with suppress(OSError):  # a file system without locks: nobody removes the folder either
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+            (folder / _OWNER).write_text(socket.gethostname(), encoding="utf-8")
+        except FileNotFoundError:
+            os.close(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        else:
+            return folder, descriptor
+
+
+def disown(folder: Path) -> None:
+    """Remove the note of the folder's owner."""
+    (folder / _OWNER).unlink(missing_ok=True)
+
+
+def sweep(folders: Iterable[Path], *, at_once: bool = False) -> None:
+    """Remove those of this user's folders whose process has ended.
+
+    Args: at_once: only one process may write here, so that whatever is not locked is dead. Else a folder must not have
+        changed for some seconds if it names no owner, and for an hour if another machine made it.
+    """
+    for folder in folders:
+        with suppress(OSError):  # gone already, or not readable
+            if folder.lstat().st_uid == os.getuid():
+                _sweep(folder, at_once=at_once)
+
+
+def _sweep(folder: Path, *, at_once: bool) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        changed = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+        if at_once or time.time() - changed > _wait_s(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        return  # its process lives
+    except OSError:  # no locks here
+        if at_once:
+            shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(descriptor)
+
+
+def _wait_s(folder: Path) -> float:
+    owner = folder / _OWNER
+    if not owner.is_file():
+        return _IDLE_S
+    return -1.0 if owner.read_text(encoding="utf-8", errors="replace") == socket.gethostname() else _FOREIGN_IDLE_S

@@ -1,0 +1,130 @@
+"""Find checkpoints, also while a run saves and deletes them."""
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_cp.checkpoint.held import sweep
+from lightning_cp.checkpoint.manifest import PARTIAL, CheckpointError, Manifest, parse_manifest, verify_files
+
+_log = logging.getLogger(__name__)
+_DEPTH = 3  # of runs below the root: date and time, and the number in a sweep
+_LOOKS, _PAUSE_S = 200, 0.02  # while another process replaces what is being looked at
+
+
+class _ChangedError(Exception):
+    """A checkpoint went away, or was replaced, while it was read."""
+
+
+def latest_checkpoint(root: Path) -> Path | None:
+    """Find the newest complete checkpoint of the runs under a folder.
+
+    Damaged ones that are newer are passed over with a warning. While other processes save and delete checkpoints, it
+    looks again.
+
+    Returns: its folder, or None.
+    Raises: CheckpointError: other processes replace checkpoints faster than they can be read.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return _look(root)
+        except _ChangedError:
+            time.sleep(_PAUSE_S)
+    raise CheckpointError(f"checkpoints under {root} are replaced faster than they can be read: name one of them")
+
+
+def find_checkpoint(resume: str, root: Path) -> Path:
+    """Find the checkpoint that a `resume` setting names.
+
+    Args:
+        resume: `last`, or the folder of a checkpoint or of a run.
+        root: where `last` looks.
+    Raises: CheckpointError: there is none, or it is not complete.
+    """
+    if resume == "last":
+        newest = latest_checkpoint(root)
+        if newest is None:
+            raise CheckpointError(f"resume=last: there is no complete checkpoint under {root}")
+        return newest
+    path = Path(resume)
+    if not os.path.isdir(path):
+        kind = "is a file" if os.path.exists(path) else "does not exist"
+        raise CheckpointError(f"resume={resume} {kind}: must be `last`, or the folder of a checkpoint or of a run")
+    if not path.name.startswith("step_") and os.path.isdir(path / "checkpoints"):
+        newest = latest_checkpoint(path)
+        if newest is None:
+            raise CheckpointError(f"resume={resume}: there is no complete checkpoint in this run")
+        return newest
+    try:
+        verify_files(path, parse_manifest(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"resume={resume}: {error}") from error
+    return path
+
+
+def sweep_partials(root: Path) -> None:
+    """Remove what killed writers left in the runs under a folder. Writers that live are left alone."""
+    for checkpoints in _checkpoint_folders(root):
+        sweep(path for path in _children(checkpoints) if path.name.startswith(PARTIAL))
+
+
+def _look(root: Path) -> Path | None:
+    candidates = [path for folder in _checkpoint_folders(root) for path in _children(folder) if _is_step(path)]
+    found = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
+    for _, _, path, manifest, mark in found:
+        if isinstance(manifest, Manifest):
+            try:
+                verify_files(path, manifest)
+                return path
+            except CheckpointError as error:
+                manifest = error
+        if _mark(path) != mark:
+            raise _ChangedError
+        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+            _log.warning("passed over the newer checkpoint %s: %s", path, manifest)
+    return None
+
+
+def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
+    """When it was saved (if it cannot be read, when it changed), its step, and what marks it as the same folder."""
+    mark = _mark(path)
+    try:
+        manifest = parse_manifest(path)
+    except CheckpointError as error:
+        if _mark(path) != mark:
+            raise _ChangedError from error
+        return mark[1] / 1e9, -1, path, error, mark
+    return manifest.saved_at_s, manifest.step, path, manifest, mark
+
+
+def _mark(path: Path) -> tuple[int, int]:
+    try:
+        status = path.stat()
+    except PermissionError:
+        return (0, 0)
+    except OSError as error:
+        raise _ChangedError from error
+    return status.st_ino, status.st_mtime_ns
+
+
+def _is_step(path: Path) -> bool:
+    return path.name.startswith("step_") and os.path.isdir(path)  # False where it may not be looked at
+
+
+def _checkpoint_folders(root: Path) -> Iterator[Path]:
+    runs = [root]
+    for depth in range(_DEPTH + 1):
+        for run in runs:
+            yield run / "checkpoints"
+        if depth < _DEPTH:
+            runs = [path for run in runs for path in _children(run) if os.path.isdir(path)]
+
+
+def _children(folder: Path) -> list[Path]:
+    """Sorted; nothing where it is no folder, went away or cannot be read."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder))
+    except OSError:
+        return []

@@ -1,0 +1,24 @@
+"""Temporary folders of launchers, which do not outlive them."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lightning_cp.checkpoint.held import hold, sweep
+
+_PREFIX = "lightning_cp_run_"
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Make a temporary folder, and remove those of this user's launchers that were killed."""
+    sweep(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+    folder, held = hold(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(held)
