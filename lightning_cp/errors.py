@@ -27,3 +27,11 @@ class PeerMismatchError(RuntimeError):
 
 class InterceptionError(RuntimeError):
     """A block ran on a shard without its attention passing through the engine: its result would be wrong."""
+
+
+class NonFiniteError(FloatingPointError):
+    """A loss, a gradient or a weight that is inf or NaN."""
+
+
+class DataError(RuntimeError):
+    """A data set or sampler that did not give what training needs."""

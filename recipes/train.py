@@ -9,7 +9,7 @@ It needs no launcher, no download and no GPU: it starts its own ranks. `--help` 
 import os
 import sys
 import time
-from pathlib import Path
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig
@@ -42,18 +42,21 @@ def train(config: DictConfig) -> None:
                 save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-            summarise(config, run.folder.path, recognised=recognised, seconds=time.perf_counter() - started)
+            summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
 
     train_run(config, after_step=picture_on_the_way, at_end=picture_and_tell)
 
 
-def summarise(config: DictConfig, folder: Path, *, recognised: float, seconds: float) -> None:
-    """Says in a few lines what was done and where things lie."""
+def summarise(config: DictConfig, run: Any, *, recognised: float, seconds: float) -> None:
+    """Print in a few lines what was done and where the files are."""
+    state = run.state
     ranks = config.data_parallel * config.ring * config.ulysses
     spread = f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}"
-    print(f"Trained {config.max_steps} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
+    print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
+    if state.skipped:
+        print(f"{state.skipped} of these steps changed nothing: their loss or gradient was not finite.")
     print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.count} samples.")
-    print(f"{folder}")
+    print(f"{run.folder.path}")
     print("  samples/final.png  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 
 

@@ -2,12 +2,14 @@
 
 from lightning_cp.data.digits import Digits, MovingDigits, Scans, load_scans
 from lightning_cp.data.keyed_random import Stream, keyed_generator
+from lightning_cp.data.loader import EndlessLoader
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
 from lightning_cp.data.workers import WorkerSeed, worker_init_fn
 
 __all__ = [
     "Digits",
     "EndlessBatches",
+    "EndlessLoader",
     "GlobalBatchSampler",
     "MovingDigits",
     "Scans",

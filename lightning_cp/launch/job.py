@@ -20,6 +20,7 @@ class Job:
         log_dir: where the output of all ranks but the first goes, and every rank's traceback.
         threads: CPU threads a rank; 0 leaves the choice to the environment.
         environment: variables for the ranks, on top of the launcher's own environment.
+        inherited: file descriptors that stay open in the ranks: locks that are held until the last rank has ended.
     """
 
     target: str
@@ -28,6 +29,7 @@ class Job:
     log_dir: Path
     threads: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
+    inherited: tuple[int, ...] = ()
 
 
 @unique

@@ -98,7 +98,7 @@ class LocalLauncher(Launcher):
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        pass_fds=(lifeline,),
+                        pass_fds=(lifeline, *job.inherited),
                         start_new_session=True,
                     )
                 )

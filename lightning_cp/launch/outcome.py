@@ -75,8 +75,18 @@ def differing(outcomes: list[Outcome]) -> list[str]:
 
 
 def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
-    """The rows of a `metrics.csv`; none where a run did not come so far."""
-    if metrics.is_file():
-        with metrics.open(newline="", encoding="utf-8") as file:
-            for row in csv.DictReader(file):
-                yield {name: float(value) for name, value in row.items()}
+    """Read the rows of a `metrics.csv`; none where there is no file.
+
+    A last line without its end is left out: the process that wrote it was killed, or the disk was full.
+
+    Raises: ValueError: another line is damaged.
+    """
+    if not metrics.is_file():
+        return
+    whole, _, _ = metrics.read_bytes().rpartition(b"\n")
+    rows = csv.DictReader(whole.decode(errors="replace").splitlines())
+    for row in rows:
+        try:
+            yield {name: float(value) for name, value in row.items()}
+        except (TypeError, ValueError) as error:  # too few or too many values, or not a number
+            raise ValueError(f"{metrics} is damaged in line {rows.line_num}: {list(row.values())}") from error

@@ -23,6 +23,7 @@ from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_p
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.run_folder import held
 from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.launch.settings import SettingsError, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
@@ -110,15 +111,16 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
 
 def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: Check = check_config) -> Result:
     """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
-    try:
-        sweep.check_launcher()
-        run = check(config, Machine.this(), place)
-        run_dir = Path(run.config.run_dir)
-        sweep.check_folder(run_dir)
-        _check_writable(run_dir)
-    except (SettingsError, CheckpointError) as error:
-        return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
     with ExitStack() as stack:
+        try:
+            sweep.check_launcher()
+            run = check(config, Machine.this(), place)
+            run_dir = Path(run.config.run_dir)
+            sweep.check_folder(run_dir)
+            _check_writable(run_dir)
+            locks = (stack.enter_context(held(run_dir, "run_dir")),) if is_first(place) else ()
+        except (SettingsError, CheckpointError) as error:
+            return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
         hidden = run_dir / ".hydra"
         if not is_first(place):  # the first rank's folder is the run's
             hidden = stack.enter_context(temporary_folder())
@@ -130,7 +132,8 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
         hidden.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, hidden / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
-        job = Job(target, hidden / sweep.RESOLVED, run.world.size, run_dir / "logs", threads=threads)
+        resolved, logs = hidden / sweep.RESOLVED, run_dir / "logs"
+        job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
         launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
         result = launcher.launch(job)
         return _queued_again(result) if is_first(place) else result

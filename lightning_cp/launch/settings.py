@@ -81,6 +81,7 @@ SETTINGS = (
     Setting("optim.weight_decay", Number(least=0)),
     Setting("warmup_steps", Whole(0)),
     Setting("clip_norm", Number(above=0)),
+    Setting("on_nonfinite", OneOf(("error", "skip", "ignore"))),
     Setting("ema_decay", Number(least=0, below=1)),
     Setting("drop_probability", Number(least=0, most=1)),
     Setting("sampling.count", Whole(1)),

@@ -19,7 +19,7 @@ class Stopped(Exception):
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
-        self.exit_code = 128 + number
+        self.number, self.exit_code = number, 128 + number
 
 
 class StopRequest:

@@ -15,7 +15,7 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
         samples: [n, 1, frames, height, width] in about [-1, 1]. Of pictures a row shows the samples of its class, of
             clips the frames of the first of them.
         labels: what was asked for, [n].
-        read: what the classifier read, [n].
+        read: what the classifier read, [n]; negative where the pixels are not finite.
         path: of the PNG.
         title: above the grid.
     """
@@ -39,7 +39,7 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
             if was_read != label:
                 ax.spines[:].set(color="tab:red", linewidth=2)
                 place = {"ha": "right", "va": "top", "transform": ax.transAxes}
-                ax.text(0.95, 0.92, f"{was_read}?", color="tab:red", fontsize=8, **place)
+                ax.text(0.95, 0.92, f"{was_read}?" if was_read >= 0 else "NaN", color="tab:red", fontsize=8, **place)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 

@@ -7,10 +7,12 @@ from torch import Tensor
 
 from lightning_cp.data.digits import DIGIT_SIZE, load_scans
 
+NOTHING_READ = -1
+
 
 @dataclass(frozen=True)
 class Recognition:
-    """What the classifier read, [n], and the fraction that is what was asked for."""
+    """What the classifier read, [n] (-1: nothing, the pixels are not finite), and the fraction that is right."""
 
     read: Tensor
     fraction: float
@@ -23,6 +25,7 @@ def recognise_digits(samples: Tensor, labels: Tensor) -> Recognition:
         samples: [n, 1, frames, height, width] in about [-1, 1]; of a clip, the middle frame's inkiest 8 × 8 window is
             read.
         labels: what was asked for, [n].
+    Returns: of a sample with inf or NaN among its pixels, that nothing was read.
     """
     from sklearn.svm import SVC
 
@@ -30,7 +33,10 @@ def recognise_digits(samples: Tensor, labels: Tensor) -> Recognition:
     classifier = SVC(gamma=0.001 * 64, C=10.0)  # scikit-learn's own example, in our units (1/8 of theirs)
     classifier.fit(scans.pixels.flatten(1).numpy(), scans.labels.numpy())
     frames = samples[:, 0, samples.shape[2] // 2].float().cpu().clamp(-1, 1)
-    read = torch.from_numpy(classifier.predict(inkiest_windows(frames).flatten(1).numpy()))
+    finite = samples.isfinite().flatten(1).all(dim=1).cpu()
+    read = torch.full((len(samples),), NOTHING_READ)
+    if finite.any():
+        read[finite] = torch.from_numpy(classifier.predict(inkiest_windows(frames[finite]).flatten(1).numpy()))
     return Recognition(read=read, fraction=float((read == labels.cpu()).float().mean()))
 
 

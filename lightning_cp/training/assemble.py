@@ -10,15 +10,17 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.checkpoint.writer import CheckpointWriter
-from lightning_cp.data import EndlessBatches, GlobalBatchSampler, worker_init_fn
+from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.launch.combined import sequence_length
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ema import WeightAverage
+from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.flow import FlowMatching
 from lightning_cp.training.loop import Batch, LoopSettings, Steps, Watcher
 from lightning_cp.training.ranks import Ranks
@@ -46,7 +48,15 @@ class Parts:
     def of(cls, config: DictConfig) -> "Parts":
         """Loads the data."""
         flow = FlowMatching(config.seed, config.data.num_classes, config.drop_probability)
-        return cls(config, instantiate(config.data.dataset), flow)
+        dataset = instantiate(config.data.dataset)
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise ValueError(
+                f"data.dataset._target_={config.data.dataset._target_} must have a length and samples by index "
+                "(__len__, __getitem__): steps are repeated and resumed by index"
+            )
+        return cls(config, dataset, flow)
 
     def denoiser(self) -> nn.Module:
         """With weights from torch's random numbers."""
@@ -72,7 +82,7 @@ class Parts:
 
     def loader(self, sampler: GlobalBatchSampler, place: DataPlace) -> DataLoader[Batch]:
         """Batches without end, from where the sampler stands."""
-        return DataLoader(
+        return EndlessLoader(
             self.dataset,
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
@@ -92,6 +102,9 @@ class Parts:
         request: StopRequest,
     ) -> Run:
         """The run, resumed where the configuration says so. Call it on every rank; see `TrainState`."""
+        size, first_size = len(self.dataset), ranks.broadcast(len(self.dataset))
+        if size != first_size:
+            raise ValueError(f"the data set has {size} samples on rank {ranks.global_rank}, and {first_size} on rank 0")
         folder = open_run_folder(ranks, self.config.run_dir)
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
@@ -101,8 +114,18 @@ class Parts:
                 print(f"Goes on after step {state.step}, from {self.config.resume}", flush=True)
         return Run(ranks, state, folder, place, request)
 
-    def steps(self, run: Run, stack: ExitStack, *, after_step: Callable[[Run], None] | None) -> Steps:
-        """With metrics and a progress bar on the first rank, until `stack` ends."""
+    def steps(
+        self,
+        run: Run,
+        stack: ExitStack,
+        *,
+        scaler: GradScaler | None = None,
+        after_step: Callable[[Run], None] | None = None,
+    ) -> Steps:
+        """With metrics and a progress bar on the first rank, until `stack` ends.
+
+        Args: scaler: of precision 16-mixed.
+        """
         config = self.config
         settings = LoopSettings(
             max_steps=config.max_steps,
@@ -127,7 +150,8 @@ class Parts:
         )
         trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
         open_writer = stack.enter_context(writer)
-        return Steps(run, settings, open_writer, trace=trace, watchers=watchers, after_step=after_step)
+        guard = StepGuard(config.on_nonfinite, scaler)
+        return Steps(run, settings, open_writer, trace=trace, guard=guard, watchers=watchers, after_step=after_step)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

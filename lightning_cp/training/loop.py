@@ -1,15 +1,20 @@
 """What surrounds each step, whichever loop takes it, and what it tells those who watch."""
 
+import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import whole_of
+from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 from lightning_cp.training.run import Run
 from lightning_cp.training.tracing import StepTrace
 
@@ -18,7 +23,12 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as it is logged; `loss` is the mean over the global batch."""
+    """One step, as it is logged.
+
+    Attributes:
+        loss: mean over the global batch. grad_norm: before clipping.
+        skipped: steps so far whose update was left out, because a loss or gradient was not finite.
+    """
 
     step: int
     loss: float
@@ -26,6 +36,7 @@ class StepReport:
     grad_norm: float
     step_time_s: float
     tokens_per_s: float
+    skipped: int = 0
 
 
 class Watcher(Protocol):
@@ -60,13 +71,16 @@ class LoopSettings:
 
 
 class Steps:
-    """Before a step the learning rate; after it the average, the report, the checkpoint, and stopping when asked to.
+    """What surrounds the optimizer's step: learning rate, clipping, the average, reports, checkpoints, stopping.
+
+    For each step call `begin`, run forward and backward, call `before_update`, let the optimizer step, call `end`.
 
     Args:
         run: its state moves on with every step.
         settings: of the loop.
         writer: of the run's checkpoints.
         trace: of one of the steps, perhaps.
+        guard: decides about steps whose loss or gradient is not finite.
         watchers: told of every step, on the first rank.
         after_step: called after every step, on every rank.
     """
@@ -78,12 +92,15 @@ class Steps:
         writer: CheckpointWriter,
         *,
         trace: StepTrace,
+        guard: StepGuard,
         watchers: Sequence[Watcher] = (),
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
         self._run, self._settings, self._writer = run, settings, writer
-        self._trace, self._watchers, self._after_step = trace, watchers, after_step
+        self._trace, self._guard, self._watchers, self._after_step = trace, guard, watchers, after_step
         self._ended = time.perf_counter()
+        self._loss = self._norm = float("nan")
+        self._request, self._updates = 0, True
 
     @property
     def are_done(self) -> bool:
@@ -96,22 +113,43 @@ class Steps:
         for group in self._run.state.optimizer.param_groups:
             group["lr"] = self._settings.lr_at(self._run.state.step + 1)
 
-    def end(self, loss: Tensor, norm: Tensor | None) -> None:
-        """After the optimizer's step. Call it on every rank.
+    def before_update(self, loss: Tensor, *, max_norm: float) -> None:
+        """Clip the gradients by their norm, or drop them: an optimizer without gradients changes nothing.
 
-        Args:
-            loss: of this rank.
-            norm: of the gradient, before it was clipped.
-        Raises: Stopped: SIGTERM, SIGINT or SIGUSR1 came to some rank; a checkpoint is written.
+        Call it on every rank, after the backward (and after unscaling). Loss, norm and requests to stop are read on the
+        host here, all at once: the only synchronisation of a step.
+
+        Args: loss: of this rank.
+        Raises: NonFiniteError: loss or gradient is not finite, and the settings say that this is an error.
         """
         run, state = self._run, self._run.state
+        parameters = [x for x in state.module.parameters() if x.grad is not None]
+        norm = nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
+        # Context peers hold the same loss: the mean over ranks is the mean over data. All ranks hold the same norm.
+        (self._loss, self._norm), self._request = run.means_and_request(loss, whole_of(norm))
+        try:
+            self._updates = self._guard.allows_update(self._loss, self._norm)
+        except NonFiniteError as error:
+            self._fail(f"step {state.step + 1}: {error}{self._where(loss)}", reports=True)
+        if self._updates:
+            nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        else:
+            state.optimizer.zero_grad()
+
+    def end(self) -> None:
+        """After the optimizer's step. Call it on every rank.
+
+        Raises:
+            Stopped: SIGTERM, SIGINT or SIGUSR1 came to some rank; a checkpoint is written.
+            NonFiniteError: weights that should be saved are not finite.
+        """
+        run, state, number = self._run, self._run.state, self._request
         state.step += 1
-        state.average.update(state.module, step=state.step)
-        mean, number = run.mean_and_request(loss)  # context peers hold the same loss: this is the mean over data
-        report = self._report(mean, float("nan") if norm is None else float(whole_of(norm)))
-        if run.is_first:
-            for watcher in self._watchers:
-                watcher.watch(report)
+        if self._updates:
+            state.average.update(state.module, step=state.step)
+        else:
+            state.skipped += 1
+        self._tell()
         self._trace.end()  # what comes now is not done in every step
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
         if saves:
@@ -123,22 +161,53 @@ class Steps:
         try:
             if self._after_step is not None:
                 self._after_step(run)
-        except Stopped:
+        except Stopped as stop:
             if not saves:
                 self._save()
             self._complete()
-            raise
+            raise run.stopped(stop.number) from None
 
     def _save(self) -> None:
-        self._writer.save(self._run.state.snapshot(shards=self._writer.takes_shards))
+        """Save, unless weights are not finite: a checkpoint of those must not take the place of a good one."""
+        state = self._run.state
+        found = find_nonfinite(state.named_tensors(), self._run.ranks)
+        state.is_finite = not found
+        if not found:
+            self._writer.save(state.snapshot(shards=self._writer.takes_shards))
+            return
+        message = f"after step {state.step} weights are not finite and are not saved: {shorten(found)}"
+        if self._guard.on_nonfinite != "ignore":
+            self._fail(message)
+        if self._run.is_first:
+            print(f"warning: {message}", file=sys.stderr, flush=True)
+
+    def _fail(self, message: str, *, reports: bool = False) -> None:
+        """Raise NonFiniteError with what can be done. Args: reports: whether the step is not reported yet."""
+        if reports:
+            self._run.state.step += 1
+            self._tell()
+        self._writer.wait()
+        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.checkpoints))}") from None
+
+    def _where(self, loss: Tensor) -> str:
+        """The ranks whose loss is not finite, else the parameters whose gradient is not. Call it on every rank."""
+        run = self._run
+        if not math.isfinite(self._loss):
+            return find_ranks(loss, run.ranks)
+        named = ((n, [] if x.grad is None else [x.grad]) for n, x in run.state.module.named_parameters())
+        found = find_nonfinite(named, run.ranks)
+        return f", of {shorten(found)}" if found else ", because finite gradients are too large for it"
 
     def _complete(self) -> None:
         self._writer.wait()
         self._run.ranks.barrier()  # whoever goes on finds it
 
-    def _report(self, loss: float, norm: float) -> StepReport:
+    def _tell(self) -> None:
         state, before = self._run.state, self._ended
         self._ended = time.perf_counter()
         seconds = self._ended - before
         tokens = state.sampler.batch_size * self._settings.tokens
-        return StepReport(state.step, loss, self._settings.lr_at(state.step), norm, seconds, tokens / seconds)
+        rate = self._settings.lr_at(state.step)
+        report = StepReport(state.step, self._loss, rate, self._norm, seconds, tokens / seconds, state.skipped)
+        for watcher in self._watchers if self._run.is_first else ():
+            watcher.watch(report)

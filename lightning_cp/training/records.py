@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
+from lightning_cp.checkpoint.folder import scratch_for, take_place
 from lightning_cp.launch.outcome import read_rows
 from lightning_cp.training.loop import StepReport, Watcher
 
@@ -17,28 +18,32 @@ COLUMNS = tuple(field.name for field in fields(StepReport))
 
 
 class MetricsFile(Watcher):
-    """Writes a row a step, at once. Rows after the resumed step are dropped, earlier ones kept.
+    """Writes a row for each step, at once.
+
+    A file of an earlier run in the same folder is continued: rows up to the resumed step are kept, later ones dropped.
+    The kept rows are written to a temporary file that then replaces the old one, so that a kill at any moment leaves
+    either the old file or the new one.
 
     Args:
         path: of the CSV file.
-        resumed_at: steps done before.
-        every: so many steps a row; the first step always has one.
+        resumed_at: number of steps that the checkpoint has done; 0 for a new run.
+        every: steps between two rows; the first step of this process always has a row.
     """
 
     def __init__(self, path: Path, *, resumed_at: int = 0, every: int = 1) -> None:
-        self._every = every
+        self._every, self._first = every, True
         kept = [row for row in read_metrics(path) if row.step <= resumed_at] if path.exists() else []
-        self._file = path.open("w", newline="", encoding="utf-8")
+        scratch = scratch_for(path)
+        with scratch.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([COLUMNS, *map(_cells, kept)])
+        take_place(scratch, path)
+        self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
-        self._writer.writerow(COLUMNS)
-        self._first = True
-        for row in kept:
-            self._write(row)
 
     @override
     def watch(self, report: StepReport) -> None:
         if self._first or report.step % self._every == 0:
-            self._write(report)
+            self._writer.writerow(_cells(report))
             self._file.flush()
         self._first = False
 
@@ -50,16 +55,22 @@ class MetricsFile(Watcher):
     ) -> None:
         self._file.close()
 
-    def _write(self, report: StepReport) -> None:
-        values = asdict(report).values()
-        self._writer.writerow([value if isinstance(value, int) else f"{value:.8g}" for value in values])
+
+def _cells(report: StepReport) -> list[int | str]:
+    return [value if isinstance(value, int) else f"{value:.8g}" for value in asdict(report).values()]
 
 
 def read_metrics(path: Path) -> list[StepReport]:
-    """The rows of a `metrics.csv`. Raises: FileNotFoundError: there is none."""
+    """Read the rows of a `metrics.csv`. Raises: FileNotFoundError, ValueError: it does not exist, or is damaged."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
-    return [StepReport(int(row["step"]), *(row[name] for name in COLUMNS[1:])) for row in read_rows(path)]
+    rows = list(read_rows(path))
+    absent = [name for name in COLUMNS if rows and name not in rows[0] and name != "skipped"]
+    if absent:
+        raise ValueError(f"{path} has no column {', '.join(absent)}")
+    whole = ("step", "skipped")
+    cells = [{name: row.get(name, 0.0) for name in COLUMNS} for row in rows]
+    return [StepReport(**{name: int(x) if name in whole else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:

@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core import rank_zero
 from torch import Tensor
 
+from lightning_cp.errors import DataError
 from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
 from lightning_cp.training.ranks import Ranks
 from lightning_cp.training.state import TrainState
@@ -86,23 +87,31 @@ class Run:
         """Whether this rank writes and speaks."""
         return self.ranks.is_global_zero
 
-    def mean_and_request(self, value: Tensor) -> tuple[float, int]:
-        """The mean over ranks, and the signal that asks any rank to stop (0: none). Call it on every rank."""
+    def means_and_request(self, *values: Tensor) -> tuple[list[float], int]:
+        """Average scalars over all ranks, with one collective and one read on the host. Call it on every rank.
+
+        Returns: the means, and the signal that asks any rank to stop (0: none).
+        """
         asked = torch.tensor([float(self.request.number == number) for number in ASKING], dtype=torch.float64)
-        both = torch.cat([value.detach().double().view(1), asked.to(value.device)])
-        mean, *asking = self.ranks.all_reduce(both, reduce_op="mean").tolist()
-        return mean, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+        device = self.ranks.device
+        both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), asked.to(device)])
+        found = self.ranks.all_reduce(both, reduce_op="mean").tolist()
+        means, asking = found[: len(values)], found[len(values) :]
+        return means, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
 
     def heed(self) -> None:
         """Between parts of long work. Call it on every rank. Raises: Stopped: some rank was asked to stop."""
-        _, number = self.mean_and_request(torch.zeros((), device=self.ranks.device))
+        _, number = self.means_and_request()
         if number:
             raise self.stopped(number)
 
     def stopped(self, number: int) -> Stopped:
-        """What is raised once a checkpoint is written."""
+        """The error that ends the run because of a signal, once a checkpoint is written where one can be."""
         name, step = signal.Signals(number).name, self.state.step
-        return Stopped(f"stopped by {name} after step {step}, with a checkpoint: go on with resume=last", number)
+        saved = "with a checkpoint: go on with resume=last"
+        if not self.state.is_finite:
+            saved = "without a checkpoint: weights are not finite"
+        return Stopped(f"stopped by {name} after step {step}, {saved}", number)
 
 
 def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
@@ -116,6 +125,12 @@ def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
         folder.samples.mkdir(parents=True, exist_ok=True)
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def check_is_done(run: Run, max_steps: int) -> None:
+    """Raises: DataError: the loop over the data has ended before the last step."""
+    if run.state.step < max_steps:
+        raise DataError(f"the data ended after step {run.state.step} of max_steps={max_steps}")
 
 
 @contextmanager

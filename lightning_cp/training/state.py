@@ -1,5 +1,6 @@
 """All that a run must remember to go on exactly."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class TrainState:
         sampler: of the data order.
         seed: of noise, times and drop-out.
         step: steps done.
+        skipped: steps of those whose update was left out, because a loss or gradient was not finite.
+        is_finite: whether all weights, averages and optimizer states were finite when last looked at.
     """
 
     model: nn.Module
@@ -44,6 +47,20 @@ class TrainState:
     sampler: GlobalBatchSampler
     seed: int
     step: int = 0
+    skipped: int = 0
+    is_finite: bool = True
+
+    def named_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield what a checkpoint keeps for each parameter, with names: weight, average, optimizer state.
+
+        The names are the same on all ranks. DTensors are not gathered.
+        """
+        averages = self.average.state_dict()
+        for name, parameter in self.module.named_parameters():
+            state = self.bare_optimizer.state.get(parameter, {})
+            yield name, [parameter]
+            yield f"the average of {name}", [averages[name]] if name in averages else []
+            yield f"the optimizer state of {name}", [x for x in state.values() if isinstance(x, Tensor)]
 
     def snapshot(self, *, shards: bool = False) -> Checkpoint:
         """What a checkpoint of now holds. Call it on every rank.
@@ -51,7 +68,8 @@ class TrainState:
         Args: shards: DTensors as they are; else every tensor whole, on the CPU.
         """
         states = {**self._states(shards=shards), "random": random_states()}
-        return Checkpoint(self.step, states, {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed})
+        facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
+        return Checkpoint(self.step, states, facts)
 
     def load(self, folder: Path) -> None:
         """Goes on from a checkpoint: the next step sees the weights, the data and the noise that it would have seen.
@@ -76,21 +94,19 @@ class TrainState:
         options = StateDictOptions(full_state_dict=not is_sharded)
         set_model_state_dict(self.module, saved.states["model"], options=options)
         self.average.load_state_dict(saved.states["average"])
-        chosen = [
-            {key: x for key, x in group.items() if key != "params"} for group in self._bare_optimizer.param_groups
-        ]
-        set_optimizer_state_dict(self.module, self._bare_optimizer, saved.states["optimizer"], options=options)
-        for group, own in zip(self._bare_optimizer.param_groups, chosen, strict=True):
+        chosen = [{key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups]
+        set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=options)
+        for group, own in zip(self.bare_optimizer.param_groups, chosen, strict=True):
             group.update(own)  # the settings of this run, which may be others
         restore_random_state(saved.states.get("random", []))
-        self.step = saved.step
+        self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
 
     def _states(self, *, shards: bool) -> dict[str, Any]:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
         return {
             "model": get_model_state_dict(self.module, options=options),
             "average": self.average.state_dict() if shards else self._whole_average(),
-            "optimizer": get_optimizer_state_dict(self.module, self._bare_optimizer, options=options),
+            "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
 
     def _whole_average(self) -> dict[str, Tensor]:
@@ -104,6 +120,7 @@ class TrainState:
         return average
 
     @property
-    def _bare_optimizer(self) -> Optimizer:
+    def bare_optimizer(self) -> Optimizer:
+        """The optimizer as the user built it, without Fabric's wrapper."""
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found

@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.assemble import Parts
-from lightning_cp.training.run import DataPlace, Run, less_talkative
+from lightning_cp.training.run import DataPlace, Run, check_is_done, less_talkative
 
 
 def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
@@ -29,15 +29,18 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())
         run = parts.start(fabric, place, sampler, model=model, module=module, optimizer=optimizer, request=request)
-        steps = parts.steps(run, stack, after_step=after_step)
+        precision = fabric.strategy.precision
+        steps = parts.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
             loss = parts.flow.loss(model, parts.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
             fabric.backward(loss)
-            norm = fabric.clip_gradients(model, optimizer, max_norm=config.clip_norm, error_if_nonfinite=False)
+            precision.unscale_gradients(run.state.bare_optimizer)
+            steps.before_update(loss, max_norm=config.clip_norm)
             optimizer.step()
             optimizer.zero_grad()
-            steps.end(loss, norm)
+            steps.end()
             if steps.are_done:
                 break
+        check_is_done(run, config.max_steps)
         at_end(run)

@@ -21,7 +21,7 @@ from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.assemble import Parts
 from lightning_cp.training.loop import Batch, Steps
 from lightning_cp.training.ranks import TrainerRanks
-from lightning_cp.training.run import DataPlace, Run, less_talkative
+from lightning_cp.training.run import DataPlace, Run, check_is_done, less_talkative
 
 
 class FlowModule(LightningModule):
@@ -35,6 +35,7 @@ class FlowModule(LightningModule):
 
     run: Run
     steps: Steps
+    _loss: Tensor
 
     def __init__(
         self, parts: Parts, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
@@ -43,7 +44,6 @@ class FlowModule(LightningModule):
         self.denoiser = parts.denoiser()
         self._parts, self._stack, self._after_step, self._at_end = parts, stack, after_step, at_end
         self._request = StopRequest()
-        self._norm: Tensor | None = None
 
     @override
     def configure_optimizers(self) -> Optimizer:
@@ -60,7 +60,8 @@ class FlowModule(LightningModule):
             optimizer=trainer.optimizers[0],
             request=self._request,
         )
-        self.steps = self._parts.steps(self.run, self._stack, after_step=self._after_step)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.steps = self._parts.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
         if self.steps.are_done:
             self.on_train_start()
             self._at_end(self.run)  # the Trainer passes over a fit without steps
@@ -81,7 +82,8 @@ class FlowModule(LightningModule):
     def training_step(self, data: Batch, _: int) -> Tensor:
         state = self.run.state
         batch = self._parts.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
-        return self._parts.flow.loss(self.denoiser, batch)
+        self._loss = self._parts.flow.loss(self.denoiser, batch)
+        return self._loss
 
     @override
     def configure_gradient_clipping(
@@ -91,14 +93,15 @@ class FlowModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         assert gradient_clip_val is not None, "the recipe's configuration gives it"
-        self._norm = nn.utils.clip_grad_norm_(self.denoiser.parameters(), gradient_clip_val)
+        self.steps.before_update(self._loss.detach(), max_norm=gradient_clip_val)
 
     @override
-    def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.steps.end(outputs["loss"], self._norm)
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.end()
 
     @override
     def on_train_end(self) -> None:
+        check_is_done(self.run, self._parts.config.max_steps)
         self._at_end(self.run)
 
 

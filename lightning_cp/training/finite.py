@@ -1,0 +1,107 @@
+"""Losses, gradients and weights that are not finite: found on all ranks alike, and named."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.errors import NonFiniteError
+from lightning_cp.training.ranks import Ranks
+
+MOST_SKIPPED_IN_A_ROW = 100  # weights do not change between skipped steps: more would be skipped for ever
+_SHOWN = 3
+_REMEDIES = (
+    "use a lower optim.lr, a longer warmup_steps, a lower clip_norm or precision=bf16-mixed (32-true where it is that "
+    "already), and look for inf and NaN in the data"
+)
+
+
+@dataclass
+class StepGuard:
+    """Decides after a backward pass whether the optimizer may use its gradients.
+
+    The decision needs no communication and no device synchronisation of its own: it reads means over all ranks that are
+    on the host already, so it is the same on every rank.
+
+    Args:
+        on_nonfinite: `error` ends the run, `skip` leaves out the update, `ignore` makes it.
+        scaler: of 16-mixed. While it looks for a scale, gradients overflow and it leaves out steps by itself: that is
+            no error before its scale is below 1.
+    """
+
+    on_nonfinite: str = "error"
+    scaler: GradScaler | None = None
+    _in_a_row: int = 0
+
+    def find(self, loss: float, norm: float) -> str:
+        """Say what is not finite and must end the run or be skipped; "" for nothing. Args: means over all ranks."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if not math.isfinite(norm) and not self._is_overflow_of_scale():
+            return f"the norm of the gradient is {norm}"
+        return ""
+
+    def allows_update(self, loss: float, norm: float) -> bool:
+        """Whether the optimizer may step.
+
+        Raises: NonFiniteError: with `error`, or after too many skipped steps in a row.
+        """
+        if self.on_nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm)):
+            self._in_a_row = 0
+            return True
+        found = self.find(loss, norm)
+        if found and self.on_nonfinite == "error":
+            raise NonFiniteError(found)
+        self._in_a_row += 1
+        if self._in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(f"{found or 'the gradient overflows'}, and {self._in_a_row - 1} steps were skipped")
+        return False
+
+    def _is_overflow_of_scale(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled() and self.scaler.get_scale() >= 1
+
+
+def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) -> list[str]:
+    """Find the names under which a tensor is inf or NaN somewhere, on any rank: one collective for all.
+
+    Args: named: the same names in the same order on all ranks. Of a DTensor each rank looks at its shard.
+    Ranks: all must call it.
+    """
+    names, flags = [], []
+    for name, tensors in named:
+        names.append(name)
+        local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+        found = [(~torch.isfinite(x.detach())).any().to(ranks.device) for x in local]
+        flags.append(torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=ranks.device))
+    if not flags:
+        return []
+    shares = ranks.all_reduce(torch.stack(flags).double(), reduce_op="mean").tolist()
+    return [name for name, share in zip(names, shares, strict=True) if share > 0]
+
+
+def find_ranks(loss: Tensor, ranks: Ranks) -> str:
+    """Name the ranks whose loss is not finite, " on rank 1, 3"; "" for a single process. Ranks: all must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ""
+    own = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
+    own[ranks.global_rank] = (~torch.isfinite(loss.detach())).double().squeeze()
+    shares = ranks.all_reduce(own, reduce_op="mean").tolist()
+    found = ", ".join(str(rank) for rank, share in enumerate(shares) if share > 0)
+    return f" on rank {found}" if found else ""
+
+
+def shorten(names: list[str]) -> str:
+    """The first names of a list, and the number of the others."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def advise(checkpoint: object | None) -> str:
+    """Say where the run can be continued from, and with which settings."""
+    good = "This run has no checkpoint yet" if checkpoint is None else f"The last good checkpoint is {checkpoint}"
+    return f"{good}: {_REMEDIES}."
