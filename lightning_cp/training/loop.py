@@ -187,7 +187,7 @@ class Steps:
             self._run.state.step += 1
             self._tell()
         self._writer.wait()
-        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.checkpoints))}") from None
+        raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.path))}") from None
 
     def _where(self, loss: Tensor) -> str:
         """The ranks whose loss is not finite, else the parameters whose gradient is not. Call it on every rank."""

@@ -12,7 +12,7 @@ import psutil
 import torch.distributed as dist
 
 _GRACE_S = 2.0
-_OF_PYTEST = ("PYTEST_CURRENT_TEST",)
+_OF_PYTEST = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the second when first it is used
 _THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
 
 

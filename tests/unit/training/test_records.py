@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,48 @@ def test_resuming_in_the_same_folder_keeps_the_rows_before_and_drops_those_after
     with MetricsFile(path, resumed_at=3) as metrics:
         metrics.watch(report(4, 0.25))
     assert [(row.step, row.loss) for row in read_metrics(path)][2:] == [(3, 0.5), (4, 0.25)]
+
+
+def test_a_last_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.watch(report(step))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole.splitlines()[-1])):
+        path.write_bytes(whole[:-cut])
+        assert [row.step for row in read_metrics(path)] == [1, 2]
+    with MetricsFile(path, resumed_at=3) as metrics:
+        metrics.watch(report(4))
+    assert [row.step for row in read_metrics(path)] == [1, 2, 4]
+    path.write_bytes(whole + bytes(100))  # a file system may leave zeros after a loss of power
+    assert [row.step for row in read_metrics(path)] == [1, 2, 3]
+    path.write_bytes(b"")
+    assert read_metrics(path) == []
+
+
+def test_another_row_that_is_damaged_is_an_error_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.watch(report(step))
+    whole = path.read_text()
+    for damaged in (whole.replace("\n2,", "\n2,oops,", 1), whole.replace("\n2,0.5", "\nx2", 1)):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"metrics\.csv is damaged in line 3"):
+            MetricsFile(path, resumed_at=3)
+        assert path.read_text() == damaged
+
+
+def test_a_file_without_skipped_steps_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss,lr,grad_norm,step_time_s,tokens_per_s\n1,0.5,0.1,1.0,0.1,64\n")
+    with MetricsFile(path, resumed_at=1) as metrics:
+        metrics.watch(StepReport(2, math.nan, 0.1, math.inf, 0.1, 64, skipped=1))
+    first, second = read_metrics(path)
+    assert first == StepReport(1, 0.5, 0.1, 1.0, 0.1, 64, skipped=0)
+    assert (second.skipped, second.grad_norm, math.isnan(second.loss)) == (1, math.inf, True)
+    draw_loss_curve(path, tmp_path / "loss.png")
 
 
 def test_rows_can_be_fewer_but_the_first_is_there(tmp_path: Path) -> None:
