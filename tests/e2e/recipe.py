@@ -79,6 +79,14 @@ def run(
         return Finished(process.returncode, stdout, stderr, folder)
 
 
+def error_of(finished: Finished) -> str:
+    """The one line of a failed run's error; anything else that a user would take for one fails the test."""
+    assert finished.exit_code != 0
+    assert "Traceback" not in finished.stderr
+    (line,) = [line for line in finished.stderr.splitlines() if "rror" in line]
+    return line
+
+
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The ranks that the recipe's process started, in the order of their start."""
     children = psutil.Process(process.pid).children()

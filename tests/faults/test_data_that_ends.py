@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from lightning_cp.data import EndlessLoader
 from lightning_cp.errors import DataError
-from tests.e2e.recipe import SMALL, run
+from tests.e2e.recipe import SMALL, error_of, run
 
 full = pytest.mark.full
 
@@ -31,7 +31,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
     third = (f"+data.dataset.after={2 * share}", f"+data.dataset.rank={rank}")
     finished = run(*SMALL, "max_steps=5", *spoilt, *third, *settings.split(), folder=tmp_path / "run", timeout_s=100)
     assert finished.exit_code == 1
-    (said,) = finished.stderr.splitlines()
+    said = error_of(finished)
     assert said.startswith("error: the data ended after 2 batches of this run: StopIteration was raised in ")
     assert "data.py" in said
     assert "Trained" not in finished.stdout
@@ -48,8 +48,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
 def test_a_data_set_that_cannot_be_ordered_is_refused(settings: str, said: str, tmp_path: Path) -> None:
     refused = run(*SMALL, "max_steps=5", "strategy=cp", *settings.split(), folder=tmp_path / "run")
     assert refused.exit_code == 1
-    (line,) = refused.stderr.splitlines()
-    assert said in line
+    assert said in error_of(refused)
 
 
 class Numbers(Dataset[int]):
