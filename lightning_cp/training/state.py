@@ -103,11 +103,23 @@ class TrainState:
 
     def _states(self, *, shards: bool) -> dict[str, Any]:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
+        if not self.bare_optimizer.state:
+            self._create_optimizer_state(options)
         return {
             "model": get_model_state_dict(self.module, options=options),
             "average": self.average.state_dict() if shards else self._whole_average(),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
+
+    def _create_optimizer_state(self, options: StateDictOptions) -> None:
+        """Create the state of an optimizer that has not stepped yet, as before its first step.
+
+        torch creates it by a step on zero gradients, and would count that step in bias corrections.
+        """
+        get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
+        for state in self.bare_optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
 
     def _whole_average(self) -> dict[str, Tensor]:
         """On the first rank, on the CPU, one tensor gathered at a time; nothing on the others."""

@@ -82,8 +82,9 @@ class FlowModule(LightningModule):
     def training_step(self, data: Batch, _: int) -> Tensor:
         state = self.run.state
         batch = self._parts.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
-        self._loss = self._parts.flow.loss(self.denoiser, batch)
-        return self._loss
+        loss = self._parts.flow.loss(self.denoiser, batch)
+        self._loss = loss.detach()
+        return loss
 
     @override
     def configure_gradient_clipping(
@@ -93,7 +94,7 @@ class FlowModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         assert gradient_clip_val is not None, "the recipe's configuration gives it"
-        self.steps.before_update(self._loss.detach(), max_norm=gradient_clip_val)
+        self.steps.before_update(self._loss, max_norm=gradient_clip_val)
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:

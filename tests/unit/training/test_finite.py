@@ -120,6 +120,14 @@ def test_a_skipped_step_changes_nothing_but_the_count_and_goes_into_checkpoints(
     assert (other.state.step, other.state.skipped) == (4, 2)
 
 
+def test_a_checkpoint_before_the_first_update_changes_nothing(tmp_path: Path) -> None:
+    often, never = (Loop(tmp_path / str(n), on_nonfinite="skip", checkpoint_every=n) for n in (1, 99))
+    for factor in (NAN, 1.0, 1.0):
+        often.step(factor)
+        never.step(factor)
+    assert torch.equal(often.values, never.values)
+
+
 def test_skipping_for_ever_is_an_error(tmp_path: Path) -> None:
     loop = Loop(tmp_path, on_nonfinite="skip")
     loop.step()
