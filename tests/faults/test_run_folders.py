@@ -66,7 +66,8 @@ def test_runs_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_p
         assert float(rate.split()[-1]) == pytest.approx(losses_of([folder])[0])
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(5, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("count", [2, 5])
 def test_sweeps_that_start_at_the_same_moment_have_a_folder_each(count: int, tmp_path: Path) -> None:
     with ExitStack() as stack:
         swept = [f"optim.lr={1 + 2 * i},{2 + 2 * i}" for i in range(count)]
