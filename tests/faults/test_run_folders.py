@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -110,12 +109,13 @@ def test_a_folder_that_a_run_writes_into_is_refused_to_another_until_that_run_ha
         assert (second.returncode, stdout) == (2, "")
         assert "seed: 1" in (folder / ".hydra" / "config.yaml").read_text()
         (rank,) = ranks_of(first)
-        os.kill(rank.pid, signal.SIGSTOP)
+        stack.callback(end, rank)
+        rank.suspend()
         first.kill()
         first.wait()
         third = start(stack, mine, "seed=3", cwd=tmp_path)
         assert f"is in use by {holder}, or by ranks" in third.communicate(timeout=LIMIT_S)[1]  # one is still there
-        os.kill(rank.pid, signal.SIGCONT)
+        rank.resume()
         assert_ended_well([start(stack, mine, "seed=4", cwd=tmp_path)])
         psutil.wait_procs([rank], timeout=5)
     assert "seed: 4" in (folder / ".hydra" / "config.yaml").read_text()
@@ -199,6 +199,12 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_in_one_line(tmp_path: Pa
     assert run.returncode == 2
     assert len(stderr.splitlines()) == 1
     assert "Not a directory" in stderr
+
+
+def end(process: psutil.Process) -> None:
+    """Kill a process that may have ended, stopped ones included."""
+    with suppress(psutil.NoSuchProcess):
+        process.kill()
 
 
 def wait_for(path: Path) -> None:
