@@ -15,6 +15,7 @@ from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.launch import sweep
 from lightning_cp.launch.combined import check_device, check_model, check_trainer
 from lightning_cp.launch.external import RankPlace
+from lightning_cp.launch.foreign import read_foreign_run
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.recipe import CheckedRun, resolve
 from lightning_cp.launch.settings import SettingsError, check_values, read, show
@@ -78,7 +79,8 @@ def _source(config: DictConfig) -> dict[str, Any]:
     settings = checkpoint.parent.parent / ".hydra" / sweep.RESOLVED
     if not settings.is_file():
         raise SettingsError(f"source={source}: {settings} is not there, which says what model {checkpoint} is of")
-    return {"pipeline": None, "checkpoint": str(checkpoint), "trained": OmegaConf.load(settings)}
+    trained = read_foreign_run(settings, trust=read(config, "trust", False))
+    return {"pipeline": None, "checkpoint": str(checkpoint), "trained": trained}
 
 
 def _check_trained(config: DictConfig) -> None:

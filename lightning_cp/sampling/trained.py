@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -15,19 +15,28 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
+from lightning_cp.launch.foreign import check_model_classes
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split
 
 
-def load_denoiser(config: DictConfig, checkpoint: Path) -> nn.Module:
-    """The model of a run, with the averaged weights of one of its checkpoints, on the CPU and in eval mode.
+def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) -> nn.Module:
+    """Build the model of a run, with the averaged weights of one of its checkpoints, on the CPU and in eval mode.
 
     Args:
-        config: of the run (its `.hydra/resolved.yaml`).
+        config: configuration of the run (its `.hydra/resolved.yaml`).
         checkpoint: a folder, of either format.
-    Ranks: each for itself. Raises: CheckpointError: it is incomplete, or of another model.
+        trust: build whatever class, or call whatever function, the configuration names; else only the models of
+            `lightning_cp.training` with diffusers' transformers.
+    Ranks: each for itself.
+    Raises:
+        CheckpointError: the checkpoint is incomplete, or of another model.
+        SettingsError: `config.model` names a class that only `trust` allows.
     """
-    module: nn.Module = instantiate(config.model, _convert_="all")
+    model = OmegaConf.to_container(config.model, resolve=True)
+    if not trust:
+        check_model_classes(model, "config")
+    module: nn.Module = instantiate(model, _convert_="all")
     average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
     states: dict[str, Any] = {"model": module.state_dict(), "average": average}
     saved = load_shards(checkpoint, states) if has_shards(checkpoint) else load_checkpoint(checkpoint)

@@ -211,6 +211,7 @@ def test_ranks_share_the_cores() -> None:
 def test_the_table_knows_the_kernels_and_every_key_of_the_configuration() -> None:
     assert set(KERNELS) == set(KERNEL_NAMES)
     configs = [check("strategy=cp_fsdp").config, check("strategy=cp", "data=moving_digits", "batch_size=8").config]
+    configs.append(check("model=flux_tiny").config)
     configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
     missing = [
         s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)
