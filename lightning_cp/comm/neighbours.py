@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
 from lightning_cp.comm.packets import packets_of_all
 from lightning_cp.comm.transfer import exchange
+from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
 from lightning_cp.mesh import Groups, groups_by_name
 
 
 @torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())
-def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
-    """The sum of every rank's `x`, the same bits on all of them: added in rank order, in float32 or wider.
-
-    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: the same, its own adjoint.
-    """
+def sum_operator(x: Tensor, groups: str) -> Tensor:
+    """The operator of `sum_over_ranks`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -32,21 +27,21 @@ def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
     return total.to(x.dtype)
 
 
-@sum_over_ranks.register_fake
+@sum_operator.register_fake
 def _(x: Tensor, groups: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _setup_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.groups, ctx.module = inputs[1], NOTES.module
+register_adjoint(sum_operator, sum_operator)
 
 
-def _sum_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with NOTES.again_in(ctx.module):
-        return sum_over_ranks(grad, ctx.groups), None
+def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
+    """Sum `x` over the ranks, with the same bits on all of them: added in rank order, in float32 or wider.
 
-
-sum_over_ranks.register_autograd(_sum_backward, setup_context=_setup_sum)
+    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: the same, its own adjoint.
+    Forward derivative: the same, of the tangents.
+    """
+    return call_linear(sum_operator, x, groups)
 
 
 def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
@@ -59,13 +54,8 @@ def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
 
 
 @torch.library.custom_op("lightning_cp::with_margin", mutates_args=())
-def with_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """This rank's shard and up to `reach` of what comes before and after it (less at the ends of the sequence).
-
-    Args:
-        x: the shard. sizes: of every rank, along `dim`.
-    Ranks: all of the context group. Forward: sends to neighbours. Backward: their gradients come back and are added.
-    """
+def margin_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """The operator of `with_margin`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -75,7 +65,7 @@ def with_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) 
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim)
 
 
-@with_margin.register_fake
+@margin_operator.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     first, last = margins(sizes, reach)[groups_by_name(groups).context_rank]
     shape = list(x.shape)
@@ -84,8 +74,8 @@ def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
 
 
 @torch.library.custom_op("lightning_cp::without_margin", mutates_args=())
-def without_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """The adjoint of `with_margin`, same arguments: margins go back to their owners, and are added there."""
+def margin_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """The adjoint of `margin_operator`, same arguments: margins go back to their owners, and are added there."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -97,23 +87,25 @@ def without_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: st
     return total
 
 
-@without_margin.register_fake
+@margin_adjoint.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sizes[groups_by_name(groups).context_rank]
     return x.new_empty(shape)
 
 
-def _setup_margin(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments, ctx.module = inputs[1:], NOTES.module
+register_adjoint(margin_operator, margin_adjoint)
 
 
-def _margin_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with NOTES.again_in(ctx.module):
-        return without_margin(grad, *ctx.arguments), None, None, None, None
+def with_margin(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """Extend this rank's shard by up to `reach` of what comes before and after it (less at the ends of the sequence).
 
-
-with_margin.register_autograd(_margin_backward, setup_context=_setup_margin)
+    Args:
+        x: the shard. sizes: of every rank, along `dim`.
+    Ranks: all of the context group. Forward: sends to neighbours. Backward: their gradients come back and are added.
+    Forward derivative: the same, of the tangent.
+    """
+    return call_linear(margin_operator, x, dim, sizes, reach, groups)
 
 
 def border_rows(x: Tensor, dim: int, before: int, after: int, *, groups: Groups) -> tuple[Tensor | None, Tensor | None]:
@@ -125,7 +117,9 @@ def border_rows(x: Tensor, dim: int, before: int, after: int, *, groups: Groups)
         x: this rank's shard; other dims are equal on all ranks. Every rank has at least max(before, after) rows.
     Returns: the two pieces; None at an end of the sequence, and where none are asked for.
     Ranks: all of the context group, with equal `before` and `after`. Gradient: none, sampling only.
+    Raises: NotImplementedError: `x` has a tangent.
     """
+    refuse_tangents("the exchange of rows of a parallel VAE", x)
     rank, last, rows = groups.context_rank, groups.context_size - 1, x.shape[dim]
     assert rows >= max(before, after), f"{rows} rows cannot give {max(before, after)} to a neighbour"
     sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]

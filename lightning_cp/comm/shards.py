@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
 from lightning_cp.comm.packets import packets_of_all
 from lightning_cp.comm.transfer import all_gather_ints, exchange
+from lightning_cp.comm.transforms import call_linear, register_adjoint
 from lightning_cp.mesh import Groups, groups_by_name
 
 
@@ -27,16 +25,8 @@ def shard_range(length: int, ranks: int, rank: int) -> range:
 
 
 @torch.library.custom_op("lightning_cp::gather", mutates_args=())
-def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """Every rank's shard, in rank order, along `dim` -> the whole, on every rank.
-
-    Args:
-        x: this rank's shard; with several segments (`[text | image]`), one after the other.
-        sizes: tokens of each rank in the first segment, then of each rank in the next, ...
-        groups: `Groups.name`; the shards are those of its context group.
-    Returns: the first segment whole, then the next, ...
-    Ranks: all of the context group. Forward: all-gather. Backward: reduce-scatter (sum), the true adjoint.
-    """
+def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    """The operator of `gather`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -48,7 +38,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
 
 
-@gather.register_fake
+@gather_operator.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sum(sizes)
@@ -57,7 +47,7 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 @torch.library.custom_op("lightning_cp::scatter_sum", mutates_args=())
 def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """The sum over ranks of `x`, of which each rank gets its shard: the adjoint of `gather`, same arguments.
+    """The sum over ranks of `x`, of which each rank gets its shard: the adjoint of `gather_operator`, same arguments.
 
     Ranks: all of the context group. The sum is in float32 or wider.
     """
@@ -85,16 +75,21 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     return x.new_empty(shape)
 
 
-def _setup_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments, ctx.module = inputs[1:], NOTES.module
+register_adjoint(gather_operator, scatter_sum)
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    with NOTES.again_in(ctx.module):
-        return scatter_sum(grad, *ctx.arguments), None, None, None
+def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
+    """Gather the shards of all ranks, in rank order, along `dim`: the whole, on every rank.
 
-
-gather.register_autograd(_gather_backward, setup_context=_setup_gather)
+    Args:
+        x: this rank's shard; with several segments (`[text | image]`), one after the other.
+        sizes: tokens of each rank in the first segment, then of each rank in the next, ...
+        groups: `Groups.name`; the shards are those of its context group.
+    Returns: the first segment whole, then the next, ...
+    Ranks: all of the context group. Forward: all-gather. Backward: reduce-scatter (sum), the true adjoint.
+    Forward derivative: all-gather of the tangents.
+    """
+    return call_linear(gather_operator, x, dim, sizes, groups)
 
 
 def own_shard(x: Tensor, dim: int, groups: Groups) -> Tensor:
@@ -112,8 +107,7 @@ def gather_uneven(x: Tensor, dim: int, groups: Groups) -> Tensor:
         return x
     dim %= x.ndim
     sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
-    whole: Tensor = gather(x, dim, sizes, groups.name)
-    return whole
+    return gather(x, dim, sizes, groups.name)
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:

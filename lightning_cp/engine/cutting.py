@@ -214,8 +214,7 @@ def _join_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
             f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, not this rank's {own} of "
             f"{' + '.join(spec.streams)}"
         )
-    whole: Tensor = gather(x, spec.dim % x.ndim, [n for s in spec.streams for n in call.shares(s)], call.groups.name)
-    return whole
+    return gather(x, spec.dim % x.ndim, [n for s in spec.streams for n in call.shares(s)], call.groups.name)
 
 
 def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:

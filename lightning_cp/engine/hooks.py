@@ -111,8 +111,7 @@ class OutputHook(Shared):
                 f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
                 "context group: use lower degrees or a longer sequence"
             )
-        whole: Tensor = gather(x, spec.dim % x.ndim, sizes, call.groups.name)
-        return whole
+        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
 
 
 @dataclass(eq=False)

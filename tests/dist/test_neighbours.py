@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.neighbours import margins, sum_over_ranks, with_margin
+from lightning_cp.comm.neighbours import margin_operator, margins, sum_operator, sum_over_ranks, with_margin
 from lightning_cp.mesh import groups_for
 from tests.harness import RankPool
 
@@ -41,7 +41,7 @@ def _margins(rank: int, world: int) -> None:
             expected[:, a:b] += weight
         assert shard.grad is not None
         torch.testing.assert_close(shard.grad, expected[:, start : start + sizes[rank]])
-        torch.library.opcheck(with_margin, (shard, 1, sizes, reach, groups), test_utils="test_schema")
+        torch.library.opcheck(margin_operator, (shard, 1, sizes, reach, groups), test_utils="test_schema")
 
 
 def _sums(rank: int, world: int) -> None:
@@ -56,7 +56,7 @@ def _sums(rank: int, world: int) -> None:
     (out * (rank + 1)).sum().backward()
     assert own.grad is not None
     torch.testing.assert_close(own.grad, torch.full_like(own, world * (world + 1) / 2))
-    torch.library.opcheck(sum_over_ranks, (own, groups), test_utils="test_schema")
+    torch.library.opcheck(sum_operator, (own, groups), test_utils="test_schema")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
