@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import tell_of_refusal
-from lightning_cp.attention.operator import attention
+from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.mesh import ALONE, groups_for
 
@@ -105,7 +105,9 @@ def context_parallel_attention(
         A mask of keys travels too, by its own bytes: with K and V around the ring, forward and backward (gathered: by
         an exchange of its own), and once through Ulysses; one of rows stays, but for Ulysses. Around the ring every
         tensor is rounded up to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
-    Gradient: exact for query, key and value, through both results.
+    Gradient: exact for query, key and value, through both results. A second derivative raises NotImplementedError.
+    Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact; around the ring K and V pass once more, with
+        their tangents, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
         arXiv:2405.07719 (unified).
     """
@@ -159,7 +161,7 @@ def attend_across(
         dtype = torch.get_autocast_dtype(device)
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
-    out, lse, *_ = attention(
+    out, lse = call_attention(
         *(query, key, value, mask, causal, scale, grouped),
         *(*lengths, groups, config.rotate_method, config.convert_to_fp32, kernel, return_lse),
     )

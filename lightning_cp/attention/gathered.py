@@ -84,6 +84,20 @@ def gathered_backward(
     return Grads(dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype))
 
 
+def gathered_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
+) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
+    """All keys of the ring, some heads and some keys at a time: heads, first position, K, V, and their mask.
+
+    Args: q: for its shape and dtype. k, v: of any last dim, the same in both.
+    Ranks: all of `ring.group`.
+    """
+    mask = _mask_of_all(mask, ring)
+    for heads, stretches in _gathered(q, k, v, ring):
+        for keys in stretches:
+            yield heads, keys.start, keys.key, keys.value, mask_of(mask, heads, keys.positions)
+
+
 def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_Stretch]]]:
     """K and V of all ranks, a slice of heads at a time; the next is under way while this one is used.
 

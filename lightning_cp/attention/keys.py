@@ -11,7 +11,18 @@ from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
 from lightning_cp.attention.merge import accumulator, merge
-from lightning_cp.kernels import Grads, Part, PartGrad, attend, attend_backward, choose_kernel, wide_dtype
+from lightning_cp.kernels import (
+    Grads,
+    Inputs,
+    Part,
+    PartGrad,
+    attend,
+    attend_backward,
+    attend_tangents,
+    choose_kernel,
+    choose_tangent_kernel,
+    wide_dtype,
+)
 
 
 @dataclass(frozen=True)
@@ -109,6 +120,20 @@ def grads_of_keys(
         return None
     kernel = choose_kernel(ring.kernel, q, view.mask)
     return attend_backward(kernel, grad, q, k, v, part, mask=view.mask, causal=view.causal, scale=ring.scale)
+
+
+def tangents_of_keys(
+    inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, start: int, ring: Ring
+) -> Part | None:
+    """What a stretch of the keys adds to the tangents of out and lse; None if the local queries see nothing of it.
+
+    Args: inputs: as of `attend_keys`. tangents: of `inputs`. lse: over all keys. Returns: see `TangentKernel`.
+    """
+    view = _view(inputs.query, inputs.key, mask, start=start, ring=ring)
+    if view is None:
+        return None
+    kernel = choose_tangent_kernel(ring.kernel)
+    return attend_tangents(kernel, inputs, tangents, lse, mask=view.mask, causal=view.causal, scale=ring.scale)
 
 
 class Parts:

@@ -1,13 +1,12 @@
 """Attention as two operators PyTorch knows: forward and backward, for eager, compiled and replayed code alike.
 
 All collectives of one attention happen inside one operator, so that a compiler cannot reorder or drop some of them.
-Process groups are named by string; see `mesh.groups_by_name`.
+Process groups are named by string; see `mesh.groups_by_name`. Their derivatives are in `derivatives.py`.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +15,13 @@ from lightning_cp.attention.call import Lengths, Settings, agree, check_tensors,
 from lightning_cp.attention.heads import share_heads
 from lightning_cp.attention.ulysses import grads_to_tokens, part_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.attention.ways import attend_ring, grads_of_ring
-from lightning_cp.comm.notes import NOTES
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import Part, PartGrad, wide_dtype
 from lightning_cp.mesh import Groups, groups_by_name
 
 # What forward keeps for backward beside out and lse: with Ulysses the exchanged q, k, v, mask, out and lse (empty
 # tensors otherwise, since then the inputs and results themselves serve), and the agreed lengths on the host.
-_Forward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 @torch.library.custom_op("lightning_cp::attention", mutates_args=())
@@ -42,7 +40,7 @@ def attention(
     wide: bool,
     kernel: str,
     with_lse: bool,
-) -> _Forward:
+) -> ForwardResults:
     """Forward. query [b, s_local, hq, d] -> out, the same; lse [b, s_local, hq] (empty unless `with_lse` or needed)."""
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
     lengths = agree(
@@ -50,7 +48,7 @@ def attention(
     )
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
-    agreed = _encode(lengths)
+    agreed = encode_lengths(lengths)
     if ulysses is None:
         part = attend_ring(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
@@ -78,7 +76,7 @@ def _(
     wide: bool,
     kernel: str,
     with_lse: bool,
-) -> _Forward:
+) -> ForwardResults:
     _keep_order()
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
     check_tensors(query, key, value, mask, groups=group, settings=settings)
@@ -129,7 +127,7 @@ def attention_backward(
     saved: q, k, v, out, lse as the ring saw them; `mask` likewise; key_shape: of the key given to forward.
     """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
-    lengths = _decode(agreed, group)
+    lengths = decode_lengths(agreed, group)
     q, k, v, out, lse = saved
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
@@ -164,35 +162,6 @@ def _(
     )  # type: ignore[return-value]
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: _Forward) -> None:
-    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, wide, kernel, _ = inputs
-    out, lse, *kept, agreed = output
-    if kept[0].ndim == 4:
-        q, k, v, m, part_out, part_lse = kept
-        saved = (q, k, v, part_out, part_lse)
-        seen = m if m.ndim == 4 else None
-    else:
-        saved, seen = (query, key, value, out, lse), mask
-    ctx.mark_non_differentiable(*kept, agreed)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*saved, seen, agreed)
-    ctx.key_shape, ctx.out_shape = list(key.shape), list(out.shape)
-    ctx.module = NOTES.module
-    ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
-
-
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    *saved, mask, agreed = ctx.saved_tensors
-    if grad_out is None:
-        grad_out = saved[0].new_zeros(ctx.out_shape)
-    with NOTES.again_in(ctx.module):
-        grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
-    return *grads, *[None] * 11
-
-
-attention.register_autograd(_backward, setup_context=_setup)
-
-
 def _keep_order() -> None:
     """Tell inductor not to sort independent attentions by size: ranks with uneven shards would call them in another
     order each, and their collectives would not meet. (Registering an ordered effect does not keep it from that.)"""
@@ -201,12 +170,14 @@ def _keep_order() -> None:
         config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
 
 
-def _encode(lengths: Lengths) -> Tensor:
+def encode_lengths(lengths: Lengths) -> Tensor:
+    """Lengths as an operator can return them; on the host."""
     kind = ("", "keys", "rows").index(lengths.mask_kind)
     return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64)
 
 
-def _decode(agreed: Tensor, groups: Groups) -> Lengths:
+def decode_lengths(agreed: Tensor, groups: Groups) -> Lengths:
+    """The inverse of `encode_lengths`."""
     kind, *numbers = agreed.tolist()
     size = groups.context_size
     query, key, rows = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))

@@ -73,6 +73,20 @@ def ring_backward(
     return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
 
 
+def passing_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
+) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
+    """All keys of the ring, rank by rank: heads (all), first position, K, V, and their mask.
+
+    Args: q: for its shape. k, v: of any last dim.
+    Ranks: all of `ring.group`.
+    """
+    (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
+    for owner, chunk in _chunks(ring, k, v, mask):
+        keys = ring.keys_of(owner)
+        yield heads, keys.start, chunk[0], chunk[1], _mask_of(chunk, mask, keys)
+
+
 def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring) -> Part | None:
     """Attention of the local queries over `owner`'s chunk; None if they see nothing of it."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)

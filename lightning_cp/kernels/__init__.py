@@ -1,19 +1,28 @@
 """Attention over one (q, k, v) on one device: backends behind one protocol, and the choice between them."""
 
-from lightning_cp.kernels.choice import KERNEL_NAMES, check_kernel, choose_kernel, kernel_of_backend
-from lightning_cp.kernels.local import attend, attend_backward, wide_dtype
-from lightning_cp.kernels.protocol import Grads, Kernel, Part, PartGrad
+from lightning_cp.kernels.choice import (
+    KERNEL_NAMES,
+    check_kernel,
+    choose_kernel,
+    choose_tangent_kernel,
+    kernel_of_backend,
+)
+from lightning_cp.kernels.local import attend, attend_backward, attend_tangents, wide_dtype
+from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, Part, PartGrad
 
 __all__ = [
     "KERNEL_NAMES",
     "Grads",
+    "Inputs",
     "Kernel",
     "Part",
     "PartGrad",
     "attend",
     "attend_backward",
+    "attend_tangents",
     "check_kernel",
     "choose_kernel",
+    "choose_tangent_kernel",
     "kernel_of_backend",
     "wide_dtype",
 ]

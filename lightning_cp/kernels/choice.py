@@ -11,7 +11,7 @@ from lightning_cp.kernels.cuda_efficient import EfficientKernel
 from lightning_cp.kernels.cuda_flash import CudaFlashKernel
 from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttnKernel
 from lightning_cp.kernels.math import MathKernel
-from lightning_cp.kernels.protocol import Kernel
+from lightning_cp.kernels.protocol import Kernel, TangentKernel
 
 # In order of preference. "flash" is PyTorch's own flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (
@@ -23,6 +23,8 @@ KERNELS: tuple[Kernel, ...] = (
     EfficientKernel(),
     MathKernel(),
 )
+# Those that compute forward derivatives, in order of preference.
+TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS))
 
 # diffusers' backend names, for those that have a kernel here.
@@ -73,3 +75,18 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
             return kernel
         reasons.append(reason)
     raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. kernel='auto' finds one that can")
+
+
+def choose_tangent_kernel(name: str) -> TangentKernel:
+    """The kernel that computes forward derivatives, for calls with the setting `name`.
+
+    Raises: KernelError: the kernel that is named has none.
+    """
+    for kernel in TANGENT_KERNELS:
+        if name in ("auto", kernel.name):
+            return kernel
+    names = ", ".join(repr(kernel.name) for kernel in TANGENT_KERNELS)
+    raise KernelError(
+        f"kernel={name!r} has no forward derivative (torch.func.jvp, torch.autograd.forward_ad): use kernel='auto' or "
+        f"{names}"
+    )

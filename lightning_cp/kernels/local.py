@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.choice import choose_kernel
-from lightning_cp.kernels.protocol import Grads, Kernel, Part, PartGrad
+from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, Part, PartGrad, TangentKernel
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -72,6 +72,32 @@ def attend_backward(
     if heads != dk.shape[2]:
         dk, dv = (x.reshape(*x.shape[:2], heads, -1, d).sum(3) for x in (dk, dv))
     return Grads(dq, dk, dv)
+
+
+def attend_tangents(
+    kernel: TangentKernel,
+    inputs: Inputs,
+    tangents: Inputs,
+    lse: Tensor,
+    *,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> Part:
+    """What these keys add to the tangents of attention over these keys and any others; see `TangentKernel`.
+
+    Args: as `attend`. tangents: in the shapes of `inputs`. lse: [b, sq, hq], over all keys.
+    Returns: the sums, in float32 (float64 for float64); 0 for rows without a key.
+    """
+    q, k, v = inputs
+    if not (q.shape[1] and k.shape[1] and q.shape[0]):
+        wide = wide_dtype(q.dtype)
+        return Part(q.new_zeros(q.shape, dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
+    lse = lse.masked_fill(lse == float("-inf"), 0)  # such rows: P = exp(-inf)
+    inputs = Inputs(q, *_for_heads(kernel, q, k, v))
+    tangents = Inputs(tangents.query, *_for_heads(kernel, *tangents))
+    with torch.autocast(q.device.type, enabled=False):
+        return kernel.tangents(inputs, tangents, lse, _additive(mask, q.dtype), causal=causal, scale=scale)
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, Inputs, Part
+
+# Scores that the forward derivative holds at a time: it takes the queries in blocks.
+_SCORES_AT_A_TIME = 1 << 24
 
 
 class MathKernel:
@@ -51,13 +54,33 @@ class MathKernel:
             torch.einsum("bhqk,bqhd->bkhd", weights, grad_out).to(value.dtype),
         )
 
+    def tangents(
+        self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        wide = torch.promote_types(inputs.query.dtype, torch.float32)
+        (q, k, v), (dq, dk, dv) = ([x.to(wide) for x in tensors] for tensors in (inputs, tangents))
+        outs, sums = [], []
+        (b, sq, h, _), sk = q.shape, k.shape[1]
+        step = max(1, _SCORES_AT_A_TIME // (b * h * sk))
+        for first in range(0, sq, step):
+            rows = slice(first, first + step)
+            seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+            scores = _scores(q[:, rows], k, seen, causal, scale, first=first)
+            weights = (scores - lse[:, rows].to(wide).transpose(1, 2).unsqueeze(-1)).exp()
+            changes = torch.einsum("bqhd,bkhd->bhqk", dq[:, rows], k) + torch.einsum("bqhd,bkhd->bhqk", q[:, rows], dk)
+            changes = weights * changes * scale
+            outs.append(torch.einsum("bhqk,bkhd->bqhd", changes, v) + torch.einsum("bhqk,bkhd->bqhd", weights, dv))
+            sums.append(changes.sum(-1).transpose(1, 2))
+        return Part(torch.cat(outs, 1), torch.cat(sums, 1))
 
-def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, *, first: int = 0) -> Tensor:
+    """Scores [b, h, sq, sk] of queries from position `first` on."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("bqhd,bkhd->bhqk", query.to(wide), key.to(wide)) * scale
     if mask is not None:
         scores = scores + mask
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
         scores = scores.masked_fill(later, float("-inf"))
     return scores

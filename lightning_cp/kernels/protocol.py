@@ -36,6 +36,14 @@ class Grads(NamedTuple):
     value: Tensor
 
 
+class Inputs(NamedTuple):
+    """query [b, sq, hq, d], key and value [b, sk, hk, d]; or their tangents."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class Kernel(Protocol):
     """One backend. `local.attend` and `local.attend_backward` call it and take care of what is not its business:
 
@@ -74,5 +82,24 @@ class Kernel(Protocol):
 
         With P = exp(scale q k + mask - lse): dv = P g, dS = P (g v - sum(g out)), dq = scale dS k, dk = scale dS q.
         So a ring's last out and lse, given with one chunk of keys, yield that chunk's share.
+        """
+        ...
+
+
+class TangentKernel(Kernel, Protocol):
+    """A kernel that computes forward derivatives too."""
+
+    def tangents(
+        self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        """Sums over these keys that give the tangents of attention over these keys *and any others*.
+
+        With P = exp(scale q k + mask - lse) and dS = scale (dq k + q dk): out = sum(P (dS v + dv)), lse = sum(P dS).
+        The sums of all chunks of a ring, added, are d(lse) = lse and d(out) = out - lse * (attention's out).
+
+        Args:
+            tangents: dq, dk and dv, in the shapes of `inputs`.
+            lse: [b, sq, hq] over all keys, finite.
+        Returns: both sums, in float32 (float64 for float64).
         """
         ...

@@ -65,7 +65,7 @@ def check(
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
     groups = groups_for(config)
     settings = (causal, 0.125, kv_heads != 8, list(lengths), list(lengths), groups.name, rotate_method, wide, kernel)
-    agreed = operator._encode(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
+    agreed = operator.encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
     with fake_cuda() as recorder:
         q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))

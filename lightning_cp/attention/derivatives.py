@@ -1,0 +1,132 @@
+"""Derivatives of the attention operator: the gradient, and the forward derivative of `torch.func.jvp` and forward AD.
+
+The operator has a gradient. A forward derivative needs an `autograd.Function`, which `call_attention` puts in front of
+it while one may be under way (see `comm/transforms.py`). Derivatives of derivatives raise.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
+from lightning_cp.attention.tangents import tangents_of_attention
+from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.transforms import primal_of, refuse, transforms_are_on
+from lightning_cp.kernels import choose_tangent_kernel
+
+_NO_SECOND_DERIVATIVE = (
+    "a second derivative of context-parallel attention (a gradient of a gradient, or a forward derivative of a "
+    "gradient) is not implemented: leave out create_graph=True (detach the gradient), or compute this loss on a model "
+    "that is not context-parallel"
+)
+_NO_DERIVATIVE_OF_A_TANGENT = (
+    "a derivative of a tangent (through the result of torch.func.jvp or torch.autograd.forward_ad) of context-parallel "
+    "attention is not implemented: detach the tangent before it enters the loss, as MeanFlow's does, or compute this "
+    "loss on a model that is not context-parallel"
+)
+
+
+def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Call `operator.attention` so that any derivative is right or refused.
+
+    Args: as of the operator, in its order. Returns: out and lse.
+    Ranks: all of the context group. Either all of them or none have a tangent in query, key or value.
+    """
+    out, lse, *_ = _Attention.apply(*arguments) if transforms_are_on() else attention(*arguments)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
+    """Save for the gradient. Returns: q, k, v, out and lse as the ring saw them, the mask likewise, and the lengths."""
+    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, wide, kernel, with_lse = inputs
+    out, lse, *kept, agreed = output
+    if kept[0].ndim == 4:
+        q, k, v, m, part_out, part_lse = kept
+        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, agreed)
+    else:
+        saved = (query, key, value, out, lse, mask, agreed)
+    ctx.mark_non_differentiable(*kept, agreed)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*saved)
+    ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
+    ctx.module = NOTES.module
+    ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
+    return saved
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
+    _save(ctx, inputs, output)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
+    *saved, mask, agreed = ctx.saved_tensors
+    if grad_out is None:
+        grad_out = saved[0].new_zeros(ctx.out_shape)
+    with NOTES.again_in(ctx.module):
+        if transforms_are_on():
+            grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, mask, agreed, ctx.key_shape, *ctx.settings)  # type: ignore[no-untyped-call]
+        else:
+            grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
+    return *grads, *[None] * 11
+
+
+attention.register_autograd(_backward, setup_context=_setup)
+attention_backward.register_autograd(refuse(_NO_SECOND_DERIVATIVE))
+
+
+class _Attention(torch.autograd.Function):
+    """`operator.attention`, with a forward derivative."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
+        ctx.save_for_forward(*_save(ctx, inputs, output))
+
+    backward = staticmethod(_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        query, key, value, mask = tangents[:4]
+        if mask is not None:
+            raise NotImplementedError("attn_mask has a tangent, which is not computed: detach it")
+        choose_tangent_kernel(ctx.settings[-1])
+        saved = [None if x is None else primal_of(x) for x in ctx.saved_tensors]
+        arguments = (ctx.out_shape, ctx.key_shape, ctx.with_lse, *ctx.settings)
+        out, lse = _Tangents.apply(query, key, value, *saved, *arguments)  # type: ignore[no-untyped-call]
+        return out, lse, *[None] * 7
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """`operator.attention_backward`, with its list of tensors spread out, and no derivative."""
+
+    @staticmethod
+    def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
+        return attention_backward(grad_out, grad_lse, list(rest[:5]), *rest[5:])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    backward = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
+    jvp = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
+
+
+class _Tangents(torch.autograd.Function):
+    """The forward derivative of `operator.attention`: tangents of out and lse. It has no derivative."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return tangents_of_attention(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    backward = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
+    jvp = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))

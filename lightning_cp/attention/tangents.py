@@ -1,0 +1,105 @@
+"""The forward derivative of attention: tangents of out and lse, from those of q, k and v, in one pass over the ring.
+
+With P = exp(scale q k + mask - lse), where lse is over all keys, and dS = scale (dq k + q dk):
+
+    d(lse) = sum(P dS)        d(out) = sum(P (dS v + dv)) - d(lse) out
+
+Forward has found out and lse, so each rank's keys add to both sums, and nothing is merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.call import Settings, ring_of, ulysses_of
+from lightning_cp.attention.gathered import gathered_keys
+from lightning_cp.attention.heads import Heads, slice_heads
+from lightning_cp.attention.keys import Ring, tangents_of_keys
+from lightning_cp.attention.operator import decode_lengths
+from lightning_cp.attention.ring import passing_keys
+from lightning_cp.attention.ulysses import part_to_tokens, tokens_to_heads
+from lightning_cp.kernels import Inputs, Part
+from lightning_cp.mesh import groups_by_name
+
+
+def tangents_of_attention(
+    query: Tensor | None,
+    key: Tensor | None,
+    value: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    agreed: Tensor,
+    query_shape: list[int],
+    key_shape: list[int],
+    with_lse: bool,
+    causal: bool,
+    scale: float,
+    groups: str,
+    rotate_method: str,
+    wide: bool,
+    kernel: str,
+) -> tuple[Tensor, Tensor]:
+    """Compute the tangents of out [b, s_local, hq, d] and lse [b, s_local, hq] (empty unless `with_lse` or needed).
+
+    Args:
+        query, key, value: tangents of the inputs; None: 0.
+        q, k, v, out, lse, mask, agreed: what `operator.attention` saved.
+        query_shape, key_shape: of the inputs. The others are as in `operator.attention`.
+    Ranks: all of the context group.
+    """
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    lengths = decode_lengths(agreed, group)
+    shapes = (query_shape, key_shape, key_shape)
+    given = ((query, key, value), shapes)
+    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in zip(*given, strict=True)))
+    ring = ring_of(lengths, groups=group, settings=settings)
+    ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=group)
+    if ulysses is not None:
+        tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
+    found = tangents_of_ring(Inputs(q, k, v), tangents, Part(out, lse), mask, ring=ring)
+    if ulysses is not None:
+        found = part_to_tokens(found, with_lse=with_lse, to=ulysses)
+    return found.out.contiguous(), found.lse.contiguous()
+
+
+def tangents_of_ring(inputs: Inputs, tangents: Inputs, part: Part, mask: Tensor | None, *, ring: Ring) -> Part:
+    """Compute the tangents of `attend_ring`'s out and lse.
+
+    Args:
+        inputs: q, k, v, as of `attend_ring`. tangents: of these, in their shapes and dtypes.
+        part: the result of `attend_ring`.
+        mask: as of `attend_ring`; it has no tangent.
+    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
+    Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a "keys" mask.
+    """
+    q, d = inputs.query, inputs.query.shape[3]
+    out = q.new_zeros(q.shape, dtype=ring.sums_in(q.dtype))
+    lse = torch.zeros_like(part.lse)
+    keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
+    for heads, start, key, value, seen in _stretches(q, keys, values, mask, ring):
+        those = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
+        changes = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
+        found = tangents_of_keys(those, changes, part.lse[:, :, heads.query], seen, start=start, ring=ring)
+        if found is not None:
+            out[:, :, heads.query] += found.out
+            lse[:, :, heads.query] += found.lse
+    out -= lse.unsqueeze(-1) * part.out
+    return Part(out.to(q.dtype), lse)
+
+
+def _stretches(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring
+) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
+    """All keys in the way that `ring.rotate_method` names: heads, first position, K, V, and their mask."""
+    if ring.group is None:
+        (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
+        return iter([(heads, 0, k, v, mask)])
+    way = gathered_keys if ring.rotate_method == "allgather" else passing_keys
+    return way(q, k, v, mask, ring=ring)
