@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,29 +10,15 @@ from torch import nn
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.entry import kernel_for
-from lightning_cp.engine.install import Undo, install
+from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.peers import forwards_to_check
-from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh import groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
-_INSTALLED = "_lightning_cp"
-
-
-@dataclass(eq=False)
-class Installed:
-    """What a parallel model carries: its session, and the way back."""
-
-    module: nn.Module
-    session: Session
-    rules: Rules
-    undo: Undo
-
-    def __deepcopy__(self, memo: object) -> Installed:
-        return self
+__all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "parallelize", "remove_context_parallel"]
 
 
 def apply_context_parallel(module: nn.Module, parallel_config: object, plan: object = None) -> None:
@@ -77,10 +61,8 @@ def parallelize(
     session = Session(groups, config, rules, kernel, _backends(module), checks)
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
-    signature = inspect.signature(type(module).forward)
-    undo = install(module, rules, session, signature=signature, dispatcher=_dispatcher(module))
-    installed = Installed(module, session, rules, undo)
-    module.__dict__[_INSTALLED] = installed
+    installed = Installed(module, session, rules, plan, dispatcher=_dispatcher(module))
+    installed.put_on()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
     return installed
@@ -91,20 +73,8 @@ def remove_context_parallel(module: nn.Module) -> None:
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
-    if installed.module is not module:
-        raise ValueError(
-            f"this {type(module).__name__} is a deep copy of a context-parallel one, and shares its engine: remove it "
-            "from the original before copying"
-        )
-    installed.undo()
-    del module.__dict__[_INSTALLED]
+    installed.take_off()
     module.__dict__.pop("_parallel_config", None)
-
-
-def installed_on(module: nn.Module) -> Installed | None:
-    """What `parallelize` left on a module; None for one that is not context-parallel."""
-    found: Installed | None = module.__dict__.get(_INSTALLED)
-    return found
 
 
 def _check_untouched(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_cp.engine.diffusers_format import from_diffusers
 from lightning_cp.engine.paths import arguments_of, expanded, position, stack, submodule
 from lightning_cp.engine.rules import Halo, Kinds, Outputs, Rules
-from lightning_cp.engine.seam import attends
+from lightning_cp.engine.seam import attends, check_reachable
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Attention, Plan, Rows
 
@@ -101,6 +101,8 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         owner = block.get_submodule(name.rpartition(".")[0])
         if inner is getattr(owner, "processor", None):  # one with weights: its attention is the owner's
             continue
+        if kinds and not special and (attends(inner) or getattr(inner, "processor", None) is not None):
+            check_reachable(inner, at)
         if not special and not attends(inner):
             continue
         found = True

@@ -8,14 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cp.comm.neighbours import margins, with_margin
-from lightning_cp.engine.hooks import Shared
+from lightning_cp.engine.hooks import EngineHook
 from lightning_cp.engine.rules import Halo
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 
 
 @dataclass(eq=False)
-class HaloHook(Shared):
+class HaloHook(EngineHook):
     """Around a convolution: its zeros stay where the sequence ends, and rows of neighbours come where it goes on.
 
     Gradient: exact; that of neighbours' rows goes back to them. Ranks: all of the context group.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,15 +21,31 @@ from lightning_cp.errors import InterceptionError, ShapeError
 from lightning_cp.plans import Spec, Split
 
 
-class Shared:
-    """Hook objects are shared by deep copies of a model, as their session is."""
+class EngineHook:
+    """Base of our hook objects, by which they are found and taken off.
+
+    A deep copy of a model keeps the hooks of its original until its first forward, which puts new ones in their place.
+    """
 
     def __deepcopy__(self, memo: object) -> Any:
         return self
 
 
+def remove_hooks(module: nn.Module) -> None:
+    """Take our hooks off one module, whichever session they belong to. Hooks of others stay."""
+    for hooks, details in (
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", None), EngineHook):
+                del hooks[key]
+                for detail in details:
+                    detail.pop(key, None)
+
+
 @dataclass(eq=False)
-class ArgumentHook(Shared):
+class ArgumentHook(EngineHook):
     """Splits arguments before a module's forward, or makes them whole."""
 
     session: Session
@@ -60,7 +76,7 @@ class ArgumentHook(Shared):
 
 
 @dataclass(eq=False)
-class OutputHook(Shared):
+class OutputHook(EngineHook):
     """Splits or gathers outputs after a module's forward."""
 
     session: Session
@@ -115,7 +131,7 @@ class OutputHook(Shared):
 
 
 @dataclass(eq=False)
-class _Replay(Shared):
+class _Replay(EngineHook):
     """A block as a checkpoint function calls it, now and again in backward: with the call it belongs to."""
 
     session: Session
@@ -131,56 +147,84 @@ class _Replay(Shared):
 
 
 @dataclass(eq=False)
-class ModelHook(Shared):
-    """Around the whole model: begins and ends a call."""
+class ModelHook(EngineHook):
+    """Around the whole model: begins and ends a call, and splits and gathers the model's own arguments and outputs."""
 
     session: Session
     signature: Any  # of the model's forward
     rules: Rules
     checkpointing: list[nn.Module]
-    follow: Callable[[], None]  # moves hooks to modules that were exchanged (a LoRA put around a layer)
-    saved: list[list[tuple[nn.Module, Any]]] = field(default_factory=list)
+    padding: Any = None  # a `PadHook`, for plans that pad
+    arguments: Sequence[ArgumentHook] = ()
+    outputs: Sequence[OutputHook] = ()
 
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's own forward, in a call of its own.
+
+        Whatever ends it, a KeyboardInterrupt too, session and checkpointing functions are then as they were before.
+        (A forward hook of torch's runs on success, or for every `Exception`, which a KeyboardInterrupt is not.)
+        """
+        given = self.before(module, args, kwargs)
         session = self.session
-        given = self._given(args, kwargs)
-        if not torch.compiler.is_compiling():
-            NOTES.enter(module, module)
-            self.follow()
-            self._check(given)
-            refuse_caches(module)
-        session.call = Call(session.groups)
+        outer, session.call = session.call, Call(session.groups)
         session.forwards += 1
-        split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
-        for name, value in given.items():
-            if name not in split:
-                session.call.whole.update(x.shape[1] for x in _tensors(value) if x.ndim == 3)
-        checkpoints = []
-        for inner in self.checkpointing:
-            if getattr(inner, "gradient_checkpointing", False):
-                original: Any = inner._gradient_checkpointing_func
-                checkpoints.append((inner, original))
-                inner._gradient_checkpointing_func = self._checkpoint(original)  # type: ignore[assignment]
-        self.saved.append(checkpoints)
+        checkpoints: list[tuple[nn.Module, Any]] = []
+        try:
+            self._note_whole(given)
+            self._wrap_checkpoints(checkpoints)
+            if self.padding is not None:
+                args, kwargs = self.padding.before(module, args, kwargs)
+            for hook in self.arguments:
+                args, kwargs = hook.before(module, args, kwargs)
+            output = forward(*args, **kwargs)
+            for joiner in self.outputs:
+                output = joiner.after(module, args, output)
+            self.after(module)
+            return output
+        finally:
+            for inner, original in checkpoints:
+                inner._gradient_checkpointing_func = original
+            session.call = outer
+            session.forwards -= 1
+            NOTES.leave()
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        session = self.session
-        if not self.saved:
-            return  # its arguments were refused, so no call had begun
-        for inner, original in self.saved.pop():
-            inner._gradient_checkpointing_func = original
-        call, session.call = session.call, None
-        session.forwards -= 1
-        NOTES.leave()
-        if output is None or torch.compiler.is_compiling() or call is None:
-            return
-        for key in call.met:
-            session.settled.setdefault(key, True)
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Check the arguments, before anything has begun. Returns: them, by name."""
+        given = self._given(args, kwargs)
+        NOTES.enter(module, module)
+        if not torch.compiler.is_compiling():
+            self._check(given)
+        refuse_caches(module)
+        return given
+
+    def after(self, module: nn.Module) -> None:
+        """Check a call that has succeeded. Raises: InterceptionError: none of its attention came to us."""
+        session, call = self.session, self.session.current()
+        if not torch.compiler.is_compiling():
+            for key in call.met:
+                session.settled.setdefault(key, True)
         if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
                 "result would be wrong: it must go through dispatch_attention_fn or F.scaled_dot_product_attention"
             )
+
+    def _note_whole(self, given: dict[str, Any]) -> None:
+        """Note the lengths of arguments that the plan leaves whole."""
+        split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
+        for name, value in given.items():
+            if name not in split:
+                self.session.current().whole.update(x.shape[1] for x in _tensors(value) if x.ndim == 3)
+
+    def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
+        """Have blocks that are checkpointed keep the call they belong to. A compiler replays what it has traced."""
+        if torch.compiler.is_compiling():
+            return
+        for inner in self.checkpointing:
+            if getattr(inner, "gradient_checkpointing", False):
+                original: Any = inner._gradient_checkpointing_func
+                checkpoints.append((inner, original))
+                inner._gradient_checkpointing_func = self._checkpoint(original)  # type: ignore[assignment]
 
     def _checkpoint(self, original: Callable[..., Any]) -> Callable[..., Any]:
         session = self.session

@@ -5,6 +5,7 @@ out = (sum_j v_j k_j^T) q / (sum_j k_j . q),  with k and q >= 0
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +30,10 @@ class LinearAttention:
 
     session: Session
 
-    def __deepcopy__(self, memo: object) -> LinearAttention:
-        return self
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
+        copied = LinearAttention(self.session)
+        copied.__dict__.update({k: copy.deepcopy(x, memo) for k, x in self.__dict__.items() if k != "session"})
+        return copied
 
     def __call__(
         self,

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_cp.engine.hooks import Shared
+from lightning_cp.engine.hooks import EngineHook
 from lightning_cp.engine.session import Session
 from lightning_cp.plans import Pad
 
 
 @dataclass(eq=False)
-class PadHook(Shared):
+class PadHook(EngineHook):
     """Before the model: pads short texts, and masks what was added."""
 
     session: Session
@@ -25,11 +25,11 @@ class PadHook(Shared):
 
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         try:
             bound = self.signature.bind(module, *args, **kwargs)
         except TypeError:
-            return None  # the forward will say so itself
+            return args, kwargs  # the forward will say so itself
         given, changed = bound.arguments, False
         for pad in self.pads:
             tokens, mask = given.get(pad.tokens), given.get(pad.mask)
@@ -41,4 +41,4 @@ class PadHook(Shared):
             given[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))
             given[pad.mask] = F.pad(mask, (0, missing))
             changed = True
-        return (bound.args[1:], bound.kwargs) if changed else None
+        return (bound.args[1:], bound.kwargs) if changed else (args, kwargs)

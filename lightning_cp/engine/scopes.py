@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.engine.hooks import Shared
+from lightning_cp.engine.hooks import EngineHook
 from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
@@ -19,7 +19,7 @@ _SKIPS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook")  # diffusers
 
 
 @dataclass(eq=False)
-class ScopeHook(Shared):
+class ScopeHook(EngineHook):
     """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
 
     session: Session
@@ -49,15 +49,15 @@ class ScopeHook(Shared):
         if escaped and not _skips_attention(module):
             raise InterceptionError(
                 f"{path_of(module, self.model)} ran on a shard, but none of its attention passed through lightning_cp, "
-                "so its result would be wrong. Were attention processors replaced (set_attn_processor, "
-                "fuse_qkv_projections) after apply_context_parallel? Replace them before, or remove and apply again"
+                "so its result would be wrong. Was the forward of this module, or of one inside it, replaced? It "
+                "must attend through F.scaled_dot_product_attention or diffusers' dispatch_attention_fn"
             )
         if self.outermost and not session.forwards:
             session.call = None  # the end of a replay
 
 
 @dataclass(eq=False)
-class BypassHook(Shared):
+class BypassHook(EngineHook):
     """Before an attention of PyTorch's own that cannot be intercepted: whole tokens may pass, a shard may not."""
 
     session: Session

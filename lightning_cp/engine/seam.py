@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from lightning_cp.errors import InterceptionError
+from lightning_cp.engine.forwards import has_forward_of_class, own_forward, own_function, unbound
+from lightning_cp.errors import InterceptionError, PlanError
 
+_ORIGINAL = "_lightning_cp_original"  # what ours stands in for: a processor, or the function of a forward
 _SDPA = "scaled_dot_product_attention"
 _SKIP = "AttentionScoreSkipFunctionMode"  # diffusers': a guider asks for attention whose result is its values
 _DEPTH = 3  # how far helper functions are followed
@@ -86,7 +88,8 @@ def _names(code: types.CodeType) -> Iterator[str]:
 class Seam:
     """Leads the attention calls of modules through two functions. One for each way in which modules attend.
 
-    Copies of processors share a class for each original class, so that compiled blocks can share their code.
+    Copies of processors share a class for each original class, so that compiled blocks can share their code; so do
+    modules that attend in their own forward share its function.
     """
 
     def __init__(self, dispatch: Callable[..., Any], sdpa: Callable[..., Any]) -> None:
@@ -95,30 +98,34 @@ class Seam:
             _SDPA: _unless_skipped(sdpa, tokens=-2),
         }
         self._classes: dict[type, type] = {}
+        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
 
-    def intercept(self, module: nn.Module, *, mark: object) -> Callable[[], None]:
-        """Reroute `module`; return what undoes it.
+    def intercept(self, module: nn.Module, *, mark: object) -> None:
+        """Reroute `module`; `release` undoes it.
 
         Args: mark: what a diffusers processor shall pass as `parallel_config` where it wants context parallelism.
         """
         processor: Any = getattr(module, "processor", None)
         if attending_method(processor) is None:
-            return self._intercept_forward(module)
+            self._intercept_forward(module)
+            return
         ours: Any = copy.copy(processor)
         ours.__class__ = self._class_of(type(processor))
         if mark is not None and hasattr(processor, "_parallel_config"):
             ours._parallel_config = mark
-        return exchange_processor(module, ours)
+        exchange_processor(module, ours)
 
-    def _intercept_forward(self, module: nn.Module) -> Callable[[], None]:
-        replacement = types.MethodType(getattr(self._class_of(type(module)), "forward"), module)  # noqa: B009
-        module.forward = replacement
-
-        def restore() -> None:
-            if module.__dict__.get("forward") is replacement:
-                del module.__dict__["forward"]
-
-        return restore
+    def _intercept_forward(self, module: nn.Module) -> None:
+        function = own_function(module)
+        if function not in self._functions:
+            assert isinstance(function, types.FunctionType), f"{type(module).__name__} was found to attend"
+            bound = rebind(function, self._replacements)
+            assert bound is not None, f"{type(module).__name__} was found to attend"
+            bound.__dict__[_ORIGINAL] = function
+            self._functions[function] = bound
+        place, ours = own_forward(module), self._functions[function]
+        is_method = place.get() is None or isinstance(place.get(), types.MethodType)
+        place.put(types.MethodType(ours, module) if is_method else ours)
 
     def _class_of(self, kind: type) -> type:
         if kind not in self._classes:
@@ -151,36 +158,65 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
     return attend_unless_skipped
 
 
-def exchange_processor(module: nn.Module, ours: Any) -> Callable[[], None]:
-    """Gives `module` a processor that stands for its own; return what undoes it."""
-
-    def restore(theirs: Any = module.processor) -> None:
-        if getattr(module, "processor", None) is ours:
-            # May have been set meanwhile, on ours.
-            if hasattr(theirs, "_attention_backend") and hasattr(ours, "_attention_backend"):
-                theirs._attention_backend = getattr(ours, "_attention_backend", None)
-            module.processor = theirs
-
+def exchange_processor(module: nn.Module, ours: Any) -> None:
+    """Give `module` a processor in place of its own, which the new one keeps for `release`."""
+    ours.__dict__[_ORIGINAL] = module.processor
     module.processor = ours
-    return restore
+
+
+def release(module: nn.Module) -> None:
+    """Give a module back its own processor and forward, wherever a `Seam` replaced them (a deep copy's, too)."""
+    ours: Any = getattr(module, "processor", None)
+    if _ORIGINAL in getattr(ours, "__dict__", {}):
+        theirs = ours.__dict__[_ORIGINAL]
+        if type(ours).__mro__[1] is type(theirs):  # what was set on ours meanwhile: a backend, an adapter's scale
+            theirs.__dict__.update({k: x for k, x in ours.__dict__.items() if k not in (_ORIGINAL, "_parallel_config")})
+        module.processor = theirs
+    place = own_forward(module)
+    function = place.get()
+    original = None if function is None else getattr(unbound(function), _ORIGINAL, None)
+    if original is None:
+        return
+    if original is type(module).forward:
+        place.clear(module)
+    else:
+        place.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
 
 
 def attends(module: nn.Module) -> bool:
     """Whether the module makes attention calls of its own that the seam can reach."""
     if attending_method(getattr(module, "processor", None)) is not None:
         return True
-    return "forward" not in module.__dict__ and attending_method(type(module)) is not None
+    return makes_attention_call(own_function(module))
+
+
+def check_reachable(module: nn.Module, path: str) -> None:
+    """Raise PlanError for an attention module (one with a processor) whose attention call the seam cannot reach."""
+    processor = getattr(module, "processor", None)
+    if processor is not None and callable(processor) and not attends(module):
+        raise PlanError(
+            f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
+            "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+        )
+    if not has_forward_of_class(module) and not makes_attention_call(own_function(module)):
+        raise PlanError(
+            f"{path}.forward was replaced on this instance of {type(module).__name__} by a function that makes no "
+            "attention call that could be intercepted: if it calls the original forward, make it with functools.wraps"
+        )
 
 
 def attending_method(thing: object) -> str | None:
     """Name of the method (of a class, or of an object's) that makes attention calls; None if there is none."""
     kind = thing if isinstance(thing, type) else type(thing)
+    return next((name for name in ("__call__", "forward") if makes_attention_call(getattr(kind, name, None))), None)
+
+
+def makes_attention_call(function: object) -> bool:
+    """Whether a function makes attention calls that can be replaced."""
     nothing: Replacements = {"dispatch_attention_fn": _nothing, _SDPA: _nothing}
-    for name in ("__call__", "forward"):
-        method = getattr(kind, name, None)
-        if isinstance(method, types.FunctionType) and not _of_torch(method) and rebind(method, nothing) is not None:
-            return name
-    return None
+    if not isinstance(function, types.FunctionType) or _of_torch(function):
+        return False
+    return rebind(function, nothing) is not None
 
 
 def _nothing(*_: object, **__: object) -> None:

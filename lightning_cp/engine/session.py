@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_cp.comm.shards import shard_sizes
@@ -97,8 +98,18 @@ class Session:
     call: Call | None = None
     settled: dict[Hashable, bool] = field(default_factory=dict)
 
+    def of_copy(self) -> Session:
+        """A session for a deep copy of the model (an EMA's, say): the same groups and settings, and no forward yet."""
+        return replace(self, forwards=0, call=None, settled=dict(self.settled))
+
     def __deepcopy__(self, memo: object) -> Session:
-        return self  # a deep copy of a parallel model (an EMA's, say) belongs to the same session
+        return self  # of a part of a model: `Installed` makes a new one for the copy of a whole one
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise pickle.PicklingError(
+            "a context-parallel model cannot be pickled: it holds process groups. Save its state_dict(), and call "
+            "apply_context_parallel on the model it is loaded into; or call remove_context_parallel first"
+        )
 
     def current(self) -> Call:
         """The forward under way. Raises: RuntimeError outside of one."""

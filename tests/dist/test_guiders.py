@@ -13,7 +13,7 @@ from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.engine.seam import Seam
+from lightning_cp.engine.seam import Seam, release
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from tests.harness import RankPool
@@ -127,13 +127,13 @@ def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
             return torch.nn.functional.scaled_dot_product_attention(x, y, y)
 
     module, x, y = Cross(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
-    undo = Seam(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
+    Seam(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
     assert not module(x, y).any()
     with AttentionScoreSkipFunctionMode():
         assert module(y, y) is y
         with pytest.raises(InterceptionError, match="skip_attention_scores=True, but 5 queries attend to 3 keys"):
             module(x, y)
-    undo()
+    release(module)
 
 
 def _dropping(rank: int, world: int) -> str:
