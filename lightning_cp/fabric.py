@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.buckets import settle_buckets
-from lightning_cp.flavour import ReplicatedFlavour
+from lightning_cp.initial_weights import move_values
 from lightning_cp.meta import weights_on_meta
+from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
 
 
@@ -31,9 +32,22 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Make the module's transformers context-parallel, and average its gradients over all ranks."""
         installed = self._wrap(module)
+        with self._from_equal_weights(module):
+            pass
         with self.precision.forward_context():
             self._say_what_is_parallel(installed)
         return settle_buckets(super().setup_module(module))
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move what has values; `setup_module` allocates what is on the meta device."""
+        move_values(module, self.root_device)
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Let it train the weights that have storage, where it was made from weights on the meta device."""
+        self._replaced.update(optimizer)
+        return super().setup_optimizer(optimizer)
 
     @override
     def load_checkpoint(
@@ -74,7 +88,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Let it train the shards, also where it was made from the whole weights."""
-        self._give_shards(optimizer)
+        self._replaced.update(optimizer)
         return super().setup_optimizer(optimizer)
 
     @override
@@ -89,7 +103,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         if self._shards_by_hand is None:
             self._shard_weights(module, installed)
         else:
-            with self._following(module):
+            with self._from_equal_weights(module):
                 parallel = self._shards_by_hand(module, mesh)
             self._check_sharded(module)
         with self.precision.forward_context():

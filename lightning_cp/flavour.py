@@ -5,25 +5,23 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.vetting import allows_code, check_file
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.config import RotateMethod
 from lightning_cp.engine.apply import Installed
+from lightning_cp.initial_weights import equal_initial_weights
+from lightning_cp.replaced_weights import ReplacedWeights
 from lightning_cp.strategy import ContextParallel
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
@@ -86,6 +84,7 @@ class ContextParallelFlavour:
             "stall_s": stall_s,
         }
         self.context = ContextParallel(**self._settings)
+        self._replaced = ReplacedWeights()
 
     @property
     def data_rank(self) -> int:
@@ -182,6 +181,12 @@ class ContextParallelFlavour:
         """Makes transformers context-parallel."""
         return self.context.wrap(module)
 
+    @contextmanager
+    def _from_equal_weights(self, module: nn.Module) -> Iterator[None]:
+        """Start from rank 0's weights on every rank; see `equal_initial_weights`. Shard the module inside."""
+        with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
+            yield
+
     @property
     def _planned_world(self) -> int:
         return int(self._lightning.num_nodes * self._lightning.num_processes)
@@ -190,42 +195,6 @@ class ContextParallelFlavour:
     def _lightning(self) -> Any:
         """This object, as Lightning's strategy that it also is."""
         return self
-
-
-class ReplicatedFlavour(ContextParallelFlavour):
-    """Tokens of each sample spread over ring x ulysses ranks; weights replicated, gradients averaged over all ranks.
-
-    Args: see `ContextParallelFlavour`; what Lightning's DDPStrategy and PyTorch's DDP take, too.
-    """
-
-    _passes_on = (DistributedDataParallel,)
-
-    def _refuse_shards(self, path: Any) -> None:
-        """Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
-        if (Path(path) / ".metadata").is_file():
-            raise CheckpointError(
-                f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
-                "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
-            )
-
-    def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
-        """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
-
-        Raises: CheckpointError: it is a folder in DCP's format, damaged, or holds more than tensors and plain values.
-        """
-        self._refuse_shards(path)
-        io = self._lightning.checkpoint_io
-        reads_torch_files = isinstance(getattr(io, "checkpoint_io", io), TorchCheckpointIO)  # AsyncCheckpointIO has one
-        if allows_code(weights_only) or not reads_torch_files:
-            return weights_only
-        if Path(path).is_file():
-            check_file(Path(path))
-        return True  # None means False for an address (https://...)
-
-    def _wrap(self, module: nn.Module) -> list[Installed]:
-        if self.context.unused_parameters(module):
-            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
-        return super()._wrap(module)
 
 
 def known_settings(strategy: type[ContextParallelFlavour]) -> set[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -32,14 +32,20 @@ def weights_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def give_storage(module: nn.Module, device: torch.device) -> None:
-    """What is on the meta device gets storage: initialised where its module knows how, else NaN until loaded."""
+def give_storage(module: nn.Module, device: torch.device, *, sent: Set[str] = frozenset()) -> None:
+    """Allocate what is on the meta device: initialised where its module knows how, else NaN until loaded.
+
+    Args:
+        module: with parameters and buffers on the meta device, or without.
+        device: where they are allocated.
+        sent: names of those that another rank sends next. A module that lacks only such is not initialised.
+    """
 
     def stored(x: Tensor) -> Tensor:
         return torch.empty_like(x, device=device) if x.is_meta else x
 
     given, tied = [], dict[nn.Parameter, nn.Parameter | None]()
-    for inner in module.modules():
+    for path, inner in module.named_modules():
         for name, parameter in inner._parameters.items():
             if parameter in tied:
                 inner._parameters[name] = tied[parameter]
@@ -47,12 +53,13 @@ def give_storage(module: nn.Module, device: torch.device) -> None:
         empty = {name for name, x in _own(inner) if x.is_meta}
         if not empty:
             continue
-        inner._apply(stored, recurse=False)  # type: ignore[no-untyped-call]
+        inner._apply(stored, recurse=False)
         tied.update({x: inner._parameters[name] for name, x in without.items()})
         for name, x in _own(inner):
             if name in empty and x.is_floating_point():
                 x.fill_(torch.nan)
-        given.append(inner)
+        if not {f"{path}.{name}".lstrip(".") for name in empty} <= sent:
+            given.append(inner)
     unset = {class_of(inner).__name__ for inner in given if not _reset(inner)}
     if unset:
         rank_zero_warn(

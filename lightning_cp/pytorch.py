@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_cp.buckets import settle_buckets
-from lightning_cp.flavour import ReplicatedFlavour
 from lightning_cp.meta import weights_on_meta
+from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -38,6 +38,8 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         """Make the module's transformers context-parallel, then what Lightning does."""
         assert self.lightning_module is not None, "connected before"
         installed = self._wrap(self.lightning_module)
+        with self._from_equal_weights(self.lightning_module):
+            pass
         super().setup(trainer)
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)

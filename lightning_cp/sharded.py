@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.folder import remove, scratch_for, take_place
 from lightning_cp.checkpoint.manifest import CheckpointError
@@ -24,7 +22,8 @@ from lightning_cp.checkpoint.vetting import allows_code, without_code
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.flavour import ContextParallelFlavour, known_settings
-from lightning_cp.meta import give_storage
+from lightning_cp.initial_weights import move_values
+from lightning_cp.units import frozen_children, units_of
 
 # What every other strategy of Lightning takes, but ModelParallelStrategy only has as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
@@ -78,7 +77,6 @@ class ShardedFlavour(ContextParallelFlavour):
             raise ValueError(f"replicate={replicate} and a mesh with an axis `fsdp` both say how weights are sharded")
         self._replicate = replicate
         self._weights_mesh: DeviceMesh | None = None
-        self._shards: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by id of the whole weight
         self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
 
     def setup_environment(self) -> None:
@@ -152,25 +150,20 @@ class ShardedFlavour(ContextParallelFlavour):
 
         Args: steps: methods of `module` that are called, and call its children, in the place of its forward.
         """
-        with self._following(module):
+        with self._from_equal_weights(module):
             if any(isinstance(inner, FSDPModule) for inner in module.modules()):
                 self._check_sharded(module)
             elif dist.is_initialized():
                 self._shard(module, installed, steps)
-            give_storage(module, self._lightning.root_device)
 
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to outputs
-        frozen = _frozen(module, installed)
+        frozen = frozen_children(module, installed)
         whole = {parameter for child in frozen for parameter in child.parameters()}
-        alike = [x for child in frozen for x in child.parameters()] + list(module.buffers())
-        self._make_alike(alike if self.weights_mesh.ndim == 1 else [*module.parameters(), *module.buffers()])
         for child in frozen:
-            child.to(self._lightning.root_device)
-        tops = [module] if not steps else [child for child in _called(module) if child not in frozen]
-        if steps and any(True for _ in module.parameters(recurse=False)):
-            tops.append(module)
-        for unit in (*_blocks(module, installed, without=frozen), *tops):
+            move_values(child, self._lightning.root_device)
+        units = units_of(module, installed, frozen, by_child=bool(steps))
+        for unit in units:
             _check_one_dtype(unit, without=whole)
             fully_shard(
                 unit,
@@ -179,18 +172,9 @@ class ShardedFlavour(ContextParallelFlavour):
                 mp_policy=self._mp_policy,
                 ignored_params=whole,
             )
-        if module in tops:
+        if module in units:
             for name in steps:
                 register_fsdp_forward_method(module, name)
-
-    @contextmanager
-    def _following(self, module: nn.Module) -> Iterator[None]:
-        """Notes which shard takes the place of which weight, for optimizers."""
-        before = dict(module.named_parameters())
-        yield
-        for name, shard in module.named_parameters():
-            if before.get(name, shard) is not shard:
-                self._shards[id(before[name])] = (weakref.ref(before[name]), shard)
 
     def _check_sharded(self, module: nn.Module) -> None:
         """Raises: ValueError: gradients of weights that train would not be averaged over all ranks."""
@@ -202,31 +186,6 @@ class ShardedFlavour(ContextParallelFlavour):
                     f"{name} is sharded over {ranks} of {world} ranks by {type(module).__name__} itself: its gradient "
                     "would not be averaged over all; shard with strategy.weights_mesh, or leave it to the strategy"
                 )
-
-    def _make_alike(self, tensors: Iterable[Tensor]) -> None:
-        """The first rank's values on all ranks: what is held more than once must not differ, whatever the seeds."""
-        for x in tensors:
-            if not x.is_meta:
-                values = x.detach().to(self._lightning.root_device)
-                dist.broadcast(values, src=0)
-                x.detach().copy_(values)
-
-    def _give_shards(self, optimizer: Optimizer) -> None:
-        """Exchanges weights by their shards, in an optimizer that was made before.
-
-        Raises: ValueError: it has taken steps with the whole weights.
-        """
-        for group in optimizer.param_groups:
-            for i, parameter in enumerate(group["params"]):
-                whole, shard = self._shards.get(id(parameter), (None, None))
-                if whole is None or whole() is not parameter:
-                    continue
-                if parameter in optimizer.state:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} has a state for weights that are sharded only now: set it up "
-                        "before its first step, or load its state after fabric.setup"
-                    )
-                group["params"][i] = shard
 
 
 def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
@@ -245,48 +204,3 @@ def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
 
 def _is_of_dcp(path: Path) -> bool:
     return path.name in (".metadata", "meta.pt") or path.suffix == ".distcp"
-
-
-def _frozen(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
-    """Children of a module that trains which do not train themselves: text encoders, VAEs."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return []
-    parallel = {one.module for one in installed}
-    return [
-        child
-        for child in module.children()
-        if not parallel & set(child.modules()) and not any(parameter.requires_grad for parameter in child.parameters())
-    ]
-
-
-def _called(module: nn.Module) -> list[nn.Module]:
-    """Children with weights; those of containers, which have no forward, in their place."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            found += _called(child)
-        elif any(True for _ in child.parameters()):
-            found.append(child)
-    return found
-
-
-def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
-    """What is gathered at a time: the blocks that plans name; elsewhere what stands in lists of modules."""
-    planned = [
-        one.module.get_submodule(path)
-        for one in installed
-        for rule in one.rules.arguments
-        if rule.is_block
-        for path in rule.paths
-    ]
-    beyond = {inner for one in installed if planned for inner in one.module.modules()}
-    beyond |= {inner for child in without for inner in child.modules()}
-    listed = [
-        block
-        for inner in module.modules()
-        if isinstance(inner, nn.ModuleList) and inner not in beyond
-        for block in inner
-        if any(True for _ in block.parameters())
-    ]
-    nested = {inner for block in (*planned, *listed) for inner in block.modules() if inner is not block}
-    return [block for block in (*planned, *listed) if block not in nested]

@@ -59,14 +59,18 @@ def whole_of(x: Tensor) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+@torch.no_grad()
+def copy_whole(value: Tensor, goal: Tensor) -> None:
+    """Copy a whole tensor into a weight; where that is sharded, each rank takes its shard. No communication."""
+    if isinstance(goal, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
+    goal.copy_(value)
+
+
 def _wide(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-@torch.no_grad()
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor] | dict[str, nn.Parameter]) -> None:
     for name, value in source.items():
-        goal = target[name]
-        if isinstance(goal, DTensor) and not isinstance(value, DTensor):
-            value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
-        goal.copy_(value)
+        copy_whole(value, target[name])

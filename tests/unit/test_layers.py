@@ -16,7 +16,10 @@ LAYERS = (
     {"vae"},
     {"data", "training", "checkpoint", "sampling", "planning", "launch", "pipelines"},
     {"benchmark"},
-    {"strategy", "flavour", "sharded", "buckets", "meta", "fabric", "pytorch", "callbacks", "export", "_register"},
+    {
+        *("strategy", "flavour", "sharded", "replicated", "fabric", "pytorch", "callbacks", "export", "_register"),
+        *("buckets", "meta", "checksum", "initial_weights", "replaced_weights", "units"),
+    },
     {"__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
