@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_cp.comm.loopback import host_store
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
 
@@ -190,7 +191,7 @@ def watch_stalls(
         return None
     store, port = None, [0]
     if rank == 0:
-        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+        store = host_store(host, timeout=_PATIENCE)
         for each in range(world):
             store.set(str(each), "")
         port = [store.port]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from types import FrameType
 from typing_extensions import override
 
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
-from lightning_cp.launch.machine import free_port
+from lightning_cp.launch.rendezvous import listen, loopback_environment, rendezvous_environment
 from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.launch.stopping import ASKING, HEARD
 
@@ -84,21 +85,21 @@ class LocalLauncher(Launcher):
         spec = reports / "job.json"
         fields = {"target": job.target, "config": str(job.config), "reports": str(reports)}
         spec.write_text(json.dumps({**fields, "log_dir": str(job.log_dir)}))
-        port = free_port()
         command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(spec)]
-        for rank in range(job.world_size):
-            with ExitStack() as stack:
+        with ExitStack() as stack:
+            listener = stack.enter_context(listen())
+            for rank in range(job.world_size):
                 output = None  # the first rank speaks for all
                 if rank > 0:
                     output = stack.enter_context((job.log_dir / f"rank_{rank}.log").open("wb"))
                 ranks.append(
                     subprocess.Popen(
                         command,
-                        env=_environment(job, rank, port, lifeline) | {HEARD: str(reports / _HEARD_FILE)},
+                        env=_environment(job, rank, listener, lifeline) | {HEARD: str(reports / _HEARD_FILE)},
                         stdin=subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
-                        pass_fds=(lifeline, *job.inherited),
+                        pass_fds=(lifeline, *job.inherited, *([listener.fileno()] if rank == 0 else [])),
                         start_new_session=True,
                     )
                 )
@@ -152,8 +153,8 @@ class LocalLauncher(Launcher):
             process.wait()
 
 
-def _environment(job: Job, rank: int, port: int, lifeline: int) -> dict[str, str]:
-    environment = dict(os.environ)
+def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) -> dict[str, str]:
+    environment = loopback_environment() | os.environ
     if job.threads:
         environment.setdefault("OMP_NUM_THREADS", str(job.threads))
     if "SLURM_NTASKS" in environment:
@@ -165,8 +166,7 @@ def _environment(job: Job, rank: int, port: int, lifeline: int) -> dict[str, str
         "NODE_RANK": "0",
         "WORLD_SIZE": str(job.world_size),
         "LOCAL_WORLD_SIZE": str(job.world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        **rendezvous_environment(listener, rank),
         "LIGHTNING_CP_LIFELINE": str(lifeline),
     }
 

@@ -14,6 +14,7 @@ from typing import Any
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
 from lightning_cp.launch.machine import free_port
+from lightning_cp.launch.rendezvous import use_inherited_listener
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]
@@ -80,6 +81,7 @@ def main(spec_path: str) -> None:
     """Entry of a rank that `LocalLauncher` started."""
     spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
     hold_on_to_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
+    use_inherited_listener(os.environ)
     rank = int(os.environ["RANK"])
     try:
         run_target(spec["target"], Path(spec["config"]))

@@ -1,0 +1,151 @@
+"""Meeting of ranks on one machine through the loopback interface only. Imports no torch.
+
+torch's own rendezvous (`env://`) lets rank 0 listen on every network interface, so that anybody who reaches this
+machine can read and write the store of the process group. Here the launcher binds a port of 127.0.0.1 and rank 0
+inherits the listening socket. So no other program can take the port between its choice and its use either.
+"""
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Iterator, MutableMapping, Sequence
+from datetime import timedelta
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from typing_extensions import override
+
+LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening socket in rank 0, -1 in the others
+_MODULE = "torch.distributed.rendezvous"
+_HOST = "127.0.0.1"
+_BACKLOG = 1024  # ranks that may connect before rank 0 has imported torch
+
+
+def listen() -> socket.socket:
+    """Open a listening socket on a free port of 127.0.0.1. Raises: OSError: there is no loopback interface."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((_HOST, 0))
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def rendezvous_environment(listener: socket.socket, rank: int) -> dict[str, str]:
+    """Variables for a rank that meets its peers at `listener`; rank 0 must inherit its descriptor."""
+    descriptor = listener.fileno() if rank == 0 else -1
+    return {"MASTER_ADDR": _HOST, "MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(descriptor)}
+
+
+def loopback_environment() -> dict[str, str]:
+    """Variables that make gloo and NCCL use the loopback interface, for ranks that are all on this machine."""
+    names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
+    loopback = next((name for name in ("lo", "lo0") if name in names), None)
+    return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
+
+
+def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
+    """In a rank of `LocalLauncher`: make `env://` use the launcher's socket, once torch is imported.
+
+    Args: environ: variables of this process; the descriptor is removed from them.
+    """
+    given = environ.pop(LISTENER, None)
+    if given is None:
+        return
+    listener = int(given)
+    if listener >= 0:
+        os.set_inheritable(listener, False)
+    handler = _Rendezvous((environ["MASTER_ADDR"], environ["MASTER_PORT"]), listener)
+    if _MODULE in sys.modules:
+        handler.install(sys.modules[_MODULE])
+    else:
+        sys.meta_path.insert(0, _AtImport(handler))
+
+
+class _Rendezvous:
+    """A rendezvous handler of torch for `env://`.
+
+    Args:
+        address: host and port that the launcher chose. Another address in the environment is left to torch's handler.
+        listener: descriptor of the listening socket; -1 in ranks other than 0.
+    """
+
+    def __init__(self, address: tuple[str, str], listener: int) -> None:
+        self._address, self._listener = address, listener
+        self._store: Any = None  # one for the life of the process, because the socket can be handed over only once
+        self._uses = 0
+        self._default: Any = None
+
+    def install(self, module: ModuleType) -> None:
+        """Replace the handler of `env://`."""
+        handlers = getattr(module, "_rendezvous_handlers", {})
+        self._default = handlers.get("env")
+        if self._default is not None:
+            handlers["env"] = self
+
+    def __call__(self, url: str, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> Iterator[Any]:
+        """Give `(store, rank, world size)`, as torch's handlers do."""
+        if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != self._address:
+            yield from self._default(url, timeout=timeout, **settings)
+            return
+        from urllib.parse import parse_qs, urlparse
+
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        asked = parse_qs(urlparse(url).query)
+        rank, world = (
+            int(asked[name][0] if name in asked else os.environ[name.upper()]) for name in ("rank", "world_size")
+        )
+        store = self._connect(rank, world, timeout)
+        self._uses += 1  # each process group finds an empty store, also after an earlier one was destroyed
+        yield PrefixStore(f"group_{self._uses}", store), rank, world
+        raise RuntimeError("the ranks of a local job cannot meet again")
+
+    def _connect(self, rank: int, world: int, timeout: timedelta) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        if self._store is not None:
+            self._store.set_timeout(timeout)
+            return self._store
+        host, port = self._address[0], int(self._address[1])
+        listener: dict[str, Any] = {"master_listen_fd": self._listener} if rank == 0 and self._listener >= 0 else {}
+        self._store = TCPStore(host, port, world, rank == 0, timeout=timeout, **listener)
+        return self._store
+
+
+class _AtImport(MetaPathFinder):
+    """Installs a rendezvous handler when torch's module is imported, so that ranks without torch start fast."""
+
+    def __init__(self, handler: _Rendezvous) -> None:
+        self._handler = handler
+
+    @override
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self._handler)
+        return spec
+
+
+class _Loader(Loader):
+    def __init__(self, inner: Loader, handler: _Rendezvous) -> None:
+        self._inner, self._handler = inner, handler
+
+    @override
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    @override
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        self._handler.install(module)
