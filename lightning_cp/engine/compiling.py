@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_cp.engine.diffusers_format import from_diffusers
-from lightning_cp.engine.paths import arguments_of, expanded, position, stack, submodule
+from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, is_a, position, stack, submodule
 from lightning_cp.engine.rules import Halo, Kinds, Outputs, Rules
 from lightning_cp.engine.seam import attends, check_reachable
 from lightning_cp.errors import PlanError
@@ -38,7 +38,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     outputs += [Outputs(path, spec, gathers=False) for path, spec in expanded(module, plan.split_outputs)]
     arguments += [arguments_of(module, (path,), specs) for path, specs in expanded(module, plan.arguments)]
     whole = [
-        (path, x) for path, x in expanded(module, plan.whole) if x.only in ("", type(submodule(module, path)).__name__)
+        (path, x) for path, x in expanded(module, plan.whole) if not x.only or is_a(submodule(module, path), x.only)
     ]
     arguments += [arguments_of(module, (path,), x.arguments, joins=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
@@ -77,7 +77,7 @@ def _divider(module: nn.Module, name: str) -> int:
 
 
 def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
-    convolution = submodule(module, path)
+    convolution = beneath_adapters(submodule(module, path))
     if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
         raise PlanError(
             f"the plan names {path!r} as a convolution over dim {dim}: it is a {type(convolution).__name__}"
@@ -101,7 +101,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         owner = block.get_submodule(name.rpartition(".")[0])
         if inner is getattr(owner, "processor", None):  # one with weights: its attention is the owner's
             continue
-        if kinds and not special and (attends(inner) or getattr(inner, "processor", None) is not None):
+        if kinds and not special:
             check_reachable(inner, at)
         if not special and not attends(inner):
             continue

@@ -47,8 +47,8 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
     if not any(rule.gathers for rule in outputs):
         raise PlanError("the plan gathers nothing: it needs a ContextParallelOutput, or the output would be a shard")
     attention = {name: None for name, inner in module.named_modules() if attends(inner)}
-    for name in attention:
-        check_reachable(module.get_submodule(name), name)
+    for name, inner in module.named_modules():
+        check_reachable(inner, name)
     if not attention:
         raise PlanError(
             f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "

@@ -69,15 +69,14 @@ def own_forward(module: nn.Module, *, above: Around | None = None) -> Place:
 def own_function(module: nn.Module) -> Function:
     """The plain function that is a module's own forward: its class', or one that was set on the instance."""
     found = own_forward(module).get()
-    if found is None or _is_of_class(module, found):
-        return type(module).forward
-    return unbound(found)
+    return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
 
 
-def has_forward_of_class(module: nn.Module) -> bool:
-    """Whether a module runs its class' forward, possibly wrapped (with `functools.wraps`, or by a library)."""
+def decorated_function(module: nn.Module) -> Function | None:
+    """What a module's own forward is beneath decorators, made with `functools.wraps`; None for that of its class."""
     found = own_forward(module).get()
-    return found is None or _is_of_class(module, found)
+    beneath = None if found is None else inspect.unwrap(found)
+    return None if beneath is None or _is_of_class(module, beneath) else beneath
 
 
 def unbound(function: Function) -> Function:
@@ -86,8 +85,8 @@ def unbound(function: Function) -> Function:
 
 
 def _is_of_class(module: nn.Module, function: Function) -> bool:
-    theirs = unbound(inspect.unwrap(type(module).forward))
-    return any(unbound(inspect.unwrap(x)) is theirs for x in (function, unbound(function)))
+    theirs = type(module).forward
+    return unbound(function) in (theirs, inspect.unwrap(theirs))
 
 
 def _beneath(module: nn.Module, function: Any) -> Place | None:

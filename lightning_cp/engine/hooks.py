@@ -166,7 +166,8 @@ class ModelHook(EngineHook):
         """
         given = self.before(module, args, kwargs)
         session = self.session
-        outer, session.call = session.call, Call(session.groups)
+        outer = session.call if session.forwards else None  # not one that an interrupted replay has left
+        session.call = Call(session.groups)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:

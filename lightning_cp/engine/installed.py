@@ -15,6 +15,7 @@ from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
 from lightning_cp.engine.rules import Rules
+from lightning_cp.engine.seam import is_stuck
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
 from lightning_cp.errors import PlanError
@@ -59,7 +60,13 @@ class Installed(Around):
         self.module.__dict__[_INSTALLED] = self
 
     def take_off(self) -> None:
-        """Undo `put_on`: the model is as it was."""
+        """Undo `put_on`: the model is as it was. Raises: PlanError: a decorator is in the way; nothing was changed."""
+        for path, inner in self.module.named_modules():
+            if is_stuck(inner):
+                raise PlanError(
+                    f"{path}.forward was decorated after apply_context_parallel: undo that before "
+                    "remove_context_parallel, which cannot take its own forward from beneath"
+                )
         strip([*self.module.modules(), *self._touched])
         self._hook, self._structure = None, None  # a wrapper around ours, which we cannot take off, calls the original
         place = own_forward(self.module, above=self)

@@ -37,6 +37,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_a(module: nn.Module, name: str) -> bool:
+    """Whether a module's class has this name. FSDP derives a class of its own from it, which counts too."""
+    return any(kind.__name__ == name for kind in type(module).__mro__)
+
+
+def beneath_adapters(module: nn.Module) -> nn.Module:
+    """The layer that adapters (a LoRA of peft) were put around."""
+    while isinstance(inner := module._modules.get("base_layer"), nn.Module):
+        module = inner
+    return module
+
+
 def expand(module: nn.Module, pattern: str) -> list[str]:
     """Paths of a pattern with at most one `*`, which stands for each module of a list."""
     atoms = pattern.split(".")
@@ -99,7 +111,7 @@ def arguments_of(
 
 def position(path: str, module: nn.Module, name: str) -> int:
     """Index of an argument in the module's forward; -1 for one that is given by keyword only."""
-    parameters = inspect.signature(type(module).forward).parameters
+    parameters = inspect.signature(type(beneath_adapters(module)).forward).parameters
     if name in parameters:
         return list(parameters).index(name) - 1
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
-from lightning_cp.engine.forwards import has_forward_of_class, own_forward, own_function, unbound
+from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, unbound
 from lightning_cp.errors import InterceptionError, PlanError
 
 _ORIGINAL = "_lightning_cp_original"  # what ours stands in for: a processor, or the function of a forward
@@ -174,13 +174,25 @@ def release(module: nn.Module) -> None:
         module.processor = theirs
     place = own_forward(module)
     function = place.get()
-    original = None if function is None else getattr(unbound(function), _ORIGINAL, None)
+    original = None if function is None else original_of(function)
     if original is None:
         return
     if original is type(module).forward:
         place.clear(module)
     else:
         place.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
+
+
+def original_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
+    """The function that one of ours stands in for; None for one that is not ours (a decorator around it, say)."""
+    attributes = getattr(unbound(function), "__dict__", {})
+    return None if "__wrapped__" in attributes else attributes.get(_ORIGINAL)
+
+
+def is_stuck(module: nn.Module) -> bool:
+    """Whether a forward of ours is beneath a decorator, so that `release` cannot take it off."""
+    beneath = decorated_function(module)
+    return beneath is not None and beneath is not own_forward(module).get() and original_of(beneath) is not None
 
 
 def attends(module: nn.Module) -> bool:
@@ -191,14 +203,22 @@ def attends(module: nn.Module) -> bool:
 
 
 def check_reachable(module: nn.Module, path: str) -> None:
-    """Raise PlanError for an attention module (one with a processor) whose attention call the seam cannot reach."""
+    """Raise PlanError for a module that attends, by its class or its processor, where the seam cannot reach it."""
     processor = getattr(module, "processor", None)
     if processor is not None and callable(processor) and not attends(module):
         raise PlanError(
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
             "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    if not has_forward_of_class(module) and not makes_attention_call(own_function(module)):
+    if own_function(module) is type(module).forward or makes_attention_call(own_function(module)):
+        return
+    if makes_attention_call(type(module).forward):
+        raise PlanError(
+            f"{path}.forward was replaced, or decorated, on this instance of {type(module).__name__}, and its "
+            "attention call can no longer be intercepted: decorate it with functools.wraps, after "
+            "apply_context_parallel"
+        )
+    if processor is not None and decorated_function(module) is not None:
         raise PlanError(
             f"{path}.forward was replaced on this instance of {type(module).__name__} by a function that makes no "
             "attention call that could be intercepted: if it calls the original forward, make it with functools.wraps"

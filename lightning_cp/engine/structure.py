@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.forwards import own_forward
+from lightning_cp.engine.forwards import decorated_function, own_forward
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
 
@@ -61,7 +61,7 @@ class Structure:
         place = own_forward(module)
         if place.holder is not module or place.name != "forward":
             self._entries.append((place.holder.__dict__, place.name, place.get()))
-        self._parts.append(place.get())
+        self._parts.append(decorated_function(module))
 
     def _add_processor(self, module: nn.Module) -> None:
         for attributes in (module.__dict__, module._modules):

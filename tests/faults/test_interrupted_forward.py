@@ -1,0 +1,78 @@
+"""Forwards that Ctrl-C or an error interrupts: the model is then as it was, and the next forward is exact."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.engine.apply import installed_on
+from tests.dist.compare import outcome
+from tests.models.wan import wan
+
+
+def _interrupting(error: type[BaseException], after: int) -> Any:
+    """A forward hook that raises in its n-th call."""
+    calls = 0
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise error("interrupted")
+
+    return hook
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("where", ["forward", "replay"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_nothing_is_left_of_an_interrupted_forward(error: type[BaseException], where: str, reentrant: bool) -> None:
+    model, arguments = wan().build(), wan().arguments()
+    model.train().enable_gradient_checkpointing(partial(checkpoint, use_reentrant=reentrant))
+    before = model._gradient_checkpointing_func
+    expected, _ = outcome(model, arguments)
+    apply_context_parallel(model, ContextParallelConfig())
+    installed = installed_on(model)
+    assert installed is not None
+    handle = model.blocks[1].ffn.register_forward_hook(_interrupting(error, 1 if where == "forward" else 2))
+    if where == "forward":
+        with pytest.raises(error, match="interrupted"):
+            model(**arguments)
+    else:
+        loss = model(**arguments, return_dict=False)[0].sum()
+        with pytest.raises(error, match="interrupted"):
+            loss.backward()
+    handle.remove()
+    assert installed.session.forwards == 0
+    assert model._gradient_checkpointing_func is before
+    out, _ = outcome(model, arguments)
+    assert (out - expected).abs().max() < 1e-12
+    assert installed.session.call is None
+    remove_context_parallel(model)
+    assert model._gradient_checkpointing_func is before
+    out, _ = outcome(model, arguments)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("copied", [False, True])
+@pytest.mark.parametrize("save", ["pickle", "torch"])
+def test_a_parallel_model_is_not_pickled_but_its_weights_are(save: str, copied: bool) -> None:
+    model = wan().build()
+    apply_context_parallel(model, ContextParallelConfig())
+    if copied:
+        model = copy.deepcopy(model)
+    for part in (model, nn.Sequential(model), model.blocks[0]):
+        with pytest.raises(pickle.PicklingError, match=r"Save its state_dict\(\)"):
+            pickle.dumps(part) if save == "pickle" else torch.save(part, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
+    remove_context_parallel(model)
+    pickle.loads(pickle.dumps(model))
