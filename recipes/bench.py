@@ -72,6 +72,8 @@ def measure_all(config: DictConfig) -> None:
 
 def check(config: DictConfig) -> str:
     """What is wrong with the settings; "" for nothing."""
+    if "stages" in config:
+        return check_stages(config)
     unknown = [x for x in config.workloads if x not in WORKLOADS]
     if unknown or not config.workloads:
         return f"workloads={list(config.workloads)}: valid are {', '.join(WORKLOADS)}"
@@ -91,6 +93,47 @@ def check(config: DictConfig) -> str:
     return ""
 
 
+def check_stages(config: DictConfig) -> str:
+    """Check the settings of bench=gpu. Returns: what is wrong; "" if nothing is."""
+    from lightning_cp.benchmark.gpu.stage import STAGES
+
+    unknown = [name for name in config.stages if name not in STAGES]
+    if unknown or not config.stages:
+        return f"stages={list(config.stages)}: valid are {', '.join(STAGES)}"
+    if config.device not in ("cpu", "cuda"):
+        return f"device={config.device}: cpu or cuda"
+    for name in ("stage_s", "total_s"):
+        if not isinstance(config[name], (int, float)) or not config[name] > 0:
+            return f"{name}={config[name]}: must be a number of seconds above 0"
+    if config.device == "cuda" and not Machine.this().gpus:
+        return "device=cuda: there is no GPU here; bench=gpu_on_cpu runs the same stages on CPU and in small"
+    return ""
+
+
+def run_gpu_stages(config: DictConfig, folder: Path) -> None:
+    """Run the stages of bench=gpu that have no result in `folder`, and write the page.
+
+    Exits with 1 if a goal is missed, a stage failed, or a stage was not started.
+    """
+    from lightning_cp.benchmark.gpu.page import write_page
+    from lightning_cp.benchmark.gpu.runner import run_stages
+
+    try:
+        results = run_stages(config, folder, print)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(", ".join(str(path) for path in write_page(results, config.stages, folder, device=config.device)))
+    missed = [check for found in results.values() for check in found.checks if check.passed is False]
+    failed = [name for name in config.stages if name in results and results[name].error]
+    left = [name for name in config.stages if name not in results]
+    for check in missed:
+        print(f"goal missed: {check.name}: {check.value}, goal {check.goal}")
+    if left:
+        print(f"not run: {', '.join(left)}; give hydra.run.dir={folder} again to run them")
+    if missed or failed or left:
+        sys.exit(1)
+
+
 def _real(config: DictConfig) -> list[str]:
     """Workloads of which every rank does its part; in the other the first one's world is pretended."""
     return [x for x in config.workloads if x != "one_rank"]
@@ -105,6 +148,9 @@ def main(config: DictConfig) -> None:
     if wrong:
         sys.exit(f"error: {wrong}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
+    if "stages" in config:
+        run_gpu_stages(config, folder)
+        return
     rows = []
     jobs = [(ranks, 0, _real(config)) for ranks in config.ranks if _real(config)]
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]

@@ -22,7 +22,7 @@ from lightning_cp.comm.packets import Packets, exchange_packets, packets_of_all
 from lightning_cp.kernels import Grads, Part, PartGrad
 
 # Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
-_SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 class _Stretch(NamedTuple):
@@ -223,9 +223,9 @@ def _of_others(sizes: Sequence[int], ring: Ring) -> list[int]:
 
 
 def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
-    """All heads, in even slices of about `_SLICE_BYTES` once gathered; the same on every rank."""
+    """All heads, in even slices of about `SLICE_BYTES` once gathered; the same on every rank."""
     bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
-    return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // _SLICE_BYTES.get(k.device.type, 64 << 20)))
+    return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(k.device.type, 64 << 20)))
 
 
 def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:

@@ -70,10 +70,14 @@ def _attention_step(
         tensors = [x if index in whole else cut(x).clone() for index, x in enumerate(tensors)]
     *leaves, grad = [x.requires_grad_(index < 3) for index, x in enumerate(tensors)]
 
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*leaves)
+
     def step() -> None:
         torch.autograd.grad(attend(*leaves), leaves, grad)
 
-    return step
+    return step if config.get("backward", True) else forward
 
 
 def _ours(step_of: Callable[..., Callable[[], object]], length: int) -> list[Subject]:

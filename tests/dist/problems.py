@@ -252,7 +252,7 @@ def check_exact(rank: int, world: int, problems: list[Problem], limit: float = 1
     for problem in problems:
         given = whole(problem)
         try:
-            with mock.patch.dict(gathered._SLICE_BYTES, cpu=problem.slice_bytes):
+            with mock.patch.dict(gathered.SLICE_BYTES, cpu=problem.slice_bytes):
                 actual = solve(problem, given, rank)
         except Exception:
             raise AssertionError(f"{problem}\n{traceback.format_exc()}") from None

@@ -226,7 +226,7 @@ def test_the_next_chunk_is_under_way_while_this_one_is_computed(run_ranks: RankP
 
 
 def _in_slices(rank: int, world: int, problem: Problem, heads: int) -> tuple[Traffic, Traffic]:
-    with mock.patch.dict(gathered._SLICE_BYTES, cpu=heads * 2 * B * S * world * D * 4):
+    with mock.patch.dict(gathered.SLICE_BYTES, cpu=heads * 2 * B * S * world * D * 4):
         return _forward_backward(rank, world, problem, False)
 
 

@@ -106,7 +106,7 @@ def _step_peak(rank: int, world: int, degrees: dict[str, int]) -> int:
         model(*inputs, return_dict=False)[0].square().mean().backward()
         model.zero_grad(set_to_none=False)
 
-    with mock.patch.dict(gathered._SLICE_BYTES, cpu=256 << 10):
+    with mock.patch.dict(gathered.SLICE_BYTES, cpu=256 << 10):
         return _peak_beside_weights(step, model)
 
 

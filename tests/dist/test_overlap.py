@@ -26,7 +26,7 @@ def _hidden(rank: int, world: int, method: str) -> list[list[int]]:
     lengths = [TOKENS // world] * world
     slices = 2 * 2 * TOKENS * HEAD_DIM * 4  # of K and V of two heads: three slices
     out: list[Tensor] = []
-    with mock.patch.dict(gathered._SLICE_BYTES, cpu=slices):
+    with mock.patch.dict(gathered.SLICE_BYTES, cpu=slices):
         forward = record(
             lambda: out.append(
                 context_parallel_attention(q, k, v, parallel_config=config, q_lengths=lengths, kv_lengths=lengths)

@@ -64,3 +64,52 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert said in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "recipes/bench.py", "bench=gpu_on_cpu", f"hydra.run.dir={folder}", *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+
+
+def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
+    first = _gpu_stages(tmp_path, "stages=[errors]")
+    assert first.returncode == 0, first.stderr
+    second = _gpu_stages(tmp_path, "stages=[errors,merge]", "stage_s=0.5")
+    assert "errors: kept from an earlier run" in second.stdout
+    assert "merge: ended after its limit" in second.stdout
+    assert second.returncode == 1, "a stage that did not finish is an error"
+    third = _gpu_stages(tmp_path, "stages=[errors,merge]", "errors.tokens=32", "total_s=400", "stage_s=150")
+    assert "errors: done" in third.stdout, "with other settings it runs again"
+    assert "merge: done" in third.stdout, "after an error it runs again"
+    page = (tmp_path / "gpu.md").read_text()
+    assert "A rehearsal on CPU" in page
+    assert "| flash | float64 |" in page
+
+
+def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
+    for given, said in (
+        ("stages=[error]", "stages=['error']: valid are tests, errors, merge"),
+        ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
+        ("device=tpu", "device=tpu: cpu or cuda"),
+    ):
+        done = _gpu_stages(tmp_path, given)
+        assert done.returncode == 1
+        assert said in done.stderr
+    (tmp_path / "results.json").write_text("{}[")
+    done = _gpu_stages(tmp_path, "stages=[errors]")
+    assert done.returncode == 1
+    assert "results.json does not hold results of this benchmark" in done.stderr
+
+
+@pytest.mark.full
+def test_every_stage_for_a_gpu_runs_on_cpu(tmp_path: Path) -> None:
+    done = _gpu_stages(tmp_path)
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert list(results) == ["tests", "errors", "merge", "one_rank", "memory", "main_job"]
+    assert not any(found["error"] for found in results.values()), done.stdout
+    goals = [check for found in results.values() for check in found["checks"] if check["passed"] is not None]
+    assert [check["name"] for check in goals if not check["passed"]] == []
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("gpu.md", "gpu_memory.png", "gpu_one_rank.png", "gpu_one_rank_forward.png"),
+        *("results.json", "log.txt", ".lock"),
+    }

@@ -1,4 +1,4 @@
-"""A rank's step on a GPU, in a world that is only pretended: nothing waits for the device, and graphs hold it.
+"""A rank's step on a GPU, in a world that is only pretended: no host synchronisation, CUDA graphs, compilation.
 
 Transfers send nothing there, so that these tests are of everything else; test_several_gpus.py has them too.
 """
@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
@@ -90,6 +91,26 @@ def test_a_step_is_captured_in_a_graph(name: str) -> None:
     torch.cuda.synchronize()
     assert all(x.shape[1] == TOKENS for x in grads)
     assert not any(torch.isnan(x).all() for x in grads), "the replay wrote them"
+
+
+@pytest.mark.usefixtures("_world")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_step_compiles_as_one_graph(name: str) -> None:
+    lengths = [TOKENS // RANKS] * RANKS
+    q, k, v = (torch.randn(1, TOKENS // RANKS, HEADS, HEAD_DIM, device="cuda", requires_grad=True) for _ in range(3))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        given = {"q_lengths": lengths, "kv_lengths": lengths}
+        return context_parallel_attention(q * 2, k, v, parallel_config=CONFIGS[name], **given) * 3
+
+    attend(q, k, v)  # builds the process groups
+    with torch._inductor.config.patch(compile_threads=1):  # more would leave processes behind
+        compiled = torch.compile(attend, fullgraph=True)(q, k, v)
+        compiled.sum().backward()
+    assert compiled.shape == q.shape
+    assert q.grad is not None
+    assert q.grad.shape == q.shape
 
 
 def _waits(model: nn.Module) -> int:

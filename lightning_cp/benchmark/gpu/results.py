@@ -1,0 +1,85 @@
+"""Results of one stage: checks against a goal, and tables."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Check:
+    """One measured value and the goal it must meet.
+
+    Attributes:
+        name: what was measured.
+        value: the measured value with its unit.
+        goal: the bound, as text; "" if there is none on this device.
+        passed: None if there is no goal.
+    """
+
+    name: str
+    value: str
+    goal: str = ""
+    passed: bool | None = None
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """A table of the page: a title, the column names, and the cells row by row."""
+
+    title: str
+    columns: list[str]
+    rows: list[list[str]]
+
+
+@dataclass
+class StageResult:
+    """Everything that one stage reports.
+
+    Attributes:
+        settings: the settings it ran with; with other settings the stage runs again.
+        seconds: wall-clock time.
+        error: why the stage did not finish; "" if it did.
+        rows: rows of `bench.csv`, for the plots.
+    """
+
+    settings: dict[str, Any]
+    seconds: float = 0.0
+    error: str = ""
+    checks: list[Check] = field(default_factory=list)
+    tables: list[ResultTable] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+
+def read_results(path: Path) -> dict[str, StageResult]:
+    """Read the results of an earlier run, by stage; empty if there is no file.
+
+    Raises: ValueError: the file is not one that `write_results` wrote.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        return {
+            name: StageResult(
+                **{
+                    **found,
+                    "checks": [Check(**check) for check in found["checks"]],
+                    "tables": [ResultTable(**table) for table in found["tables"]],
+                }
+            )
+            for name, found in stored.items()
+        }
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} does not hold results of this benchmark: {error}. Remove it, or choose another folder"
+        ) from error
+
+
+def write_results(results: dict[str, StageResult], path: Path) -> None:
+    """Replace the file with `results`."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps({name: asdict(found) for name, found in results.items()}, indent=1), "utf-8")
+    partial.replace(path)
