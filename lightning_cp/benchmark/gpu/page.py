@@ -12,8 +12,8 @@ from lightning_cp.benchmark.report import Row, draw, machine_name
 
 _ABOUT = {
     "tests": "The tests in `tests/gpu`: every CUDA kernel against float64; a step without host synchronisation,"
-    " captured in a CUDA graph and compiled with `fullgraph=True`; several gloo ranks that share the GPU; float16 with a"
-    " gradient scaler.",
+    " captured in a CUDA graph and compiled with `fullgraph=True`; several gloo ranks that share the GPU; float16 with"
+    " a gradient scaler.",
     "errors": "Every kernel against softmax attention in float64.",
     "merge": "The Triton kernel that merges two partial results, against the bandwidth of a plain copy.",
     "one_rank": "What one rank computes in each mode, while collectives send nothing, against one attention call with"
