@@ -135,6 +135,14 @@ def groups_for(config: ContextParallelConfig) -> Groups:
     return found
 
 
+def moves_cuda_by(backend: str, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether a group (default: the world) moves CUDA tensors with `backend`, whatever it uses for CPU tensors.
+
+    `dist.get_backend` cannot say: for "cpu:gloo,cuda:nccl" it returns that text.
+    """
+    return f"cuda:{backend}" in str(dist.get_backend_config(group)).split(",")
+
+
 def check_world(ring: int, ulysses: int, world: int) -> int:
     """How many context groups a world holds. Raises: ValueError where ring x ulysses does not divide it."""
     context = ring * ulysses
@@ -153,7 +161,7 @@ def check_world(ring: int, ulysses: int, world: int) -> int:
 
 def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     data = check_world(config.ring, config.ulysses, dist.get_world_size())
-    device_type = "cuda" if "cuda:nccl" in str(dist.get_backend_config()) and torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if moves_cuda_by("nccl") and torch.cuda.is_available() else "cpu"
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
@@ -203,6 +211,7 @@ def _build_branches(groups: Groups, cfg: int) -> Branches:
     if cfg > 1:  # collectives: every rank makes every group, in the same order
         group, _ = dist.new_subgroups_by_enumeration(rows.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
         sample, _ = dist.new_subgroups_by_enumeration(rows.flatten(1).tolist())  # type: ignore[no-untyped-call]
+        _connect(group, sample)
     place = cfg_rank * groups.context_size + context_rank
     return Branches(
         context=groups,
@@ -249,14 +258,28 @@ def _build_groups(mesh: DeviceMesh) -> Groups:
             context = mesh.get_group("ring")
         else:  # a collective: every rank makes every row's group, in the same order
             context, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
+    ring_group = mesh.get_group("ring") if ring > 1 else None
+    ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
+    _connect(ring_group, ulysses_group, context)
     return Groups(
         name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{id(mesh):x}",
         mesh=mesh,
-        ring=mesh.get_group("ring") if ring > 1 else None,
-        ulysses=mesh.get_group("ulysses") if ulysses > 1 else None,
+        ring=ring_group,
+        ulysses=ulysses_group,
         context=context,
         context_shape=(ring, ulysses),
         context_rank=context_rank,
         data_rank=data_rank,
         data_size=len(rows),
     )
+
+
+def _connect(*groups: dist.ProcessGroup | None) -> None:
+    """Run one collective on each NCCL group, so that its communicator exists before the first point-to-point transfer.
+
+    If the first call on a group is a batch of point-to-point operations, every rank must take part in it. A rank whose
+    own shard and whose neighbour's shard are empty has nothing to send or receive: the others would wait for it.
+    """
+    for group in dict.fromkeys(groups):
+        if group is not None and moves_cuda_by("nccl", group):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning_cp.benchmark.subject import Subject
 from lightning_cp.benchmark.trace import read_trace, record
 from lightning_cp.comm.notes import NOTES
+from lightning_cp.mesh import moves_cuda_by
 
 _WARM_UPS = 2
 
@@ -146,7 +147,7 @@ def _goes_on(mine: bool) -> bool:
 
 def _most(values: Sequence[float]) -> list[float]:
     most = torch.tensor(values, dtype=torch.float64)
-    if dist.get_backend() == "nccl":
+    if moves_cuda_by("nccl"):
         most = most.cuda()
     dist.all_reduce(most, dist.ReduceOp.MAX)
     found: list[float] = most.tolist()

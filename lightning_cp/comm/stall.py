@@ -23,6 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from lightning_cp.comm.loopback import host_store
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
+from lightning_cp.mesh import moves_cuda_by
 
 _PATIENCE = timedelta(seconds=10)  # with the store
 
@@ -88,7 +89,7 @@ class StallWatch:
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
         # With NCCL the host runs on from a collective, until it needs what the GPU has not done.
-        self._gpu = torch.cuda.current_device() if dist.get_backend() == "nccl" else None
+        self._gpu = torch.cuda.current_device() if moves_cuda_by("nccl") else None
         self._own = Status(Place("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []

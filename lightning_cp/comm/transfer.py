@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_cp.comm.notes import NOTES
+from lightning_cp.mesh import moves_cuda_by
 
 # In a trace, with the number of the exchange, which is under way from the one to the other.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
@@ -84,8 +85,8 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
 
     Ranks: all of `group`.
     """
-    on_gpu = dist.get_backend(group) == "nccl"
-    mine = torch.tensor(values, dtype=torch.int64, device="cuda" if on_gpu else "cpu")
+    device = "cuda" if moves_cuda_by("nccl", group) else "cpu"
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
     _all_gather(everyone, mine, group=group)
     gathered: list[list[int]] = everyone.view(-1, len(values)).tolist()
@@ -93,7 +94,7 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
 
 
 def _staged(buffer: Tensor, group: dist.ProcessGroup) -> bool:
-    return buffer.device.type != "cpu" and dist.get_backend(group) == "gloo"
+    return buffer.device.type != "cpu" and moves_cuda_by("gloo", group)
 
 
 def _host(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -190,3 +191,34 @@ def test_without_a_process_group_one_branch_is_all_there_is() -> None:
     assert (ranks.cfg, ranks.data_size, ranks.sample.context) == (1, 1, None)
     with pytest.raises(ValueError, match="cfg=2 needs a process group"):
         branches_for(ContextParallelConfig(), 2)
+
+
+@pytest.mark.parametrize(
+    ("ring", "ulysses", "cfg", "connected"),
+    [
+        (4, 1, 1, [[0, 1, 2, 3]]),  # the context group is the ring's
+        (1, 4, 1, [[0, 1, 2, 3]]),
+        (2, 2, 1, [[0, 2], [0, 1], [0, 1, 2, 3]]),
+        (2, 1, 2, [[0, 1], [0, 2], [0, 1, 2, 3]]),  # its ring; the branches; all ranks of the sample
+    ],
+)
+def test_nccl_groups_run_a_collective_of_all_ranks_first(
+    ring: int, ulysses: int, cfg: int, connected: list[list[int]]
+) -> None:
+    """Before it, a batch of point-to-point transfers in which some rank has no part would hang."""
+    zeros = torch.zeros
+    with (
+        pretended_world(0, 4),
+        mock.patch.object(dist, "all_reduce") as reduced,
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(torch, "zeros", lambda *shape, device: zeros(*shape)),
+    ):
+        branches_for(ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses), cfg)
+        groups = [call.kwargs["group"] for call in reduced.call_args_list]
+        assert [dist.get_process_group_ranks(group) for group in groups] == connected
+
+
+def test_other_groups_run_none() -> None:
+    with pretended_world(0, 4), mock.patch.object(dist, "all_reduce") as reduced:
+        groups_for(ContextParallelConfig(ring_degree=4))
+        assert not reduced.called
