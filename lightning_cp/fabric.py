@@ -16,13 +16,24 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.buckets import settle_buckets
+from lightning_cp.flavour import ContextParallelFlavour
 from lightning_cp.initial_weights import move_values
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
 
 
-class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
+class _OwnSamplers(ContextParallelFlavour):
+    """With one data group there is nothing to divide, and Fabric leaves the user's samplers alone."""
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> Any:
+        """A context group is one replica; None with one data group: Fabric then replaces no sampler."""
+        return super().distributed_sampler_kwargs if self.data_size > 1 else None
+
+
+class ContextParallelStrategy(_OwnSamplers, ReplicatedFlavour, DDPStrategy):
     """`Fabric(strategy=ContextParallelStrategy(ring=2))`: `fabric.setup` makes the transformers of a module parallel.
 
     Args: see `ReplicatedFlavour`.
@@ -60,7 +71,7 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         return super().load_checkpoint(path, state, strict, self._check_checkpoint(path, weights_only))
 
 
-class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_OwnSamplers, ShardedFlavour, ModelParallelStrategy):
     """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.
 
     With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.

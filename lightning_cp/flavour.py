@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.config import RotateMethod
+from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.engine.apply import Installed
 from lightning_cp.initial_weights import equal_initial_weights
 from lightning_cp.replaced_weights import ReplacedWeights
@@ -47,6 +48,7 @@ class ContextParallelFlavour:
     """
 
     _passes_on: tuple[type, ...] = ()  # beside Lightning's strategy, classes that take settings
+    _divides_batches = False  # whether batch samplers that Lightning cannot divide are divided here
 
     def __init__(
         self,
@@ -132,9 +134,10 @@ class ContextParallelFlavour:
         return self.context.local_mean(loss, tokens)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seeds workers from the data rank, so that context peers augment alike.
+        """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
 
-        Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone.
+        Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone, or a
+            DistributedSampler for other replicas than the data groups.
         """
         dataset = getattr(dataloader, "dataset", None)
         source = dataset if isinstance(dataloader, DataLoader) else dataloader
@@ -146,6 +149,8 @@ class ContextParallelFlavour:
                 "outside: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
                 "sharded_by_data_rank = True on it"
             )
+        if by_index and self.context.groups is not None:
+            dataloader = prepare_loader(dataloader, self.context.groups, divide=self._divides_batches)
         if isinstance(dataloader, DataLoader):
             chosen = dataloader.worker_init_fn
             if isinstance(chosen, partial) and chosen.func is pl_worker_init_function:

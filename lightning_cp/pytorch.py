@@ -23,6 +23,7 @@ from lightning_cp.buckets import settle_buckets
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
+from lightning_cp.trainer_samplers import leave_samplers
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -37,6 +38,7 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel, then what Lightning does."""
         assert self.lightning_module is not None, "connected before"
+        self._divides_batches = leave_samplers(trainer, data_size=self.data_size)
         installed = self._wrap(self.lightning_module)
         with self._from_equal_weights(self.lightning_module):
             pass
@@ -80,6 +82,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         assert self.model is not None, "connected before"
         self.accelerator.setup(trainer)
         self._refuse_what_needs_whole_weights(trainer)
+        self._divides_batches = leave_samplers(trainer, data_size=self.data_size)
         if any(isinstance(inner, FullyShardedDataParallel) for inner in self.model.modules()):
             raise TypeError(
                 f"found modules wrapped in FullyShardedDataParallel: {type(self).__name__} only supports the new FSDP2 "

@@ -29,6 +29,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     [[2, 3]]
     """
 
+    sharded_by_data_rank = True
+
     def __init__(
         self,
         num_samples: int,
@@ -127,6 +129,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 class EndlessBatches(Sampler[list[int]]):
     """The batches of a `GlobalBatchSampler` from where it stands, epoch after epoch, without end."""
+
+    sharded_by_data_rank = True
 
     def __init__(self, sampler: GlobalBatchSampler) -> None:
         self._sampler = sampler

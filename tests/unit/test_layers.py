@@ -18,7 +18,7 @@ LAYERS = (
     {"benchmark"},
     {
         *("strategy", "flavour", "sharded", "replicated", "fabric", "pytorch", "callbacks", "export", "_register"),
-        *("buckets", "meta", "checksum", "initial_weights", "replaced_weights", "units"),
+        *("buckets", "meta", "checksum", "initial_weights", "replaced_weights", "units", "trainer_samplers"),
     },
     {"__init__"},
 )

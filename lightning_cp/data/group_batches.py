@@ -1,0 +1,61 @@
+"""Divide the batches of any batch sampler over data groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import Sampler
+from typing_extensions import override
+
+
+class GroupBatches(Sampler[Any]):
+    """Yield every `data_size`-th batch of a batch sampler, starting with batch `data_rank`.
+
+    Use it for a batch sampler of your own, such as one that puts samples of one size into a batch. Each data group then
+    takes other batches of the same epoch. All ranks must iterate over the same batches: seed the sampler equally.
+
+    Args:
+        batches: a batch sampler, or another iterable of batches.
+        data_rank: index of this rank's context group (`strategy.data_rank`).
+        data_size: number of context groups (`strategy.data_size`).
+        repeat: where the last round has fewer than `data_size` batches, fill it with the first batches, so that all
+            data groups take the same number of steps. Without it the data groups may differ by one batch.
+    Raises: ValueError: `data_rank` is not one of the data groups.
+
+    >>> [list(GroupBatches([[0, 1], [2], [3, 4]], rank, 2)) for rank in range(2)]
+    [[[0, 1], [3, 4]], [[2], [0, 1]]]
+    """
+
+    sharded_by_data_rank = True
+
+    def __init__(self, batches: Iterable[Any], data_rank: int, data_size: int, *, repeat: bool = True) -> None:
+        if data_size < 1 or not 0 <= data_rank < data_size:
+            raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
+        self.batches, self.data_rank, self.data_size, self.repeat = batches, data_rank, data_size, repeat
+
+    def __len__(self) -> int:
+        """Batches of this data group. Raises: TypeError: the batch sampler has no length."""
+        count: int = len(self.batches)  # type: ignore[arg-type]
+        return -(-count // self.data_size) if self.repeat else len(range(self.data_rank, count, self.data_size))
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the batch sampler has: `set_epoch`, `batch_size`, `state_dict`."""
+        if name.startswith("__") or name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.batches)
+        first: list[Any] = []
+        while True:
+            rounded = list(islice(batches, self.data_size))
+            first = first or rounded
+            if self.repeat and rounded:
+                while len(rounded) < self.data_size:
+                    rounded += first[: self.data_size - len(rounded)]
+            if len(rounded) <= self.data_rank:
+                return
+            yield rounded[self.data_rank]

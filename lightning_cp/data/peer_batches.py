@@ -1,0 +1,237 @@
+"""Give the ranks of a context group the same batches, and data groups different ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
+from typing_extensions import override
+
+from lightning_cp.data.group_batches import GroupBatches
+from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
+from lightning_cp.errors import DataError
+from lightning_cp.mesh import Groups
+
+Order = Iterable[Any]
+
+_FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries that are sent at a time; each chunk is twice the one before
+_COMPARED = 8  # batches, or indices, of each data group
+_RECORDER = "_IndexBatchSamplerWrapper"  # by name: it belongs to lightning.pytorch, which Fabric does without
+_SAME_EVERYWHERE = (GlobalBatchSampler, EndlessBatches)
+
+
+def is_foreign(batch_sampler: object) -> bool:
+    """Whether it is a batch sampler without an index sampler inside, so that Lightning cannot divide it."""
+    known = (type(None), BatchSampler)
+    return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
+
+
+def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> DataLoader[Any]:
+    """Return a loader whose batches are the same on all ranks of a context group.
+
+    The order is that of the first rank of the group. With several data groups, a loader that is not divided yet is
+    divided by batches where its batch sampler is of the user's own and `divide` is set; else its order is compared
+    between data groups when iteration starts with gradients enabled.
+
+    Args:
+        loader: as the user, or Lightning, made it. It is not changed; it is returned where nothing is to be done.
+        groups: the process groups of the strategy.
+        divide: whether samplers are to be divided (Lightning's `use_distributed_sampler`).
+    Raises: ValueError: a DistributedSampler for other replicas than the data groups.
+    """
+    source = _source(loader)
+    _check_replicas(loader.sampler, groups)
+    if isinstance(source, _SAME_EVERYWHERE):
+        return loader
+    if groups.data_size > 1 and not _is_divided(loader):
+        if divide and is_foreign(_unwrapped(loader.batch_sampler)):
+            whole, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
+
+            def share(order: Order) -> Order:
+                return GroupBatches(FirstRanksOrder(order, whole), groups.data_rank, groups.data_size, repeat=repeat)
+
+            return reordered(loader, share)
+        return reordered(loader, lambda order: DifferentOrders(_on_peers(order, groups), groups, _length(loader)))
+    if _on_peers(source, groups) is source:
+        return loader
+    return reordered(loader, lambda order: _on_peers(order, groups))
+
+
+class FirstRanksOrder(Sampler[Any]):
+    """Iterate over a sampler on the first rank of a group, and send what it yields to the others.
+
+    Args:
+        order: a sampler of indices, or a batch sampler.
+        group: ranks that shall have the same order. None: only this rank.
+    Ranks: all of `group` iterate together. Raises: DataError: on all of them: the sampler has failed on the first.
+    """
+
+    def __init__(self, order: Order, group: dist.ProcessGroup | None) -> None:
+        self.order, self.group = order, group
+
+    def __len__(self) -> int:
+        count: int = len(self.order)  # type: ignore[arg-type]
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the sampler has: `set_epoch`, `batch_size`, `state_dict`."""
+        if name.startswith("__") or name == "order":
+            raise AttributeError(name)
+        return getattr(self.order, name)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        if self.group is None:
+            yield from self.order
+            return
+        is_first = dist.get_rank(self.group) == 0
+        own = iter(self.order) if is_first else iter(())
+        # A sampler that can say where it stands must not be read ahead of training.
+        size, last = (1, 1) if hasattr(self.order, "state_dict") else (_FIRST_CHUNK, _LAST_CHUNK)
+        while True:
+            message: list[Any] = [_next_chunk(own, size, type(self.order).__name__) if is_first else None]
+            dist.broadcast_object_list(message, group=self.group, group_src=0)
+            chunk, error = message[0]
+            yield from chunk
+            if error is not None:
+                raise DataError(f"a sampler failed on the first rank of its group: {error}")
+            if len(chunk) < size:
+                return
+            size = min(2 * size, last)
+
+
+class DifferentOrders(Sampler[Any]):
+    """Iterate over a sampler, after a check that data groups do not all have the same order.
+
+    Args:
+        order: a sampler of indices, or a batch sampler.
+        groups: the process groups of the strategy.
+        length: of the data set, None where it has none.
+    Ranks: the whole world iterates together, with gradients enabled on all ranks or on none.
+    Raises: DataError: on every rank: all data groups begin with the same indices of a data set of the same length, and
+        gradients are enabled.
+    """
+
+    def __init__(self, order: Order, groups: Groups, length: int | None) -> None:
+        self.order, self.groups, self.length = order, groups, length
+
+    def __len__(self) -> int:
+        count: int = len(self.order)  # type: ignore[arg-type]
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the sampler has: `set_epoch`, `batch_size`, `state_dict`."""
+        if name.startswith("__") or name == "order":
+            raise AttributeError(name)
+        return getattr(self.order, name)
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        if not torch.is_grad_enabled():  # an evaluation of the same data on every rank is right
+            yield from self.order
+            return
+        order = iter(self.order)
+        first = list(islice(order, 1 if hasattr(self.order, "state_dict") else _COMPARED))
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (first, self.length))
+        if first and all(theirs == everyone[0] for theirs in everyone):
+            raise DataError(
+                f"all {self.groups.data_size} data groups read the same batches: they begin with {str(first[0])[:60]}. "
+                "Leave use_distributed_sampler=True, or wrap the batch sampler: "
+                "lightning_cp.data.GroupBatches(batch_sampler, strategy.data_rank, strategy.data_size). If each data "
+                "group has other data behind these indices, set sharded_by_data_rank = True on the data set"
+            )
+        yield from chain(first, order)
+
+
+def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLoader[Any]:
+    """Copy a loader, with another order of its samples.
+
+    Args:
+        wrap: makes the new sampler, or batch sampler, of the old one.
+    """
+    made = copy.copy(loader)
+    attributes = made.__dict__  # DataLoader forbids to set these
+    attributes["_iterator"] = None
+    if loader.batch_sampler is None:
+        attributes["sampler"] = wrap(loader.sampler)
+        return made
+    outer: Any = copy.copy(loader.batch_sampler)
+    inner = _unwrapped(outer)
+    if inner is not outer:
+        replaced = copy.copy(inner)
+        outer._batch_sampler = _with_order(replaced, wrap)
+        attributes["batch_sampler"] = outer
+    else:
+        attributes["batch_sampler"] = _with_order(outer, wrap)
+    if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
+        attributes["sampler"] = attributes["batch_sampler"].sampler
+    return made
+
+
+def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
+    if type(batch_sampler) is not BatchSampler:
+        return wrap(batch_sampler)
+    batch_sampler.sampler = wrap(batch_sampler.sampler)
+    return batch_sampler
+
+
+def _unwrapped(batch_sampler: Any) -> Any:
+    """The batch sampler inside the one with which Lightning records the indices of predictions."""
+    return batch_sampler._batch_sampler if type(batch_sampler).__name__ == _RECORDER else batch_sampler
+
+
+def _source(loader: DataLoader[Any]) -> Any:
+    """What decides on the order: the batch sampler of the user's own, else the sampler."""
+    batch_sampler = _unwrapped(loader.batch_sampler)
+    if batch_sampler is None:
+        return loader.sampler
+    return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
+
+
+def _check_replicas(sampler: object, groups: Groups) -> None:
+    """Raises: ValueError: see `prepare_loader`."""
+    if not isinstance(sampler, DistributedSampler):
+        return
+    found, valid = (sampler.num_replicas, sampler.rank), (groups.data_size, groups.data_rank)
+    if found != valid:
+        raise ValueError(
+            f"{type(sampler).__name__}(num_replicas={found[0]}, rank={found[1]}) gives ranks of one context group "
+            f"different samples: use num_replicas=strategy.data_size ({valid[0]}) and rank=strategy.data_rank "
+            f"({valid[1]}), or no DistributedSampler"
+        )
+
+
+def _is_divided(loader: DataLoader[Any]) -> bool:
+    batch_sampler = _unwrapped(loader.batch_sampler)
+    places = (loader, loader.dataset, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(isinstance(x, DistributedSampler) or getattr(x, "sharded_by_data_rank", False) for x in places)
+
+
+def _on_peers(order: Any, groups: Groups) -> Any:
+    """The order of the first rank of the context group, where the ranks' own may differ."""
+    if groups.context is None or type(order) in (SequentialSampler, DistributedSampler):
+        return order
+    return FirstRanksOrder(order, groups.context)
+
+
+def _length(loader: DataLoader[Any]) -> int | None:
+    try:
+        return len(loader.dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _next_chunk(order: Iterator[Any], size: int, name: str) -> tuple[list[Any], str | None]:
+    """Up to `size` entries, and why there are no more of them if that is an error."""
+    chunk: list[Any] = []
+    try:
+        chunk.extend(islice(order, size))
+    except Exception as error:
+        return chunk, f"{type(error).__name__} in {name}: {error}"
+    return chunk, None

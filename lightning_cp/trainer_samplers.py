@@ -1,0 +1,35 @@
+"""Keep the Trainer from replacing samplers where there is nothing to divide, or where it could not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+
+from lightning_cp.data.peer_batches import is_foreign
+
+
+class _RequiresSampler:
+    """Whether the Trainer puts a distributed sampler into a loader, in the place of Lightning's own method."""
+
+    def __init__(self, theirs: Any, data_size: int) -> None:
+        self.theirs, self.data_size = theirs, data_size
+
+    def __call__(self, dataloader: DataLoader[Any]) -> bool:
+        return self.data_size > 1 and not is_foreign(dataloader.batch_sampler) and bool(self.theirs(dataloader))
+
+
+def leave_samplers(trainer: Trainer, *, data_size: int) -> bool:
+    """Leave a user's samplers alone with one data group, and batch samplers that Lightning cannot divide with several.
+
+    With a distributed sampler the Trainer would shuffle training data even where the user has set `shuffle=False`.
+
+    Returns: whether the Trainer divides data (`use_distributed_sampler`).
+    """
+    connector: Any = trainer._data_connector
+    theirs = connector._requires_distributed_sampler
+    if isinstance(theirs, _RequiresSampler):
+        theirs = theirs.theirs
+    connector._requires_distributed_sampler = _RequiresSampler(theirs, data_size)
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
