@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from lightning_cp.comm.packet import Layout, layout_of
+from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.promise import Ledger, keep_all
@@ -77,6 +78,7 @@ class BranchCalls:
                 f"cfg={self.branches.cfg} is for sampling, but {type(module).__name__} is called where gradients are "
                 "recorded: use torch.no_grad(), or cfg=1"
             )
+        refuse_tangents(f"a pipeline with cfg={self.branches.cfg}", *_tensors((args, kwargs)))
         args, kwargs = keep_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):

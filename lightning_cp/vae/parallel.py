@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import Groups
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
 from lightning_cp.vae.deferred import Batch, settle
@@ -32,7 +33,7 @@ def parallelize_vae(vae: nn.Module, groups: Groups) -> Undo:
     its neighbours where a convolution looks at them, statistics over all rows and attention to all of them: the result
     differs from the whole decode by rounding: relative 1e-5 in float32, 1e-12 in float64 (1e-6 for LTX, whose norms
     round to float32 themselves). With fewer latent rows than ranks every rank computes the whole. Call `decode` and
-    `encode` under `torch.no_grad()`: gradients are refused.
+    `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
     Args:
         vae: an autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
@@ -94,9 +95,10 @@ class _Session:
             )
 
     def refuse_gradients(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        inputs = [x for x in args if isinstance(x, Tensor)]
+        refuse_tangents(f"a parallel {type(self.vae).__name__}", *inputs)
         if not torch.is_grad_enabled():
             return
-        inputs = [x for x in args if isinstance(x, Tensor)]
         if any(x.requires_grad for x in (*inputs, *module.parameters())):
             raise ValueError(
                 f"a parallel {type(self.vae).__name__} has no gradients: decode and encode under torch.no_grad(), or "

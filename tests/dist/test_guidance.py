@@ -213,6 +213,17 @@ def _refused(rank: int, world: int, what: str) -> str:
         with pytest.raises(GuidanceError) as told:
             installed.calls.call(pipe.transformer, pipe.transformer, (torch.zeros(1),), {})
         return str(told.value)
+    if what == "tangents":
+        parallelize_pipeline(pipe, config, cfg=2)
+        installed = parallel_pipeline(pipe)
+        assert installed is not None
+
+        def call(x: Tensor) -> Any:
+            return installed.calls.call(pipe.transformer, pipe.transformer, (x,), {})
+
+        with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
+            torch.func.jvp(call, (torch.zeros(1),), (torch.ones(1),))
+        return str(refused.value)
     if what == "exchanged":
         parallelize_pipeline(pipe, config, cfg=2)
         pipe.transformer = _pipe().transformer
@@ -252,6 +263,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         ("prompt", "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other"),
         ("generator", r"PeerMismatchError: .*generator is \['cpu'\] on one and left out on the other"),
         ("gradients", "cfg=2 is for sampling, but WanTransformer3DModel is called where gradients are recorded"),
+        ("tangents", "a pipeline with cfg=2 has no forward derivative"),
         ("exchanged", "WanPipeline.transformer was exchanged after parallelize_pipeline"),
         ("noise of another", "the contents of hidden_states differ"),
         ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 does not divide the 2 ranks"),

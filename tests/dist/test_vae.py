@@ -154,6 +154,11 @@ def _behaves(rank: int, world: int) -> None:
         vae.decode(latent)
     with pytest.raises(ValueError, match="no gradients"):
         vae.requires_grad_(False).encode(torch.randn(1, 3, 24, 24, requires_grad=True))
+    with (
+        torch.no_grad(),
+        pytest.raises(NotImplementedError, match="a parallel AutoencoderKL has no forward derivative"),
+    ):
+        torch.func.jvp(lambda z: vae.decode(z).sample, (latent,), (latent,))
     assert torch.equal(vae.decode(small).sample, tiny), "fewer rows than ranks: every rank computes the whole"
     assert torch.equal(_run(other, "kl", "decode"), expected), "another VAE is disturbed"
     shared = _run(vae, "kl", "decode")
