@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
 from lightning_cp.attention.tangents import tangents_of_attention
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.transforms import primal_of, refuse, transforms_are_on
+from lightning_cp.comm.transforms import loop_over_batch, primal_of, refuse, transforms_are_on
 from lightning_cp.kernels import choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
@@ -101,6 +101,10 @@ class _Attention(torch.autograd.Function):
         out, lse = _Tangents.apply(query, key, value, *saved, *arguments)  # type: ignore[no-untyped-call]
         return out, lse, *[None] * 7
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        return loop_over_batch(_Attention, info, in_dims, arguments)
+
 
 class _AttentionBackward(torch.autograd.Function):
     """`operator.attention_backward`, with its list of tensors spread out, and no derivative."""
@@ -116,6 +120,10 @@ class _AttentionBackward(torch.autograd.Function):
     backward = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
     jvp = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        return loop_over_batch(_AttentionBackward, info, in_dims, arguments)
+
 
 class _Tangents(torch.autograd.Function):
     """The forward derivative of `operator.attention`: tangents of out and lse. It has no derivative."""
@@ -130,3 +138,7 @@ class _Tangents(torch.autograd.Function):
 
     backward = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
     jvp = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        return loop_over_batch(_Tangents, info, in_dims, arguments)

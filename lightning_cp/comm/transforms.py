@@ -114,6 +114,26 @@ class _Linear(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:
         return call_linear(_ADJOINTS[ctx.name][0], tangents[0], *ctx.arguments)
 
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        return loop_over_batch(_Linear, info, in_dims, arguments)
+
+
+def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+    """Apply an `autograd.Function` to one sample of `torch.func.vmap` after another, as its `vmap` rule.
+
+    Ranks: those of the function; with equal batches, they exchange as often.
+    """
+
+    def sample(index: int) -> list[Any]:
+        pairs = zip(arguments, in_dims, strict=True)
+        return [x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x for x, dim in pairs]
+
+    found = [function.apply(*sample(index)) for index in range(info.batch_size)]
+    if isinstance(found[0], Tensor):
+        return torch.stack(found), 0
+    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])
+
 
 def refuse(what: str) -> Callable[..., NoReturn]:
     """A backward or a forward derivative that is not there. Args: what: begins the error's sentence."""

@@ -150,6 +150,23 @@ def test_gradients_by_torch_func_are_exact() -> None:
     assert max(max_error(mine, theirs) for mine, theirs in zip(found, expected, strict=True)) < 1e-12
 
 
+def test_jacobians_and_maps_over_samples_are_exact() -> None:
+    (q, k, v), (dq, *_) = _inputs()
+
+    def both(attend: Callable[..., tuple[Tensor, Tensor]]) -> list[Tensor]:
+        pairs = torch.stack([q, dq])
+        mapped = torch.func.vmap(lambda x: attend(x, k, v)[0])(pairs)
+        changes = torch.func.vmap(lambda x, y: torch.func.jvp(lambda z: attend(z, k, v)[0], (x,), (y,))[1])(
+            pairs, pairs.sin()
+        )
+        gradients = torch.func.vmap(torch.func.grad(lambda x: attend(x, k, v)[0].square().sum()))(pairs)
+        jacobians = [f(lambda x: attend(x, k, v)[0][0, :2, 0])(q) for f in (torch.func.jacfwd, torch.func.jacrev)]
+        return [mapped, changes, gradients, *jacobians]
+
+    found, expected = both(_attend), both(softmax_attention)
+    assert max(max_error(mine, theirs) for mine, theirs in zip(found, expected, strict=True)) < 1e-12
+
+
 def test_a_gradient_of_a_gradient_is_refused() -> None:
     inputs, _ = _inputs()
     (first,) = torch.autograd.grad(_loss(*inputs), inputs[:1], create_graph=True)

@@ -55,6 +55,16 @@ def test_derivatives_of_derivatives_are_exact(operator: Callable[[Tensor], Tenso
         torch.testing.assert_close(found, hessian_by_tangent, rtol=0, atol=1e-12)
 
 
+@each
+def test_jacobians_and_maps_over_samples_are_exact(operator: Callable[[Tensor], Tensor]) -> None:
+    x, tangent = _pair()
+    pairs = torch.stack([x, tangent])
+    assert torch.equal(torch.func.vmap(operator)(pairs), pairs)
+    identity = torch.eye(30, dtype=torch.float64).view(2, 5, 3, 2, 5, 3)
+    assert torch.equal(torch.func.jacfwd(operator)(x), identity)
+    assert torch.equal(torch.func.jacrev(operator)(x), identity)
+
+
 def test_an_exchange_without_a_derivative_refuses_tangents() -> None:
     x, tangent = _pair()
     border_rows(x, 1, 1, 1, groups=ALONE)
