@@ -15,7 +15,7 @@ from lightning_cp.attention.operator import ForwardResults, attention, attention
 from lightning_cp.attention.tangents import tangents_of_attention
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.transforms import loop_over_batch, primal_of, refuse, transforms_are_on
-from lightning_cp.kernels import choose_tangent_kernel
+from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
     "a second derivative of context-parallel attention (a gradient of a gradient, or a forward derivative of a "
@@ -58,6 +58,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
+    """Called by PyTorch if an input requires a gradient."""
+    check_has_gradient(inputs[-2])
     _save(ctx, inputs, output)
 
 

@@ -2,6 +2,7 @@
 
 from lightning_cp.kernels.choice import (
     KERNEL_NAMES,
+    check_has_gradient,
     check_kernel,
     choose_kernel,
     choose_tangent_kernel,
@@ -20,6 +21,7 @@ __all__ = [
     "attend",
     "attend_backward",
     "attend_tangents",
+    "check_has_gradient",
     "check_kernel",
     "choose_kernel",
     "choose_tangent_kernel",

@@ -9,23 +9,27 @@ from lightning_cp.kernels.cpu_flash import CpuFlashKernel
 from lightning_cp.kernels.cuda_cudnn import CudnnKernel
 from lightning_cp.kernels.cuda_efficient import EfficientKernel
 from lightning_cp.kernels.cuda_flash import CudaFlashKernel
-from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttnKernel
+from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
+from lightning_cp.kernels.sage import SageKernel
 
 # In order of preference. "flash" is PyTorch's own flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (
     CpuFlashKernel(),
     FlashAttn3Kernel(),
+    FlashAttn4Kernel(),
     CudnnKernel(),
     CudaFlashKernel(),
     FlashAttnKernel(),
     EfficientKernel(),
     MathKernel(),
 )
+# Approximate kernels without a gradient: only if asked for by name, and only for sampling.
+SAMPLING_KERNELS: tuple[Kernel, ...] = (SageKernel(),)
 # Those that compute forward derivatives, in order of preference.
 TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
-KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in KERNELS))
+KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in (*KERNELS, *SAMPLING_KERNELS)))
 
 # diffusers' backend names, for those that have a kernel here.
 DIFFUSERS_BACKENDS: dict[str, str] = {
@@ -36,6 +40,7 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
     "_native_math": "math",
     "flash": "flash_attn",
     "_flash_3": "flash_attn_3",
+    "sage": "sage",
 }
 
 
@@ -64,7 +69,7 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
     """
     check_kernel(name)
     reasons = []
-    for kernel in KERNELS:
+    for kernel in KERNELS if name == "auto" else (*KERNELS, *SAMPLING_KERNELS):
         if name not in ("auto", kernel.name):
             continue
         if kernel.device_type not in ("any", query.device.type):
@@ -75,6 +80,15 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
             return kernel
         reasons.append(reason)
     raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. kernel='auto' finds one that can")
+
+
+def check_has_gradient(name: str) -> None:
+    """Raises: KernelError: the kernel `name` cannot be used where a gradient is needed."""
+    if any(kernel.name == name for kernel in SAMPLING_KERNELS):
+        raise KernelError(
+            f"kernel={name!r} has no gradient, and an input requires one: use it for sampling under torch.no_grad(), "
+            "and kernel='auto' for training"
+        )
 
 
 def choose_tangent_kernel(name: str) -> TangentKernel:

@@ -1,4 +1,4 @@
-"""The flash-attn packages, version 2 and 3, where installed. Unmeasured: no GPU was at hand when they were written."""
+"""The flash-attn packages, versions 2, 3 and 4, if installed. Unmeasured: none of this has run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class FlashAttnKernel:
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 256:
             return f"head size {query.shape[-1]} is above 256"
-        return None if importlib.util.find_spec(self.package) else f"the package {self.package} is not installed"
+        return None if is_installed(self.package) else f"the package {self.package} is not installed"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
@@ -116,3 +116,40 @@ class FlashAttn3Kernel(FlashAttnKernel):
             softmax_scale=scale,
             causal=causal,
         )
+
+
+class FlashAttn4Kernel(FlashAttnKernel):
+    """flash-attn 4 (`flash_attn.cute`), for Hopper and Blackwell."""
+
+    name = "flash_attn_4"
+    package = "flash_attn.cute"
+    interface = "flash_attn.cute.interface"
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        reason = super().refusal(query, mask)
+        if reason is not None:
+            return reason
+        if query.shape[-1] > 128:
+            return f"head size {query.shape[-1]} is above 128"
+        if torch.cuda.get_device_capability(query.device) < (9, 0):
+            return "it needs compute capability 9.0 or higher"
+        return None
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = self._module()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
+        return out, lse
+
+    def _backward(
+        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+    ) -> None:
+        found = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
+        for grad, result in zip(grads, found[:3], strict=True):
+            grad.copy_(result)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package, or a subpackage such as `flash_attn.cute`, can be imported. Imports only its parents."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False

@@ -12,7 +12,12 @@ from omegaconf import DictConfig
 from lightning_cp.launch.settings import KERNELS, SettingsError, read, show
 
 _CPU_KERNELS = ("auto", "flash", "math")
-_PACKAGES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface"}
+_PACKAGES = {
+    "flash_attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn",
+    "sage": "sageattention",
+}
 # What data sets say of themselves, whatever else is asked for.
 _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.data.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
@@ -29,6 +34,8 @@ def check_combined(config: DictConfig, *, data_parallel: int, accelerator: str) 
     check_trace(config)
     check_model(config)
     check_device(config, accelerator)
+    if read(config, "kernel") == "sage":
+        raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
 
 
 def check_trainer(config: DictConfig) -> None:

@@ -14,7 +14,7 @@ from lightning_cp.config import ROTATE_METHODS
 from lightning_cp.launch.rules import Each, Either, Number, OneOf, Rule, Text, Whole
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "math")
+KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "flash_attn_4", "sage", "math")
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _AUTO = OneOf(("auto",))
 _ABSENT = object()

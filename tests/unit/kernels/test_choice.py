@@ -11,7 +11,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName
 
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels import KERNEL_NAMES, check_kernel, choose_kernel, kernel_of_backend
-from lightning_cp.kernels.choice import DIFFUSERS_BACKENDS, KERNELS
+from lightning_cp.kernels.choice import DIFFUSERS_BACKENDS, KERNELS, SAMPLING_KERNELS
 
 MASK = torch.ones(1, 1, 1, 4, dtype=torch.bool)
 
@@ -23,7 +23,7 @@ def _query(device: str, dtype: torch.dtype, d: int = 64) -> Any:
 def test_names_are_unique_and_lead_to_kernels() -> None:
     assert len(set(KERNEL_NAMES)) == len(KERNEL_NAMES)
     assert KERNEL_NAMES[0] == "auto"
-    assert {kernel.name for kernel in KERNELS} == set(KERNEL_NAMES[1:])
+    assert {kernel.name for kernel in (*KERNELS, *SAMPLING_KERNELS)} == set(KERNEL_NAMES[1:])
     pairs = [(kernel.name, kernel.device_type) for kernel in KERNELS]
     assert len(set(pairs)) == len(pairs)
 
@@ -71,7 +71,12 @@ def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(mo
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     query = _query("cuda", torch.bfloat16)
-    for package, name in (("flash_attn_interface", "flash_attn_3"), ("flash_attn", "flash_attn")):
+    for package, name in (
+        ("flash_attn_interface", "flash_attn_3"),
+        ("flash_attn.cute", "flash_attn_4"),
+        ("flash_attn", "flash_attn"),
+        ("sageattention", "sage"),
+    ):
         monkeypatch.setattr("importlib.util.find_spec", lambda found, package=package: found == package or None)
         assert choose_kernel(name, query, None).name == name
         with pytest.raises(KernelError, match="takes no mask"):
@@ -80,6 +85,9 @@ def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(mo
     assert choose_kernel("auto", query, None).name == "flash_attn_3"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert choose_kernel("auto", query, None).name == "cudnn"
+    monkeypatch.setattr("importlib.util.find_spec", lambda found: None if found == "flash_attn_interface" else found)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert choose_kernel("auto", query, None).name == "flash_attn_4"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("name", ["fastest", "", None, 3, "FLASH"])
 def test_an_unknown_kernel_is_refused_with_the_list(name: object) -> None:
-    with pytest.raises(ValueError, match="is not one of auto, flash, flash_attn_3, cudnn"):
+    with pytest.raises(ValueError, match="is not one of auto, flash, flash_attn_3, flash_attn_4, cudnn"):
         check_kernel(name)
     with pytest.raises(KernelError, match=f"kernel={name!r}"):
         choose_kernel(name, torch.ones(1, 1, 1, 1), None)  # type: ignore[arg-type]

@@ -1,0 +1,45 @@
+"""SageAttention, if installed: 8-bit attention for sampling. Unmeasured: none of this has run on a GPU yet."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from lightning_cp.errors import KernelError
+from lightning_cp.kernels.flash_attn import is_installed
+from lightning_cp.kernels.protocol import Part
+
+
+class SageKernel:
+    """The package `sageattention`: approximate (8-bit products), without a gradient, so never chosen by "auto".
+
+    Its log-sum-exp is the natural logarithm, with the mean that it subtracts from the keys added back, so that the
+    chunks of a ring can be merged.
+    """
+
+    name = "sage"
+    device_type = "cuda"
+    native_gqa = True
+
+    def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
+        if mask is not None:
+            return "it takes no mask"
+        if query.dtype not in (torch.float16, torch.bfloat16):
+            return f"dtype {query.dtype} is neither float16 nor bfloat16"
+        if query.shape[-1] > 128:
+            return f"head size {query.shape[-1]} is above 128"
+        return None if is_installed("sageattention") else "the package sageattention is not installed"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
+    ) -> Part:
+        attend = importlib.import_module("sageattention").sageattn
+        q, k, v = (x.contiguous() for x in (query, key, value))
+        out, lse = attend(q, k, v, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True)
+        return Part(out, lse.transpose(1, 2))
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        raise KernelError("kernel='sage' has no gradient: use it for sampling only, under torch.no_grad()")
