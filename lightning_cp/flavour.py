@@ -40,7 +40,9 @@ class ContextParallelFlavour:
         plans: model classes, their names, or names of modules -> plans, before the registered ones.
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
-        check_peers: compare what context peers are given, in the "first" forwards, "always" or "off".
+        check_peers: how often the arguments of transformers are compared between context peers: "first": in full, in
+            the first 2 forwards; "sampled": besides, samples of every later forward, in the background, so that a
+            difference is raised in the next one; "always": in full, in every forward; "off": never.
         stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
         timeout: of collectives.
         kwargs: what Lightning's strategy below takes.
@@ -61,7 +63,7 @@ class ContextParallelFlavour:
         plans: Mapping[Any, object] | None = None,
         modules: Sequence[Any] | None = None,
         kernel: str = "auto",
-        check_peers: str = "first",
+        check_peers: str = "sampled",
         stall_s: float | None = 60.0,
         timeout: timedelta = timedelta(minutes=5),
         whole_world: str | None = None,

@@ -23,7 +23,7 @@ from lightning_cp.mesh import moves_cuda_by
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
 
 # torch 2.11 only has the old name, which later versions warn about.
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -88,7 +88,7 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
     device = "cuda" if moves_cuda_by("nccl", group) else "cpu"
     mine = torch.tensor(values, dtype=torch.int64, device=device)
     everyone = mine.new_empty(dist.get_world_size(group) * len(values))
-    _all_gather(everyone, mine, group=group)
+    all_gather_tensor(everyone, mine, group=group)
     gathered: list[list[int]] = everyone.view(-1, len(values)).tolist()
     return gathered
 

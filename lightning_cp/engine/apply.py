@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_c
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.entry import kernel_for
 from lightning_cp.engine.installed import Installed, installed_on
-from lightning_cp.engine.peers import forwards_to_check
+from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
@@ -45,20 +46,21 @@ def parallelize(
     plan: object = None,
     *,
     kernel: str = "auto",
-    check_peers: str = "first",
+    check_peers: str = "sampled",
 ) -> Installed:
     """`apply_context_parallel` with what a strategy sets beside: the kernel, and how often peers are compared."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     _check_untouched(module)
     check_kernel(kernel)
-    checks = forwards_to_check(check_peers)
+    forwards_to_check(check_peers)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
         raise PlanError(no_plan(type(module)))
     rules = compile_rules(module, plan)
     groups = groups_for(config)
-    session = Session(groups, config, rules, kernel, _backends(module), checks)
+    peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
+    session = Session(groups, config, rules, peers, kernel, _backends(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     installed = Installed(module, session, rules, plan, dispatcher=_dispatcher(module))
@@ -69,12 +71,17 @@ def parallelize(
 
 
 def remove_context_parallel(module: nn.Module) -> None:
-    """Undo `apply_context_parallel`: the module is as it was. Raises: ValueError: it is not context-parallel."""
+    """Undo `apply_context_parallel`: the module is as it was.
+
+    Raises: ValueError: it is not context-parallel. PeerMismatchError: peers were given other data in the last forward;
+        the module is as it was then too.
+    """
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
     installed.take_off()
     module.__dict__.pop("_parallel_config", None)
+    installed.session.peers.finish(within_s=1.0)
 
 
 def _check_untouched(module: nn.Module) -> None:

@@ -239,6 +239,6 @@ def cut_always(value: Any, spec: Spec | None, *, name: str, session: Session) ->
         return value
     check_dim(value, spec, name)
     call, n = session.current(), value.shape[spec.dim]
-    call.lengths[str(int(n))] = n
+    call.define(str(int(n)), n, everywhere=False, name=name)
     sizes = shard_sizes(n, call.groups.context_size)
     return narrow(value, spec.dim % value.ndim, [sizes], [call.groups.context_rank])

@@ -14,7 +14,6 @@ from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.cutting import check_dim, cut, cut_always, join
 from lightning_cp.engine.lengths import find_sizes
-from lightning_cp.engine.peers import compare_peers
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError, ShapeError
@@ -167,7 +166,7 @@ class ModelHook(EngineHook):
         given = self.before(module, args, kwargs)
         session = self.session
         outer = session.call if session.forwards else None  # not one that an interrupted replay has left
-        session.call = Call(session.groups)
+        session.call = Call(session.groups, session.peers)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
@@ -194,7 +193,7 @@ class ModelHook(EngineHook):
         given = self._given(args, kwargs)
         NOTES.enter(module, module)
         if not torch.compiler.is_compiling():
-            self._check(given)
+            self._check(given, model=type(module).__name__)
         refuse_caches(module)
         return given
 
@@ -204,6 +203,8 @@ class ModelHook(EngineHook):
         if not torch.compiler.is_compiling():
             for key in call.met:
                 session.settled.setdefault(key, True)
+            if call.lengths:
+                session.peers.start()  # unless a block that is compiled has split what came first
         if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
@@ -243,19 +244,18 @@ class ModelHook(EngineHook):
             return {}
         return {name: x for name, x in given.items() if name != next(iter(self.signature.parameters))}
 
-    def _check(self, given: dict[str, Any]) -> None:
+    def _check(self, given: dict[str, Any], *, model: str) -> None:
         session = self.session
         for name, reason in self.rules.required.items():
             if given and given.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
         refuse(self.rules.refused, given)
-        if session.check_peers:
+        if session.peers.compares_in_full:
             for name, reason in self.rules.leading.items():
                 mask = given.get(name)
                 if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
                     raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
-            compare_peers(given, groups=session.groups)
-            session.check_peers -= session.check_peers > 0
+        session.peers.check(given, model=model)
 
 
 def refuse_caches(module: nn.Module) -> None:

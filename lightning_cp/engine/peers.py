@@ -1,32 +1,155 @@
-"""Ranks that share a sample must be given the same one. Where they are not, say so, and which argument."""
+"""Compare what the ranks of a context group are given: ranks that share a sample must be given the same one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.autograd import forward_ad
 
+from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
+from lightning_cp.engine import peer_samples
+from lightning_cp.engine.peer_samples import Sampler, tensors
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import Groups
 
-CheckPeers = Literal["first", "always", "off"]
-CHECK_PEERS: tuple[str, ...] = ("first", "always", "off")
+CheckPeers = Literal["sampled", "first", "always", "off"]
+CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
 Digest = tuple[str, list[float]]
 
 _FIRST_FORWARDS = 2
 _PROJECTIONS = 4
 _TOLERANCE = 1e-3  # of the norm; other data differs by about its norm, in each of the projections
+_REMEDY = (
+    "give ranks of one context group the same batch, noise and timesteps. Random numbers are the same where they are "
+    "drawn after the strategy has set up the module, by the same calls on each of these ranks, or from "
+    "strategy.generator(seed)"
+)
 
 
 def forwards_to_check(check_peers: object) -> int:
-    """How many forwards are compared, -1 for all. Raises: ValueError for an unknown setting."""
+    """Return the number of first forwards that are compared in full, -1 for all.
+
+    Raises: ValueError: an unknown setting.
+    """
     if check_peers not in CHECK_PEERS:
         raise ValueError(f"check_peers={check_peers!r} is not one of {', '.join(CHECK_PEERS)}")
-    return {"first": _FIRST_FORWARDS, "always": -1, "off": 0}[str(check_peers)]
+    return {"sampled": _FIRST_FORWARDS, "first": _FIRST_FORWARDS, "always": -1, "off": 0}[str(check_peers)]
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """A comparison under way: of which forward, of which model, in which world."""
+
+    forward: int
+    model: str
+    gather: BackgroundGather
+    world: dist.ProcessGroup | None
+
+
+class PeerCheck:
+    """Compares the arguments of one model's forwards between the ranks of a context group, as often as asked.
+
+    Args:
+        groups: of the ranks.
+        names: parameters of the model's forward.
+        check_peers: "first": the first 2 forwards in full. "sampled": besides, samples of every later one, in the
+            background; a difference is raised in the next forward, or by `finish` (on a rank that is given tensors of
+            new shapes: at once). "always": all forwards in full.
+            "off": none.
+    Raises: ValueError: an unknown setting.
+    """
+
+    def __init__(self, groups: Groups, names: Sequence[str], check_peers: str) -> None:
+        self._groups = groups
+        self._names, self._check_peers = names, check_peers
+        self._left = forwards_to_check(check_peers)
+        self._sampler = Sampler(names) if check_peers == "sampled" else None
+        self._forward, self._model = 0, ""
+        self._table: tuple[Tensor, tuple[float, ...]] | None = None
+        self._pending: _Sampled | None = None
+        self._shapes: set[tuple[float, ...]] = set()  # that need no waiting for: of the last forward; on GPUs, of all
+
+    def of_copy(self) -> PeerCheck:
+        """A new one with the same settings, for a deep copy of the model."""
+        return PeerCheck(self._groups, self._names, self._check_peers)
+
+    @property
+    def compares_in_full(self) -> bool:
+        """Whether the next forward's arguments are compared in full."""
+        return self._left != 0
+
+    def compare_next_in_full(self) -> None:
+        """Compare the next forward in full, whatever the setting."""
+        self._left = self._left or 1
+
+    def check(self, given: dict[str, Any], *, model: str) -> None:
+        """Raise what was found in the forward before; compare the arguments of one that begins in full, or sample them.
+
+        Ranks: all of the context group. Raises: PeerMismatchError, on all of them, naming argument and forward.
+        """
+        group, in_full = self._groups.context, self.compares_in_full
+        self._left -= self._left > 0
+        self._table = None
+        if group is None:
+            return
+        with _plain_values() as plain:
+            self.finish()
+            if in_full:
+                self._forward += 1
+                compare_peers(plain(given), groups=self._groups)
+            elif self._sampler is not None and not _is_capturing():
+                device = gather_device(group)
+                self._table = self._sampler.table(plain(given), forward=self._forward + 1, device=device)
+                self._model = model
+
+    def start(self) -> None:
+        """Begin to compare the samples of this forward, which splits its arguments, in the background.
+
+        A forward that splits none needs no other rank. Called again in the same forward, this does nothing.
+
+        Ranks: all of the context group. Raises: PeerMismatchError: shapes are new on this rank, and differ.
+        """
+        if self._table is None:
+            return
+        assert self._groups.context is not None, "else nothing is sampled"
+        (table, shapes), self._table = self._table, None
+        self._forward += 1
+        with _plain_values():
+            gather = gather_in_background(table.flatten(), group=self._groups.context)
+        self._pending = _Sampled(self._forward, self._model, gather, dist.group.WORLD)
+        if shapes not in self._shapes:  # of unequal shapes, transfers in this forward would fail or hang
+            self.finish()
+        self._shapes = {shapes} | (self._shapes if table.is_cuda else set())
+
+    def finish(self, *, within_s: float | None = None) -> None:
+        """Raise what the comparison in the background has found, of the last forward that was compared.
+
+        Args: within_s: drop the comparison if it is not done after so many seconds; None: wait for the others.
+        Raises: PeerMismatchError, on all ranks of the context group, naming argument and forward.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None or self._sampler is None or pending.world is not dist.group.WORLD:
+            return  # the process group has been destroyed, and there may be another
+        if within_s is not None and not pending.gather.is_done(within_s=within_s):
+            return
+        names = self._sampler.names
+        with _plain_values():
+            everyone = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
+        found = peer_samples.difference(everyone, names)
+        if found is not None:
+            rank, problem = found
+            raise PeerMismatchError(
+                f"context peers must be given the same data, but {problem} in forward {pending.forward} of "
+                f"{pending.model} (rank {rank} of the context group against rank 0): {_REMEDY}"
+            )
 
 
 def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
@@ -37,7 +160,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
     """
     if groups.context is None:
         return
-    mine = {name: digest(x) for name, x in _tensors("", arguments)}
+    mine = {name: digest(x) for name, x in tensors("", arguments)}
     everyone: list[Any] = [None] * groups.context_size
     dist.all_gather_object(everyone, mine, group=groups.context)
     for rank, theirs in enumerate(everyone):
@@ -45,7 +168,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
         if problem:
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "
-                "rank 0): give ranks of one context group the same batch, noise and timesteps"
+                f"rank 0): {_REMEDY}"
             )
 
 
@@ -69,20 +192,38 @@ def digest(x: Tensor) -> Digest:
     with torch.no_grad():
         flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
         flat = flat.double()
-        generator = torch.Generator().manual_seed(flat.numel())
+        generator = torch.Generator("cpu").manual_seed(flat.numel())
         sums = [flat.norm()]
         for _ in range(_PROJECTIONS):
-            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8)
+            signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8, device="cpu")
             sums.append(flat @ (signs.to(flat.device).double() * 2 - 1))
         return what, torch.stack(sums).tolist()
 
 
-def _tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+@contextmanager
+def _plain_values() -> Iterator[Any]:
+    """Compute on plain values in here: no gradients, no tangents, no batching. Yields: what unwraps arguments."""
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
+        yield _unwrapped
+
+
+def _unwrapped(value: Any) -> Any:
+    """The same nest, without what torch.func puts around its tensors."""
     if isinstance(value, Tensor):
-        yield prefix, value
-    elif isinstance(value, dict):
-        for name, x in value.items():
-            yield from _tensors(f"{prefix}[{name!r}]" if prefix else str(name), x)
-    elif isinstance(value, (list, tuple)):
-        for i, x in enumerate(value):
-            yield from _tensors(f"{prefix}[{i}]", x)
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
+        return value
+    if isinstance(value, dict):
+        return {name: _unwrapped(x) for name, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_unwrapped(x) for x in value]
+    return value
+
+
+def _is_capturing() -> bool:
+    """Whether a CUDA graph is being captured, which could not hold what is read later."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -7,8 +7,11 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from lightning_cp.comm.shards import shard_sizes
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Groups
@@ -20,6 +23,7 @@ class Call:
     """One forward of a parallel model. Its replays (activation checkpointing) see the same call.
 
     Attributes:
+        peers: compares this forward's arguments, once it is known that it splits any.
         lengths: global tokens of each stream met so far.
         rows: of the streams that are cut between rows only, how many they have.
         kept: arguments that the engine reads instead of a block.
@@ -29,6 +33,7 @@ class Call:
     """
 
     groups: Groups
+    peers: PeerCheck
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +62,7 @@ class Call:
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
     def define(self, stream: str, length: int, *, everywhere: bool, name: str) -> None:
-        """Learn a stream's length.
+        """Learn a stream's length, which begins to split this forward's tensors.
 
         Raises: ShapeError: a stream that each rank must have some of has fewer tokens than the group has ranks.
         """
@@ -72,6 +77,8 @@ class Call:
                 "use lower degrees or a longer sequence"
             )
         self.lengths[stream] = length
+        if not torch.compiler.is_compiling():
+            self.peers.start()
 
 
 @dataclass
@@ -83,7 +90,7 @@ class Session:
         rules: its plan's.
         kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
         backends: diffusers' registry of backends, where the model is one of diffusers'.
-        check_peers: forwards whose arguments are still to be compared between peers (-1: all).
+        peers: compares the arguments of forwards between peers.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
@@ -91,16 +98,16 @@ class Session:
     groups: Groups
     config: ContextParallelConfig
     rules: Rules
+    peers: PeerCheck
     kernel: str = "auto"
     backends: Any = None
-    check_peers: int = 0
     forwards: int = 0
     call: Call | None = None
     settled: dict[Hashable, bool] = field(default_factory=dict)
 
     def of_copy(self) -> Session:
         """A session for a deep copy of the model (an EMA's, say): the same groups and settings, and no forward yet."""
-        return replace(self, forwards=0, call=None, settled=dict(self.settled))
+        return replace(self, peers=self.peers.of_copy(), forwards=0, call=None, settled=dict(self.settled))
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # of a part of a model: `Installed` makes a new one for the copy of a whole one

@@ -109,7 +109,7 @@ SETTINGS = (
     Setting("strategy.replicate", Whole(1)),
     Setting("strategy.reshard_after_forward", OneOf((True, False))),
     Setting("strategy.stall_s", Either(OneOf((None,)), Number(above=0))),
-    Setting("strategy.check_peers", OneOf(("first", "always", "off"))),
+    Setting("strategy.check_peers", OneOf(("sampled", "first", "always", "off"))),
 )
 
 

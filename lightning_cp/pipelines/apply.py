@@ -74,7 +74,7 @@ def parallelize_pipeline(
     shard: Sequence[str] = (),
     stages: Setting = "together",
     kernel: str = "auto",
-    check_peers: str = "first",
+    check_peers: str = "sampled",
 ) -> None:
     """Run any diffusers pipeline context-parallel from now on: call it on every rank, as one process would.
 
@@ -170,7 +170,7 @@ def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
         if calls.is_active and calls.branches.cfg > 1:
             return calls.call(installed.module, call, args, kwargs)
         if not calls.is_active:
-            installed.session.check_peers = installed.session.check_peers or 1
+            installed.session.peers.compare_next_in_full()
         return call(*args, **kwargs)
 
     return around

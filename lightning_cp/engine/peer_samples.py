@@ -1,0 +1,189 @@
+"""Samples of the arguments of a forward, small enough to be compared between ranks in every forward."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+SAMPLES = 4096  # elements read of each argument
+BUCKETS = 32  # sums they are added up to
+
+_TOLERANCE = 1e-3  # of a single value, as in the full comparison
+_TOLERANCE_OF_SUMS = 5e-3  # thousands are compared, so chance must not add up to a false alarm
+_LARGEST = 1e6  # masks hold -inf or the lowest number of their type: kept from hiding everything else in their sum
+_NAN = 3e5
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INDEXABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_INDEXABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+
+
+class Sampler:
+    """Reduces the arguments of one model's forward to a table of fixed size.
+
+    Of each argument up to `SAMPLES` elements are read: all of them where there are no more, else one at random of each
+    of `SAMPLES` equal stretches, other ones in each forward. They are added up with random weights to `BUCKETS` sums.
+
+    Args: names: parameters of the forward. Their number and order must be the same on all ranks.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._stretches: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def table(
+        self, given: Mapping[str, Any], *, forward: int, device: torch.device
+    ) -> tuple[Tensor, tuple[float, ...]]:
+        """Build one row for each argument: a hash of its shapes and types, `BUCKETS` sums, and the tolerance of each.
+
+        The first row holds the number of the forward.
+
+        Args:
+            given: arguments by name; names outside `names` are left out.
+            forward: number of the forward, the same on all ranks; it chooses the elements that are read.
+        Returns: the table, float64 [1 + len(names), 1 + 2 * BUCKETS] on `device` (the host does not wait for a GPU),
+            and the hashes.
+        """
+        mixed: dict[torch.device, Tensor] = {}
+        nothing = torch.zeros(2 * BUCKETS, dtype=torch.float64, device=device)
+        structures, contents = [float(forward)], [nothing]
+        for name in self.names:
+            leaves = list(tensors(name, given.get(name)))
+            structures.append(_hash([(path, _kind(x)) for path, x in leaves]) if leaves else 0.0)
+            readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
+            for x in readable:
+                if x.device not in mixed:
+                    mixed[x.device] = self._mix(forward, x.device)
+            contents.append(self._row(readable, mixed, device) if readable else nothing)
+        kinds = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
+        return torch.cat([_moved(kinds, device), torch.stack(contents)], 1), tuple(structures[1:])
+
+    def _row(self, leaves: Sequence[Tensor], mixed: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
+        """Sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
+        buckets = max(1, BUCKETS // len(leaves))
+        each = [_moved(self._sums(x, buckets, len(leaves), mixed[x.device]), device) for x in leaves]
+        both = torch.cat(each, 1)
+        both = F.pad(both, (0, -both.shape[1] % BUCKETS))
+        return both.view(2, -1, BUCKETS).sum(1).flatten()
+
+    def _sums(self, x: Tensor, buckets: int, leaves: int, mixed: Tensor) -> Tensor:
+        """Sums and tolerances of one tensor: [2, buckets]."""
+        dtype = x.dtype
+        values = self._read(x, max(1, SAMPLES // leaves // buckets) * buckets, mixed).double()
+        if dtype.is_floating_point:
+            values = values.nan_to_num(nan=_NAN, posinf=_LARGEST, neginf=-_LARGEST).clamp(-_LARGEST, _LARGEST)
+        values = F.pad(values, (0, -values.numel() % buckets)).view(buckets, -1)
+        weights = self._of(x.device)[1][: values.numel()].view_as(values)
+        norms = values.square().sum(1).sqrt()
+        scale = norms.maximum(norms.square().mean().sqrt())  # a sum of almost nothing: the tensor's own size counts
+        return torch.stack([(values * weights).sum(1), scale * _tolerance(dtype, single=values.shape[1] == 1)])
+
+    def _read(self, x: Tensor, count: int, mixed: Tensor) -> Tensor:
+        """All elements of x, or `count` of them."""
+        if x.numel() <= count:
+            return x.reshape(-1)
+        key = (x.numel(), count, x.device)
+        if key not in self._stretches:
+            if len(self._stretches) >= 64:  # shapes that change all the time
+                self._stretches.clear()
+            bounds = torch.arange(count + 1, device=x.device) * x.numel() // count
+            self._stretches[key] = (bounds[:-1], bounds.diff())
+        starts, widths = self._stretches[key]
+        chosen = starts + mixed[:count] % widths
+        return x.view(-1)[chosen] if x.is_contiguous() else torch.take(x, chosen)
+
+    def _mix(self, forward: int, device: torch.device) -> Tensor:
+        """Pseudo-random ints from 0 on, equal on all ranks, which take nothing from torch's generators: [SAMPLES]."""
+        x = self._of(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
+        x = (x ^ (x >> 15)) & 0xFFFFFFFF
+        x = x * 0x2C1B3C6D
+        return (x ^ (x >> 12)) & 0x7FFFFFFF
+
+    def _of(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Numbers 0, 1, ... and weights (of either sign, 0.5 to 1.5 in size), [SAMPLES + BUCKETS] each."""
+        if device not in self._constants:
+            drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
+            weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
+            indices = torch.arange(SAMPLES + BUCKETS, device=device)
+            self._constants[device] = (indices, _moved(torch.from_numpy(weights), device))
+        return self._constants[device]
+
+
+def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
+    """The first rank that differs from the first one, and in what; None where none does.
+
+    Args: everyone: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
+    """
+    counts, everyone = everyone[:, 0, 0], everyone[:, 1:]
+    for rank, count in enumerate(counts):
+        if count != counts[0]:
+            return rank, f"one has called the model {int(count)} times and the other {int(counts[0])} times"
+    structures, sums, tolerances = everyone[..., 0], everyone[..., 1 : 1 + BUCKETS], everyone[..., 1 + BUCKETS :]
+    unlike = structures != structures[:1]
+    apart = ~(np.abs(sums - sums[:1]) <= np.maximum(tolerances, tolerances[:1])).all(-1)
+    found = np.argwhere(unlike | apart)
+    if not len(found):
+        return None
+    rank, index = (int(x) for x in found[0])
+    if not unlike[rank, index]:
+        return rank, f"the contents of {names[index]} differ"
+    if 0.0 in (structures[rank, index], structures[0, index]):
+        return rank, f"{names[index]} was given to one of them only"
+    return rank, f"the shapes or types of {names[index]} differ"
+
+
+def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a nest, with their names."""
+    if isinstance(value, Tensor):
+        yield prefix, value
+    elif isinstance(value, dict):
+        for name, x in value.items():
+            yield from tensors(f"{prefix}[{name!r}]" if prefix else str(name), x)
+    elif isinstance(value, (list, tuple)):
+        for i, x in enumerate(value):
+            yield from tensors(f"{prefix}[{i}]", x)
+
+
+def _kind(x: Tensor) -> str:
+    if x.layout != torch.strided:
+        return f"{type(x).__name__} {x.dtype}"  # nested tensors number their lengths within a process
+    return f"{tuple(x.shape)} {x.dtype}"
+
+
+def _hash(value: object) -> float:
+    """48 bits of a hash, which float64 holds exactly; never 0."""
+    return float(1 + int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big"))
+
+
+def _readable(x: Tensor) -> Tensor | None:
+    """The same elements as an ordinary real tensor; None where they are not here (DTensors, fake and meta tensors)."""
+    holds_memory = type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    if not holds_memory or x.layout != torch.strided or x.is_meta or x.is_quantized:
+        return None
+    x = x.detach().as_subclass(Tensor).resolve_conj().resolve_neg()
+    if x.is_complex():
+        x = torch.view_as_real(x)
+    return x if x.dtype in _INDEXABLE else x.view(_BITS[x.element_size()])
+
+
+def _tolerance(dtype: torch.dtype, *, single: bool) -> float:
+    """How far sums may be apart, as a share of the norm of what is added up."""
+    if not dtype.is_floating_point:
+        return 1e-9  # integers are equal, but for the rounding of their sum
+    return max(_TOLERANCE if single else _TOLERANCE_OF_SUMS, 2 * torch.finfo(dtype).eps)
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """On `device`; the host waits only for a copy from a GPU to itself."""
+    if x.device == device:
+        return x
+    if x.device.type == "cpu" and device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

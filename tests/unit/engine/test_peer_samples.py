@@ -1,0 +1,117 @@
+"""Which differences between the arguments of ranks are seen in samples, and which are not meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp.engine.peer_samples import SAMPLES, Sampler, difference
+
+CPU = torch.device("cpu")
+X = torch.randn(2, 600, 64, generator=torch.Generator().manual_seed(3))  # a stretch has 18 or 19 elements
+
+
+def _found(first: Any, other: Any, forward: int = 3) -> str | None:
+    tables = [Sampler(["x", "y"]).table({"x": x}, forward=forward, device=CPU)[0] for x in (first, other)]
+    found = difference(torch.stack(tables).numpy(), ["x", "y"])
+    return None if found is None else found[1]
+
+
+def _with(x: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    x = x.clone()
+    change(x)
+    return x
+
+
+def _row(x: Tensor) -> None:
+    x[1, 599].neg_()
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (X, torch.randn_like(X)),
+        (X, X.flip(0)),
+        (X, _with(X, _row)),
+        (X, _with(X, lambda x: x[0, 17, :37].add_(1))),  # twice a stretch, wherever it lies
+        (X, _with(X, lambda x: x[..., 5].add_(1))),
+        (X, _with(X, lambda x: x.view(-1)[::100].add_(1))),
+        (X, _with(X, lambda x: x[1].fill_(torch.nan))),
+        (X[0, :30], _with(X[0, :30], lambda x: x[29, 63].add_(1))),  # one of 1920: all are read
+        (torch.tensor([1.0, 999.0]), torch.tensor([3.0, 999.0])),
+        (torch.tensor([0.5]), torch.tensor([0.502])),
+        (torch.arange(4000), _with(torch.arange(4000), lambda x: x[7].add_(1))),
+        (torch.arange(2), torch.arange(2).flip(0)),
+        (torch.ones(3000, dtype=torch.bool), _with(torch.ones(3000, dtype=torch.bool), lambda x: x[-1:].fill_(False))),
+        (torch.zeros(1, 300), _with(torch.zeros(1, 300), lambda x: x[0, 299].fill_(-torch.inf))),
+        (X.to(torch.complex64), X.to(torch.complex64) * 1j),
+        (X.to(torch.float8_e4m3fn), (-X).to(torch.float8_e4m3fn)),
+        ([X, X + 1], [X + 1, X]),
+        ({"a": X, "b": {"c": torch.tensor([1, 2])}}, {"a": X, "b": {"c": torch.tensor([1, 3])}}),
+        ([torch.full((1,), float(i)) for i in range(50)], [torch.full((1,), float(i % 49)) for i in range(50)]),
+    ],
+)
+def test_other_data_is_seen_in_every_forward(first: Any, other: Any) -> None:
+    for forward in range(20):
+        assert _found(first, other, forward) == "the contents of x differ"
+        assert _found(first, first, forward) is None
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "said"),
+    [
+        (X, X[:, 1:], "the shapes or types of x differ"),
+        (X, X.double(), "the shapes or types of x differ"),
+        ([X], (X, X), "the shapes or types of x differ"),
+        (X, None, "x was given to one of them only"),
+        (X.to_sparse(), X, "the shapes or types of x differ"),
+    ],
+)
+def test_other_shapes_and_types_are_named(first: Any, other: Any, said: str) -> None:
+    assert _found(first, other) == said
+    assert _found(other, first) == said
+
+
+@pytest.mark.parametrize(
+    ("first", "other"),
+    [
+        (X, X * (1 + 1e-4 * torch.randn_like(X))),
+        (X.bfloat16(), (X * (1 + 2e-3 * torch.randn_like(X))).bfloat16()),
+        (torch.tensor([0.5]), torch.tensor([0.5001])),
+        (_with(X * 1e-9, lambda x: x[0].fill_(1.0)), _with(X * -1e-9, lambda x: x[0].fill_(1.0))),  # noise
+        (X, X.transpose(1, 2).contiguous().transpose(1, 2)),  # equal values that lie otherwise
+        (X[:1].expand(3, -1, -1), X[:1].repeat(3, 1, 1)),
+        (torch.full((9,), torch.nan), torch.full((9,), torch.nan)),
+        (torch.full((2, 5000), -torch.inf), torch.full((2, 5000), -torch.inf)),
+        (torch.empty(0, 3), torch.empty(0, 3)),
+        (torch.empty(4, device="meta"), torch.empty(4, device="meta")),
+        ("a", 3),
+        (torch.nn.Parameter(X), X),
+    ],
+)
+def test_rounding_memory_layout_and_what_is_no_tensor_are_not_seen(first: Any, other: Any) -> None:
+    for forward in range(20):
+        assert _found(first, other, forward) is None
+
+
+def test_a_lone_element_is_found_after_some_forwards() -> None:
+    other = _with(X, lambda x: x[1, 300, 7].add_(1))
+    seen = [_found(X, other, forward) is not None for forward in range(400)]
+    share = SAMPLES / X.numel()
+    assert 0.5 * share < sum(seen) / len(seen) < 2 * share
+
+
+def test_random_states_are_left_alone() -> None:
+    before = torch.get_rng_state()
+    _found(X, X)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_ranks_that_count_forwards_differently_are_told_apart() -> None:
+    tables = [Sampler(["x"]).table({"x": X}, forward=n, device=CPU)[0] for n in (6, 6, 7)]
+    found = difference(torch.stack(tables).numpy(), ["x"])
+    assert found == (2, "one has called the model 7 times and the other 6 times")
