@@ -1,11 +1,12 @@
 """What is launched, what comes of it, and the one interface in between."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any, Protocol
+
+_MAX_MESSAGE, _MAX_TRACEBACK = 10_000, 100_000  # characters
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class FailureKind(StrEnum):
     RAISED = "raised"  # any other exception: its traceback is needed
     SIGNAL = "signal"
     EXIT = "exit"
+    EARLY = "early"  # it ended with exit code 0, and other ranks still needed it
+    TIMEOUT = "timeout"  # the launcher's own limit ran out
     STOPPED = "stopped"  # the user, or a signal, stopped the launcher
 
 
@@ -54,22 +57,19 @@ class Failure:
     exit_code: int = 1
 
     def describe(self) -> str:
-        """The text for the user: one line, but for an unexpected exception."""
+        """Give the text for the user: one line, and the traceback of an unexpected exception."""
         if self.kind is FailureKind.RAISED:
             return f"{self.message} (rank {self.rank})\n\n{self.traceback.rstrip()}"
         return self.message
 
-    def write(self, path: Path) -> None:
-        """Leaves the failure for the launcher; whole or not at all."""
-        scratch = path.with_suffix(".partial")
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(path)
+    def to_fields(self) -> dict[str, Any]:
+        """Give the failure as a mapping of plain values, cut to a size that is quick to send."""
+        return asdict(replace(self, message=self.message[:_MAX_MESSAGE], traceback=self.traceback[-_MAX_TRACEBACK:]))
 
     @classmethod
-    def read(cls, path: Path) -> "Failure":
-        """Reads what `write` left."""
-        fields: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return cls(**{**fields, "kind": FailureKind(fields["kind"])})
+    def from_fields(cls, fields: Mapping[str, Any]) -> "Failure":
+        """Rebuild a failure from `to_fields`. Raises: TypeError, ValueError: `fields` come from elsewhere."""
+        return cls(**{**fields, "kind": FailureKind(str(fields.get("kind")))})
 
 
 @dataclass(frozen=True)

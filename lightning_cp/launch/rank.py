@@ -7,10 +7,12 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
+from lightning_cp import channel
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
 from lightning_cp.launch.machine import free_port
@@ -41,6 +43,7 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     from omegaconf import OmegaConf
 
     load_target(target)(OmegaConf.load(config))
+    channel.send({"kind": "done"})  # before peers can see that this rank leaves the process group
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
@@ -55,15 +58,30 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """What is told about an exception: one line where it was raised to be read, else its traceback too."""
+    """Describe an exception: in one line where it was raised to be read, else with its traceback.
+
+    It never raises, also for an exception that cannot be converted to a text.
+    """
     cause = _root(error)
-    text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    if isinstance(cause, SystemExit) and isinstance(cause.code, int):
+        return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {cause.code}", exit_code=cause.code)
+    said, name = _text_of(cause), type(cause).__name__
+    try:
+        text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
+    except BaseException as second:  # a `__cause__` or notes that cannot be shown
+        text = "".join(traceback.format_tb(cause.__traceback__)) + f"(no more is known: {type(second).__name__})"
     if isinstance(cause, Stopped):
-        return Failure(rank, FailureKind.STOPPED, str(cause), text, exit_code=cause.exit_code)
+        return Failure(rank, FailureKind.STOPPED, said, text, exit_code=cause.exit_code)
     if was_raised_for_the_user(cause):
-        message = " ".join(str(cause).split()) or type(cause).__name__
-        return Failure(rank, FailureKind.REFUSED, message, text)
-    return Failure(rank, FailureKind.RAISED, f"{type(cause).__name__}: {cause}", text)
+        return Failure(rank, FailureKind.REFUSED, " ".join(said.split()) or name, text)
+    return Failure(rank, FailureKind.RAISED, f"{name}: {said}", text)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException as second:
+        return f"(its __str__ raises {type(second).__name__})"
 
 
 def was_raised_for_the_user(error: BaseException) -> bool:
@@ -77,23 +95,32 @@ def was_raised_for_the_user(error: BaseException) -> bool:
     return meant and kind in (ValueError, TypeError, FileNotFoundError)
 
 
-def main(spec_path: str) -> None:
-    """Entry of a rank that `LocalLauncher` started."""
-    spec = json.loads(Path(spec_path).read_text(encoding="utf-8"))
+def main(spec: str) -> None:
+    """Run a rank that `LocalLauncher` started. Args: spec: `target`, `config` and `log_dir` as JSON."""
+    given = json.loads(spec)
+    channel.open_channel(os.environ)
     hold_on_to_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
     use_inherited_listener(os.environ)
     rank = int(os.environ["RANK"])
     try:
-        run_target(spec["target"], Path(spec["config"]))
+        run_target(given["target"], Path(given["config"]))
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
+            channel.send({"kind": "left"})  # instead of "done": a failure, unless all ranks leave in this way
             return
-        failure = failure_of(error, rank)
-        failure.write(Path(spec["reports"]) / f"rank_{rank}.json")
-        (Path(spec["log_dir"]) / f"rank_{rank}.traceback.txt").write_text(failure.traceback, encoding="utf-8")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(failure.exit_code)  # an orderly exit could wait for peers that wait for this rank
+        _leave(failure_of(error, rank), Path(given["log_dir"]))
+
+
+def _leave(failure: Failure, log_dir: Path) -> NoReturn:
+    """Report a failure, and end this process without waiting for peers, which may wait for this rank."""
+    try:
+        channel.send({"kind": "failure", "failure": failure.to_fields()})
+        log = log_dir / f"rank_{failure.rank}.traceback.txt"
+        for write in (lambda: log.write_text(failure.traceback, encoding="utf-8"), sys.stdout.flush, sys.stderr.flush):
+            with suppress(OSError, ValueError):  # the disk is full, or the stream was closed
+                write()
+    finally:
+        os._exit(failure.exit_code)
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from lightning_cp import channel
 
 # SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, some time before the job's end
 # (sbatch --signal=USR1@60).
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-HEARD = "LIGHTNING_CP_HEARD"  # variable: a file that a rank makes when it was asked and will write a checkpoint
 
 
 class Stopped(Exception):
@@ -47,5 +46,4 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
-        if HEARD in os.environ:
-            Path(os.environ[HEARD]).touch()
+        channel.send({"kind": "heard"}, patience_s=0, wait=False)  # to the launcher: a checkpoint will be written

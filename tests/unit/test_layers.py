@@ -9,7 +9,7 @@ import lightning_cp
 
 PACKAGE = Path(lightning_cp.__file__).parent
 LAYERS = (
-    {"errors", "config", "mesh"},
+    {"errors", "config", "mesh", "channel"},
     {"comm", "kernels"},
     {"attention", "plans"},
     {"engine"},

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from omegaconf import DictConfig
 
@@ -35,16 +36,79 @@ def raise_on_one_then_everywhere(config: DictConfig) -> None:
     raise RuntimeError("connection closed by peer")
 
 
-def die_by_signal(config: DictConfig) -> None:
-    if config.rank == RANK:
-        os.kill(os.getpid(), config.signal)
-    time.sleep(0.05)
-    raise ConnectionError("connection closed by peer")
+class Unspeakable(RuntimeError):
+    """An exception that cannot be converted to a text."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def end_on_one(config: DictConfig) -> None:
+    """Ends rank `rank` in the way `how`; the others raise as soon as the kernel has closed its connection to them."""
+    if config.rank != RANK:
+        with _connected(config, RANK) as connection:
+            connection.read()
+        raise ConnectionError("Connection closed by peer")
+    for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
+        _connections.append(_connected(config, rank))
+    _end(config.how)
+
+
+_connections: list[IO[bytes]] = []  # as a process group, it lives until the interpreter ends
+
+
+def _connected(config: DictConfig, rank: int) -> IO[bytes]:
+    """A pipe from rank `config.rank` to another one."""
+    return Path(config.folder, f"to_{rank}").open("wb" if config.rank == RANK else "rb", buffering=0)
+
+
+def _end(how: str) -> None:
+    kind, _, number = how.partition(" ")
+    if kind == "signal":
+        os.kill(os.getpid(), int(number))
+        time.sleep(60)
+    elif kind == "_exit":
+        os._exit(int(number))
+    elif kind == "exit":
+        sys.exit(int(number))
+    elif kind == "abort":
+        os.abort()
+    elif kind == "raise":
+        raise Unspeakable()
+    elif kind == "workers":  # a forked child that outlives its parent, as a data worker may
+        if os.fork() == 0:
+            time.sleep(60)
+        os._exit(9)
+    elif kind != "return":
+        raise AssertionError(how)
 
 
 def leave(config: DictConfig) -> None:
     if RANK == 1:
         os._exit(7)
+    time.sleep(60)
+
+
+def exit_apart(config: DictConfig) -> None:
+    """All ranks leave by `sys.exit(0)`, rank 0 `later_s` after the others."""
+    time.sleep(config.later_s if RANK == 0 else 0)
+    sys.exit(0)
+
+
+def return_apart(config: DictConfig) -> None:
+    """All ranks return, rank 0 `later_s` after the others; then it raises if `fails` is set."""
+    time.sleep(config.later_s if RANK == 0 else 0)
+    if RANK == 0 and config.get("fails"):
+        raise LookupError("of its own")
+
+
+def write_nothing(config: DictConfig) -> None:
+    """Rank 1 fails on a machine whose disks are all full; the others wait."""
+    try:
+        Path(config.folder, f"probe_{RANK}").write_text("x")
+    except OSError as error:
+        if RANK == 1:
+            raise LookupError(f"the cause, after: {error.strerror}") from None
     time.sleep(60)
 
 

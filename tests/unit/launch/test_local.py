@@ -11,6 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result
+from lightning_cp.launch.processes import Event, Processes
 
 TARGETS = Path(__file__).with_name("targets.py")
 
@@ -84,20 +85,121 @@ def test_the_first_cause_is_told_with_its_traceback_not_what_followed(tmp_path: 
     assert "closed by peer" not in text
 
 
+ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, message and exit code
+    "signal 9": (FailureKind.SIGNAL, "rank {} was ended by signal 9 (SIGKILL)", 137),
+    "signal 11": (FailureKind.SIGNAL, "rank {} was ended by signal 11 (SIGSEGV)", 139),
+    "abort": (FailureKind.SIGNAL, "rank {} was ended by signal 6 (SIGABRT)", 134),
+    "_exit 7": (FailureKind.EXIT, "rank {} ended with exit code 7", 7),
+    "_exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work", 1),
+    "exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work", 1),
+    "exit 3": (FailureKind.EXIT, "rank {} ended with exit code 3", 3),
+    "raise": (FailureKind.RAISED, "Unspeakable: (its __str__ raises ValueError)", 1),
+    "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks still waited for it", 1),
+    "workers": (FailureKind.EXIT, "rank {} ended with exit code 9", 9),
+}
+
+
 @pytest.mark.parametrize("rank", [0, 2])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-def test_a_killed_rank_is_named_with_its_signal(rank: int, number: int, tmp_path: Path) -> None:
-    result = launch("die_by_signal", tmp_path, rank=rank, signal=int(number))
+@pytest.mark.parametrize("how", ENDINGS)
+def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path) -> None:
+    kind, message, code = ENDINGS[how]
+    for other in {0, 1, 2} - {rank}:
+        os.mkfifo(tmp_path / f"to_{other}")
+    result = launch("end_on_one", tmp_path, rank=rank, how=how)
     failure = failure_of(result)
-    assert (failure.rank, failure.kind) == (rank, FailureKind.SIGNAL)
-    assert failure.describe().startswith(f"rank {rank} was ended by signal {int(number)}")
-    assert result.exit_code == 128 + number
+    assert (failure.rank, failure.kind) == (rank, kind), failure
+    assert failure.message.startswith(message.format(rank))
+    assert result.exit_code == code
+    if kind is FailureKind.EARLY:
+        assert "failed: ConnectionError: Connection closed by peer" in failure.describe()
+        assert "\n" not in failure.describe()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["_exit 7", "signal 9", "return"])
+def test_the_rank_that_ended_first_is_named_however_often_it_is_tried(how: str, tmp_path: Path) -> None:
+    for attempt in range(15):
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        test_the_rank_that_ended_first_is_named(how, 2 * (attempt % 2), folder)
+
+
+def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All has happened by the time that the launcher looks."""
+    os.mkfifo(tmp_path / "to_0")
+    os.mkfifo(tmp_path / "to_1")
+    wait, slept = Processes.wait, []
+
+    def wait_late(ranks: Processes, timeout_s: float) -> list[Event]:
+        slept.append(time.sleep(0 if slept else 4))
+        return wait(ranks, timeout_s)
+
+    monkeypatch.setattr(Processes, "wait", wait_late)
+    failure = failure_of(launch("end_on_one", tmp_path, rank=2, how="_exit 5"))
+    assert failure.describe() == "rank 2 ended with exit code 5"
+
+
+def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS, or where a sandbox forbids pidfds."""
+    monkeypatch.delattr(os, "pidfd_open")
+    for number, how in enumerate(("_exit 7", "signal 9", "_exit 0", "raise", "return")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        test_the_rank_that_ended_first_is_named(how, 2 * (number % 2), folder)
+    assert launch("tell", tmp_path).exit_code == 0
+
+
+def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(pid: int) -> int:
+        raise PermissionError(pid)
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    test_the_rank_that_ended_first_is_named("_exit 0", 0, tmp_path)
 
 
 def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
     result = launch("leave", tmp_path)
     assert failure_of(result).describe() == "rank 1 ended with exit code 7"
     assert result.exit_code == 7
+
+
+def test_ranks_may_all_leave_by_exit(tmp_path: Path) -> None:
+    assert launch("exit_apart", tmp_path, later_s=0).exit_code == 0
+
+
+def test_a_rank_that_leaves_by_exit_long_before_the_others_fails_the_job(tmp_path: Path) -> None:
+    failure = failure_of(launch("exit_apart", tmp_path, ranks=2, later_s=30))
+    assert (failure.rank, failure.kind) == (1, FailureKind.EARLY)
+
+
+def test_ranks_may_return_at_any_time(tmp_path: Path) -> None:
+    assert launch("return_apart", tmp_path, ranks=2, later_s=3).exit_code == 0
+
+
+def test_an_error_after_the_others_have_returned_is_its_own_cause(tmp_path: Path) -> None:
+    failure = failure_of(launch("return_apart", tmp_path, ranks=2, later_s=1, fails=True))
+    assert (failure.rank, failure.kind) == (0, FailureKind.RAISED)
+    assert failure.message == "LookupError: of its own"
+
+
+_FULL_DISKS = (
+    "import json, resource, sys; sys.path[:] = json.loads(sys.argv[1]); from pathlib import Path\n"
+    "from lightning_cp.launch import Job, LocalLauncher\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); d = Path(sys.argv[2])\n"
+    "r = LocalLauncher().launch(Job(sys.argv[3] + ':write_nothing', d / 'config.yaml', 3, d / 'logs'))\n"
+    "print(r.failure.describe())"
+)
+
+
+def test_a_failure_is_reported_when_no_file_can_be_written(tmp_path: Path) -> None:
+    """Neither in TMPDIR nor in the folder of the run."""
+    OmegaConf.save(OmegaConf.create({"folder": str(tmp_path)}), tmp_path / "config.yaml")
+    command = [sys.executable, "-c", _FULL_DISKS, json.dumps(sys.path), str(tmp_path), str(TARGETS)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stdout.startswith("LookupError: the cause, after: File too large (rank 1)"), (
+        ended.stdout + ended.stderr
+    )
+    assert (tmp_path / "logs" / "rank_1.traceback.txt").stat().st_size == 0
 
 
 def test_what_ranks_started_ends_too_even_if_deaf_to_termination(tmp_path: Path) -> None:

@@ -1,0 +1,140 @@
+"""Messages from a rank to the process that started it, through an inherited pipe. Imports no torch.
+
+A pipe needs no disk, so a failure is reported even when all file systems are full. The kernel closes it when the rank
+ends, however it ends. Linux releases the descriptors of a process that ends from the highest to the lowest, so the pipe
+gets a high one: the launcher sees that a rank has ended before any other rank can see, and report, a lost connection.
+"""
+
+import fcntl
+import json
+import os
+import resource
+import select
+import threading
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+CHANNEL = "LIGHTNING_CP_CHANNEL"  # variable: descriptor of the pipe's write end
+_PATIENCE_S = 5.0  # with a launcher that does not read, for instance because it is stopped
+_HIGHEST = 4095  # number of the pipe's descriptor
+_MAX_LINE = 1 << 20  # bytes; longer messages are dropped by the reader
+
+
+class Channel:
+    """The write end of the pipe.
+
+    Args: descriptor: inherited from the launcher; made non-blocking, and closed in child processes.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = _moved_up(descriptor)
+        os.set_blocking(self._descriptor, False)
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any], *, patience_s: float = _PATIENCE_S, wait: bool = True) -> bool:
+        """Write one message.
+
+        Args:
+            message: what JSON can hold.
+            patience_s: how long to wait for room in the pipe.
+            wait: for a message of another thread that is being written; False in a signal handler, whose own thread may
+                be the one that writes.
+        Returns: whether it was written; False also where the launcher has ended.
+        """
+        if not self._lock.acquire(blocking=wait):
+            return False
+        try:
+            return self._write(f"{json.dumps(message)}\n".encode(), time.monotonic() + patience_s)
+        finally:
+            self._lock.release()
+
+    def close(self) -> None:
+        """Close the pipe."""
+        os.close(self._descriptor)
+
+    def _write(self, data: bytes, deadline: float) -> bool:
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                room = select.poll()
+                room.register(self._descriptor, select.POLLOUT)
+                left_s = deadline - time.monotonic()
+                if left_s <= 0 or not room.poll(1000 * left_s):
+                    return False
+            except OSError:  # nobody reads any more
+                return False
+        return True
+
+
+class Inbox:
+    """The messages that come out of the read end of a pipe. Not thread-safe.
+
+    Args: descriptor: of the read end; made non-blocking.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self._rest = b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Read without waiting. Returns: the messages, and whether the pipe was closed at the other end."""
+        messages: list[dict[str, Any]] = []
+        while True:
+            try:
+                data = os.read(self.descriptor, 1 << 16)
+            except BlockingIOError:
+                return messages, False
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            messages += [message for line in lines if (message := _parsed(line)) is not None]
+            if len(self._rest) > _MAX_LINE:
+                self._rest = b""
+            if not data:
+                return messages, True
+
+
+def open_channel(environ: MutableMapping[str, str]) -> None:
+    """Open this process' channel to its launcher, where it has one. Args: environ: the variable is removed from it."""
+    global _channel
+    descriptor = environ.pop(CHANNEL, None)
+    if descriptor is not None:
+        _channel = Channel(int(descriptor))
+        os.register_at_fork(after_in_child=_close_in_child)
+
+
+def send(message: Mapping[str, Any], *, patience_s: float = _PATIENCE_S, wait: bool = True) -> bool:
+    """Send a message to the launcher of this process. Returns: False where there is none. See `Channel.send`."""
+    return _channel is not None and _channel.send(message, patience_s=patience_s, wait=wait)
+
+
+def _moved_up(descriptor: int) -> int:
+    """Give a descriptor a number above those of sockets and files that are opened later. Returns: the number."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_HIGHEST, most - 1 if most > 0 else _HIGHEST))
+    except OSError:  # no descriptor is left there: the order of two ends may then be taken wrongly
+        os.set_inheritable(descriptor, False)
+        return descriptor
+    os.close(descriptor)
+    return moved
+
+
+def _close_in_child() -> None:
+    """Close the pipe in a forked process, for instance a data worker, which may outlive the rank."""
+    global _channel
+    if _channel is not None:
+        _channel.close()
+        _channel = None
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(line)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None
+
+
+_channel: Channel | None = None

@@ -1,0 +1,208 @@
+"""The processes of a job's ranks, and what happens to them, in the order in which it happens. Imports no torch."""
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto, unique
+from typing import IO, Any
+
+from lightning_cp.channel import CHANNEL, Inbox
+
+_TICK_S = 0.05  # between two looks at processes, where the system cannot wait for their end
+
+
+@unique
+class EventKind(Enum):
+    """What happened to a rank."""
+
+    SAID = auto()  # it sent a message
+    CLOSED = auto()  # its pipe was closed: it is ending
+    ENDED = auto()  # its process has ended
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a rank. Attributes: message: of SAID."""
+
+    rank: int
+    kind: EventKind
+    message: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Rank:
+    process: subprocess.Popen[bytes]
+    inbox: Inbox | None
+    pidfd: int | None
+
+
+class Processes:
+    """The processes of the ranks, each with a pipe to this one.
+
+    On Linux one `epoll` waits for messages, for the closing of pipes and for the ends of processes. It gives them in
+    the order in which they happened, also when this process could not run for a while.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[_Rank] = []
+        self._owners: dict[int, int] = {}  # descriptor -> rank
+        self._epoll = select.epoll() if hasattr(select, "epoll") and hasattr(os, "pidfd_open") else None
+        self._poll = select.poll()  # where there is no epoll
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        output: IO[bytes] | None,
+        inherited: Sequence[int],
+    ) -> None:
+        """Start the next rank, in a session of its own.
+
+        Args:
+            command: program and arguments.
+            environment: its variables; the one of its pipe is added.
+            output: where it writes; None: where this process does.
+            inherited: descriptors that stay open in it.
+        """
+        reader, writer = os.pipe()
+        try:
+            process = subprocess.Popen(
+                command,
+                env={**environment, CHANNEL: str(writer)},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(writer, *inherited),
+                start_new_session=True,
+            )
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        self._add(process, reader)
+
+    def wait(self, timeout_s: float) -> list[Event]:
+        """Wait until something happens, at most `timeout_s`. Returns: what happened, the first first."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            events = [event for descriptor in self._ready(deadline) for event in self._events(descriptor)]
+            if self._has_polling():
+                # Here the order is only known from one look to the next: a rank that ends comes before what others say.
+                events += [event for rank in range(len(self._ranks)) for event in self._look_at(rank)]
+                events.sort(key=lambda event: event.kind is EventKind.SAID)
+            if events or time.monotonic() >= deadline:
+                return events
+
+    def codes(self) -> list[int | None]:
+        """The exit code of each rank, in their order; -n for signal n, None while it runs."""
+        return [rank.process.returncode for rank in self._ranks]
+
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def are_running(self) -> bool:
+        """Whether any rank runs."""
+        return None in self.codes()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to each rank that runs."""
+        for rank in self._ranks:
+            if rank.process.returncode is None:
+                rank.process.send_signal(number)
+
+    def end(self, terminate_s: float) -> None:
+        """End all ranks and what they have started: by SIGTERM, and by SIGKILL after `terminate_s`."""
+        for rank in self._ranks:
+            _signal_group(rank.process, signal.SIGTERM)
+        deadline = time.monotonic() + terminate_s
+        for rank in self._ranks:
+            try:
+                rank.process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                _signal_group(rank.process, signal.SIGKILL)
+        for rank in self._ranks:
+            _signal_group(rank.process, signal.SIGKILL)  # what the rank itself started, and left behind
+            rank.process.wait()
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        for descriptor in self._owners:
+            os.close(descriptor)
+        self._owners.clear()
+        if self._epoll is not None:
+            self._epoll.close()
+
+    def _add(self, process: subprocess.Popen[bytes], reader: int) -> None:
+        number, pidfd = len(self._ranks), None
+        if self._epoll is not None:
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # an old kernel, or one that forbids it: `wait` looks from time to time
+                pidfd = None
+        self._ranks.append(_Rank(process, Inbox(reader), pidfd))
+        for descriptor in (reader, pidfd):
+            if descriptor is None:
+                continue
+            self._owners[descriptor] = number
+            if self._epoll is not None:
+                self._epoll.register(descriptor, select.EPOLLIN)
+            else:
+                self._poll.register(descriptor, select.POLLIN)
+
+    def _has_polling(self) -> bool:
+        return any(rank.pidfd is None and rank.process.returncode is None for rank in self._ranks)
+
+    def _ready(self, deadline: float) -> list[int]:
+        left_s = max(0.0, deadline - time.monotonic())
+        if self._has_polling():
+            left_s = min(left_s, _TICK_S)
+        if self._epoll is not None:
+            return [descriptor for descriptor, _ in self._epoll.poll(left_s, max(1, 2 * len(self._ranks)))]
+        return [descriptor for descriptor, _ in self._poll.poll(1000 * left_s)]
+
+    def _events(self, descriptor: int) -> list[Event]:
+        number = self._owners.get(descriptor)
+        if number is None:  # closed by an earlier event of the same look
+            return []
+        rank = self._ranks[number]
+        return self._read(number) if rank.inbox and descriptor == rank.inbox.descriptor else self._look_at(number)
+
+    def _read(self, number: int) -> list[Event]:
+        inbox = self._ranks[number].inbox
+        if inbox is None:
+            return []
+        messages, closed = inbox.read()
+        events = [Event(number, EventKind.SAID, message) for message in messages]
+        if closed:
+            self._forget(inbox.descriptor)
+            self._ranks[number].inbox = None
+            events.append(Event(number, EventKind.CLOSED))
+        return events
+
+    def _look_at(self, number: int) -> list[Event]:
+        rank = self._ranks[number]
+        if rank.process.returncode is not None or rank.process.poll() is None:
+            return []
+        if rank.pidfd is not None:
+            self._forget(rank.pidfd)
+            rank.pidfd = None
+        return [*self._read(number), Event(number, EventKind.ENDED)]
+
+    def _forget(self, descriptor: int) -> None:
+        del self._owners[descriptor]
+        (self._epoll or self._poll).unregister(descriptor)
+        os.close(descriptor)
+
+
+def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return  # the group is empty
