@@ -3,34 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_cp.ema_callback import AveragingCallback, EMACallback
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
-from lightning_cp.training.ema import WeightAverage, whole_of
 from lightning_cp.training.ranks import TrainerRanks
 from lightning_cp.training.run import DataPlace
+
+__all__ = ["EMACallback", "SamplingCallback"]
 
 Sample = Callable[[Any, torch.Generator], Tensor]
 
 
-class SamplingCallback(Callback):
+class SamplingCallback(AveragingCallback):
     """Writes pictures of samples while training goes on, drawn on the training mesh with averaged weights.
 
     Every rank draws: those of a context group the same samples together, each group others. The weights are the
-    averages of a `WeightAveraging` callback of the Trainer, where there is one, or of this callback itself
-    (`ema_decay`; this works with sharded weights too), else those of the last step. Training goes on as if nothing
+    averages of an `EMACallback` or `WeightAveraging` of the Trainer, where there is one, or of this callback itself
+    (`ema_decay`), else those of the last step. Training goes on as if nothing
     had been drawn: random states, training modes and weights are put back.
 
     Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and given to its TensorBoard and
@@ -42,7 +43,7 @@ class SamplingCallback(Callback):
             n everywhere.
         every_n_train_steps: optimizer steps from one picture to the next.
         at_end: after the last step too.
-        ema_decay: of the callback's own average; see `WeightAverage`.
+        ema_decay: decay of the callback's own average, as in `EMACallback`; None: no average of its own.
         value_range: of the samples' black and white.
         folder: in the place of the Trainer's log directory.
         seed: of the generator.
@@ -59,14 +60,14 @@ class SamplingCallback(Callback):
         folder: str | Path | None = None,
         seed: int = 0,
     ) -> None:
-        if every_n_train_steps < 1:
-            raise ValueError(f"every_n_train_steps={every_n_train_steps} must be at least 1")
+        super().__init__("ema_decay", ema_decay)
+        if isinstance(every_n_train_steps, bool) or not isinstance(every_n_train_steps, int) or every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be a number of steps, at least 1")
+        if len(value_range) != 2 or not value_range[0] < value_range[1]:
+            raise ValueError(f"value_range={value_range!r} must be black and white, as in (-1.0, 1.0)")
         self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
-        self._decay, self._range, self._folder, self._seed = ema_decay, value_range, folder, seed
-        self._average: WeightAverage | None = None
-        self._saved: dict[str, Any] | None = None
-        self._done = 0  # the last step that was taken in, and the last that was drawn
-        self._drawn = -1
+        self._range, self._folder, self._seed = value_range, folder, seed
+        self._drawn = -1  # the last step that was drawn
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -75,43 +76,17 @@ class SamplingCallback(Callback):
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Raises: ValueError: both this callback and another one average the weights."""
-        if self._decay is not None:
-            if _averaging(trainer) is not None:
-                raise ValueError(
-                    f"ema_decay={self._decay}, but the Trainer has a WeightAveraging callback: use one of them"
-                )
-            self._average = WeightAverage(pl_module, self._decay)
-            if self._saved is not None:
-                self._average.load_state_dict(self._saved)
-        self._done = trainer.global_step
-
-    @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        before = self._done
+        super().on_train_batch_end(trainer, pl_module)
         step = trainer.global_step
-        if step == self._done:
-            return  # gradients are being accumulated
-        self._done = step
-        if self._average is not None:
-            self._average.update(pl_module, step=step)
-        if step % self._every == 0:
+        if step != before and step % self._every == 0:
             self._draw(trainer, pl_module)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._at_end and self._drawn != trainer.global_step:
             self._draw(trainer, pl_module)
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        if self._average is None:
-            return self._saved or {}
-        return {name: whole_of(x).cpu() for name, x in self._average.state_dict().items()}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._saved = state_dict or None
 
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drawn = trainer.global_step
@@ -125,20 +100,6 @@ class SamplingCallback(Callback):
         folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
         if trainer.is_global_zero:
             self._write(trainer, tile(samples, value_range=self._range), folder)
-
-    @contextmanager
-    def averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-        """The module has the averaged weights inside the context: to export them, say. Call it on every rank."""
-        other = _averaging(trainer)
-        if other is not None and other._average_model is not None:
-            other._swap_models(pl_module)
-            try:
-                yield
-            finally:
-                other._swap_models(pl_module)
-            return
-        with nullcontext() if self._average is None else self._average.swapped_in(pl_module):
-            yield
 
     def _write(self, trainer: Trainer, picture: Tensor, folder: Path) -> None:
         step = trainer.global_step
@@ -163,11 +124,6 @@ def _check_alike(own: object) -> None:
         raise ValueError(
             f"sample(...) gave {told}; must be [n, c, h, w] or [n, c, f, h, w], c 1, 3 or 4, the same on all ranks"
         )
-
-
-def _averaging(trainer: Trainer) -> WeightAveraging | None:
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return next((one for one in callbacks if isinstance(one, WeightAveraging)), None)
 
 
 @contextmanager

@@ -108,8 +108,7 @@ class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
         averaging = [type(one).__name__ for one in callbacks if isinstance(one, WeightAveraging)]
         if averaging:
             raise ValueError(
-                f"{averaging[0]} cannot average sharded weights: use SamplingCallback(ema_decay=...) of "
-                "lightning_cp.callbacks"
+                f"{averaging[0]} cannot average sharded weights: use EMACallback(decay=...) of lightning_cp.callbacks"
             )
         if self._save_distributed_checkpoint and isinstance(self.checkpoint_io, AsyncCheckpointIO):
             raise ValueError(

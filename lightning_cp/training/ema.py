@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -39,9 +40,11 @@ class WeightAverage:
         own = {name: parameters[name].detach().clone() for name in self._average}
         try:
             _copy(self._average, parameters)
+            _free_gathered(module)
             yield
         finally:
             _copy(own, parameters)
+            _free_gathered(module)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The averages, by parameter name."""
@@ -65,6 +68,13 @@ def copy_whole(value: Tensor, goal: Tensor) -> None:
     if isinstance(goal, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
     goal.copy_(value)
+
+
+def _free_gathered(module: nn.Module) -> None:
+    """Free weights that FSDP2 has gathered and kept (reshard_after_forward=False), because they have changed."""
+    for inner in module.modules():
+        if isinstance(inner, FSDPModule):
+            inner.reshard()
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -18,7 +18,16 @@ LAYERS = (
     {"benchmark"},
     {
         *("strategy", "flavour", "sharded", "replicated", "fabric", "pytorch", "callbacks", "export", "_register"),
-        *("buckets", "meta", "checksum", "initial_weights", "replaced_weights", "units", "trainer_samplers"),
+        *(
+            "buckets",
+            "meta",
+            "checksum",
+            "initial_weights",
+            "replaced_weights",
+            "units",
+            "trainer_samplers",
+            "ema_callback",
+        ),
     },
     {"__init__"},
 )

@@ -1,0 +1,177 @@
+"""Averaged weights for Lightning's Trainer, also where weights are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cp.training.ema import WeightAverage, whole_of
+
+
+class AveragingCallback(Callback):
+    """Base of the callbacks that can average weights: the average, its checkpoints, and its use.
+
+    Args:
+        setting: name of the decay among the callback's settings, for errors.
+        decay: weight of the past in each step; None: no average.
+    Raises: ValueError: a decay that is not from 0 to below 1.
+    """
+
+    def __init__(self, setting: str, decay: float | None) -> None:
+        is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
+        if decay is not None and not (is_number and 0 <= decay < 1):
+            raise ValueError(
+                f"{setting}={decay!r} must be a number from 0 to below 1, such as 0.999 (the weight of the past in "
+                "each step)"
+            )
+        self._setting, self._decay = setting, decay
+        self._average: WeightAverage | None = None
+        self._saved: dict[str, Any] | None = None
+        self._done = 0  # the last step that was averaged
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the average, or continue that of the checkpoint.
+
+        Raises: ValueError: another callback averages the weights too, or the checkpoint's averages do not fit.
+        """
+        self._start_average(pl_module)
+        other = averaging_of(trainer, besides=self)
+        if self._decay is not None and other is not None:
+            raise ValueError(
+                f"{type(self).__name__}({self._setting}={self._decay}) and {type(other).__name__} both average the "
+                "weights: use one of them"
+            )
+        self._done = trainer.global_step
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Update the average after an optimizer step; not where gradients are accumulated."""
+        if trainer.global_step != self._done and self._average is not None:
+            self._average.update(pl_module, step=trainer.global_step)
+        self._done = trainer.global_step
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        """The averages, whole and on the CPU, on rank 0 alone. Call it on every rank: sharded weights are gathered."""
+        if self._average is None:
+            return self._saved or {}
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        state: dict[str, Tensor] = {}
+        for name, x in self._average.state_dict().items():
+            whole = whole_of(x)
+            if is_first:
+                state[name] = whole.cpu()
+        return state
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the averages of a checkpoint until the weights are there."""
+        self._saved = state_dict or None
+
+    @contextmanager
+    def averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
+        """The module has the averaged weights inside the context: to export them, say.
+
+        Without an average the weights stay as they are. Ranks: the whole world.
+        """
+        other = averaging_of(trainer, besides=self) if self._average is None else None
+        if isinstance(other, WeightAveraging):
+            if other._average_model is None:  # before the first step
+                yield
+                return
+            other._swap_models(pl_module)
+            try:
+                yield
+            finally:
+                other._swap_models(pl_module)
+            return
+        average = self._average if other is None else other._average
+        with nullcontext() if average is None else average.swapped_in(pl_module):
+            yield
+
+    def _start_average(self, pl_module: LightningModule) -> None:
+        if self._decay is None:
+            return
+        self._average = WeightAverage(pl_module, self._decay)
+        if self._saved is None:
+            return
+        now = {name: tuple(x.shape) for name, x in self._average.state_dict().items()}
+        then = {name: tuple(x.shape) for name, x in self._saved.items()}
+        unlike = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+        if unlike:
+            raise ValueError(
+                f"{type(self).__name__}: the checkpoint's averages are not those of this module: {unlike[0]} has shape "
+                f"{then.get(unlike[0], 'none')} there and {now.get(unlike[0], 'none')} here ({len(unlike)} differ). "
+                "Resume with the same module and the same frozen weights"
+            )
+        self._average.load_state_dict(self._saved)
+        self._saved = None
+
+
+class EMACallback(AveragingCallback):
+    """Keep an exponential moving average of the trained weights, replicated or sharded.
+
+    Each rank averages what it holds: all weights with ContextParallelStrategy, its shards with
+    ContextParallelFSDPStrategy. Averages are float32 where weights are in lower precision. Checkpoints of the Trainer
+    hold the averages as the callback's state, and a resumed run continues them at any number of ranks. The module's own
+    weights are those of training; `with callback.averaged(trainer, module): …` puts the averages in their place.
+
+    Args:
+        decay: weight of the past in each step, reached gradually: at step n at most (1 + n) / (10 + n).
+        evaluate: use the averages in validation and test epochs.
+    Raises: ValueError, TypeError: bad settings.
+    """
+
+    def __init__(self, decay: float = 0.999, *, evaluate: bool = True) -> None:
+        if decay is None:
+            raise ValueError("decay=None must be a number from 0 to below 1, such as 0.999")
+        if not isinstance(evaluate, bool):
+            raise TypeError(f"evaluate={evaluate!r} must be True or False")
+        super().__init__("decay", decay)
+        self._evaluate = evaluate
+        self._swapped = ExitStack()
+
+    @override
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the averages in the place of the weights."""
+        if self._average is None and self._saved is not None:  # an evaluation of a checkpoint, without a fit
+            self._start_average(pl_module)
+        if self._evaluate and self._average is not None:
+            self._swapped.enter_context(self._average.swapped_in(pl_module))
+
+    @override
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._swapped.close()
+
+    @override
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the averages in the place of the weights."""
+        self.on_validation_epoch_start(trainer, pl_module)
+
+    @override
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._swapped.close()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Put the weights back where an evaluation has failed."""
+        self._swapped.close()
+
+
+def averaging_of(trainer: Trainer, *, besides: Callback) -> WeightAveraging | EMACallback | None:
+    """The Trainer's other callback that averages weights, and has begun to."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    for one in callbacks:
+        if one is not besides and isinstance(one, (WeightAveraging, EMACallback)):
+            return one
+    return None
