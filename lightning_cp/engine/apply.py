@@ -12,6 +12,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_c
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.entry import kernel_for
 from lightning_cp.engine.installed import Installed, installed_on
+from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
@@ -24,6 +25,10 @@ __all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "pa
 
 def apply_context_parallel(module: nn.Module, parallel_config: object, plan: object = None) -> None:
     """Run `module` context-parallel from now on: whole tensors in, whole tensors out, on every rank.
+
+    Compile it before or after, whole or block by block. Processors, blocks and adapters may be changed later: each
+    forward checks that the model is still the one that the plan was installed on, and else installs the plan again, or
+    raises PlanError.
 
     Args:
         module: any module; diffusers' transformers of `lightning_cp.plans.REGISTERED` need no plan.
@@ -51,6 +56,7 @@ def parallelize(
     """`apply_context_parallel` with what a strategy sets beside: the kernel, and how often peers are compared."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
+    module = unwrapped(module)  # of a compiled model, the model itself
     _check_untouched(module)
     check_kernel(kernel)
     forwards_to_check(check_peers)
@@ -80,7 +86,7 @@ def remove_context_parallel(module: nn.Module) -> None:
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
     installed.take_off()
-    module.__dict__.pop("_parallel_config", None)
+    installed.module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 
 

@@ -12,7 +12,7 @@ from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, 
 from lightning_cp.engine.rules import Halo, Kinds, Outputs, Rules
 from lightning_cp.engine.seam import attends, check_reachable
 from lightning_cp.errors import PlanError
-from lightning_cp.plans import Attention, Plan, Rows
+from lightning_cp.plans import LOCAL, Attention, Plan, Rows
 
 
 def compile_rules(module: nn.Module, plan: object) -> Rules:
@@ -31,6 +31,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     for (setting, value), variant in plan.variants.items():
         if getattr(getattr(module, "config", None), setting, None) == value:
             return _from_plan(module, variant)
+    _check_streams(plan)
     for name in plan.required:
         position(type(module).__name__, module, name)
     arguments = [arguments_of(module, ("",), plan.inputs)] if plan.inputs else []
@@ -66,6 +67,18 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         leading=plan.leading,
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
+
+
+def _check_streams(plan: Plan) -> None:
+    """Raise PlanError for a main stream that no tensor holds, and for a plan that gathers nothing."""
+    streams = plan.held_streams
+    if plan.main not in streams:
+        raise PlanError(
+            f"main={plan.main!r} is none of the streams that the plan's blocks and inputs hold ({', '.join(streams)}): "
+            "set main= to the stream that must have a token on each rank (the image, video or audio)"
+        )
+    if not plan.gather and all(x.output is not None for x in plan.whole.values()):
+        raise PlanError("the plan gathers nothing, so the model would return a shard: name a module in gather=")
 
 
 def _divider(module: nn.Module, name: str) -> int:
@@ -111,13 +124,14 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
     if not found:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
-            "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+            "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention, called by a forward, by a processor "
+            "or by a plain function that these call (not by another method)"
         )
 
 
 def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
     """What a module in a block attends to; empty for LOCAL."""
-    keys = [key for key in plan.attention if key == f"{stack}.{name}"]  # a bracket is no pattern here
+    keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]  # a bracket is no pattern
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
     entry = plan.attention[keys[0]] if keys else plan.streams
@@ -125,7 +139,11 @@ def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
         return (entry,)
     kinds = tuple(kind for kind in entry if isinstance(kind, Attention))
     streams = tuple(stream for stream in entry if isinstance(stream, str))
-    return kinds or ((Attention(streams),) if streams else ())
+    if not kinds:
+        return (Attention(streams),) if streams else ()
+    if LOCAL in entry:  # by calls of its own: which one it is, is found out last
+        kinds += tuple(Attention(queries, keys=LOCAL) for queries in dict.fromkeys(kind.queries for kind in kinds))
+    return kinds
 
 
 def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
 from lightning_cp.comm.shards import gather
-from lightning_cp.engine.lengths import Sizes, find_sizes
+from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.segments import attend_by_segments
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
@@ -49,7 +49,7 @@ class Entry:
         """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
         # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
         local = self.kinds is None and parallel_config is None
-        sizes = None if local else self._sizes(query.shape[1], key.shape[1])
+        sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
             self._touch()
             assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
@@ -103,7 +103,7 @@ class Entry:
         enable_gqa: bool = False,
     ) -> Tensor:
         """Stands for `F.scaled_dot_product_attention`: [b, h, s, d]."""
-        sizes = self._sizes(query.shape[-2], key.shape[-2])
+        sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
         if sizes is None:
             self._touch()
             return F.scaled_dot_product_attention(
@@ -156,9 +156,10 @@ class Entry:
         assert isinstance(out, Tensor), "no lse was asked for"
         return out
 
-    def _sizes(self, queries: int, keys: int) -> Sizes | None:
+    def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
         """Every rank's queries and keys, from this rank's; None where attention is over whole keys.
 
+        Args: contents: the keys and values.
         Raises: PlanError: the plan's streams are not what came.
         """
         if self.kinds is None:
@@ -167,6 +168,8 @@ class Entry:
             return [], []
         call = self.session.current()
         rank, wanted = call.groups.context_rank, []
+        if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
+            return None
         for kind in self.kinds:
             lengths = self._lengths(kind, keys)
             if (queries, keys) == (lengths[0][rank], lengths[1][rank]):
@@ -178,6 +181,13 @@ class Entry:
             f"attention got {queries} queries and {keys} keys, but this rank holds {', or '.join(wanted)}: the plan "
             "does not fit this model"
         )
+
+    @property
+    def _has_local_among_others(self) -> bool:
+        """Whether calls with the same queries may have whole keys or split ones, which token counts cannot tell."""
+        kinds = self.kinds or ()
+        split = {kind.queries for kind in kinds if kind.keys != LOCAL}
+        return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
 
     def _lengths(self, kind: Attention, keys: int) -> Sizes:
         call = self.session.current()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_cp.comm.neighbours import margins, with_margin
-from lightning_cp.engine.hooks import EngineHook
+from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.rules import Halo
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError

@@ -1,8 +1,8 @@
-"""What runs around a parallel model's forward, its blocks and its split and gathered places."""
+"""What runs around a parallel model's forward: the beginning and the end of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,123 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.shards import gather
-from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.cutting import check_dim, cut, cut_always, join
-from lightning_cp.engine.lengths import find_sizes
-from lightning_cp.engine.rules import Arguments, Outputs, Rules
+from lightning_cp.engine.cutters import ArgumentHook, OutputHook
+from lightning_cp.engine.hints import missing_split
+from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
-from lightning_cp.errors import InterceptionError, ShapeError
-from lightning_cp.plans import Spec, Split
-
-
-class EngineHook:
-    """Base of our hook objects, by which they are found and taken off.
-
-    A deep copy of a model keeps the hooks of its original until its first forward, which puts new ones in their place.
-    """
-
-    def __deepcopy__(self, memo: object) -> Any:
-        return self
-
-
-def remove_hooks(module: nn.Module) -> None:
-    """Take our hooks off one module, whichever session they belong to. Hooks of others stay."""
-    for hooks, details in (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
-    ):
-        for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), EngineHook):
-                del hooks[key]
-                for detail in details:
-                    detail.pop(key, None)
-
-
-@dataclass(eq=False)
-class ArgumentHook(EngineHook):
-    """Splits arguments before a module's forward, or makes them whole."""
-
-    session: Session
-    rule: Arguments
-    refused: Mapping[str, str]
-    name: str
-    order: Sequence[str] = ()  # of the forward's arguments, where some are refused
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        positional, named = list(args), dict(kwargs)
-        if self.refused:
-            refuse(self.refused, {**dict(zip(self.order, args)), **named})
-        for name, spec in self.rule.specs.items():
-            position = self.rule.positions[name]
-            if name in named:
-                named[name] = self._cut(named[name], spec, name)
-            elif 0 <= position < len(positional):
-                positional[position] = self._cut(positional[position], spec, name)
-        return tuple(positional), named
-
-    def _cut(self, value: Any, spec: Spec, name: str) -> Any:
-        where = f"{self.name}({name})"
-        if self.rule.always:
-            return cut_always(value, spec, name=where, session=self.session)
-        if self.rule.joins:
-            return join(value, spec, name=where, session=self.session)
-        return cut(value, spec, name=where, session=self.session, strict=self.rule.is_block)
-
-
-@dataclass(eq=False)
-class OutputHook(EngineHook):
-    """Splits or gathers outputs after a module's forward."""
-
-    session: Session
-    rule: Outputs
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        rule, session = self.rule, self.session
-        NOTES.enter(module)
-        name = f"the output of {rule.path}"
-        if not rule.always and rule.gathers:
-            return join(output, rule.spec, name=name, session=session)
-        if not rule.always:
-            return cut(output, rule.spec, name=name, session=session, strict=True)
-        assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
-        values = [output] if isinstance(output, Tensor) else list(output)
-        if rule.gathers and len(values) != len(rule.spec):
-            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan gathers {len(rule.spec)}")
-        if len(values) < len(rule.spec):
-            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan splits number {len(rule.spec) - 1}")
-        for i, spec in enumerate(rule.spec):
-            if spec is None:
-                continue
-            if rule.gathers:
-                values[i] = self._gather(values[i], spec)
-            else:
-                values[i] = cut_always(values[i], spec, name=f"{rule.path}[{i}]", session=session)
-        return values[0] if isinstance(output, Tensor) else type(output)(values)
-
-    def _gather(self, x: Tensor, spec: Spec) -> Tensor:
-        assert isinstance(spec, Split), "rules hold one split for each gathered output"
-        if spec.ndim is not None and x.ndim != spec.ndim:
-            return x
-        check_dim(x, spec, self.rule.path)
-        call, own = self.session.current(), x.shape[spec.dim]
-        found = find_sizes(self.session, own, own)
-        if found is None:
-            raise ShapeError(
-                f"the output of {self.rule.path} has {own} tokens on every rank, so it was never split: the plan "
-                "gathers at the wrong place"
-            )
-        sizes = found[0]
-        if call.groups.context is None:
-            sizes = [own]
-        elif not sizes:
-            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
-        if sum(sizes) < len(sizes):
-            raise ShapeError(
-                f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
-                "context group: use lower degrees or a longer sequence"
-            )
-        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 
 
 @dataclass(eq=False)
@@ -180,7 +69,11 @@ class ModelHook(EngineHook):
             for joiner in self.outputs:
                 output = joiner.after(module, args, output)
             self.after(module)
+            session.succeeded = True
             return output
+        except (RuntimeError, ValueError, IndexError) as error:
+            self._explain(error)
+            raise
         finally:
             for inner, original in checkpoints:
                 inner._gradient_checkpointing_func = original
@@ -210,6 +103,17 @@ class ModelHook(EngineHook):
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
                 "result would be wrong: it must go through dispatch_attention_fn or F.scaled_dot_product_attention"
             )
+
+    def _explain(self, error: Exception) -> None:
+        """Raise PlanError in place of an error of the model's own code, if the plan may have left an argument out."""
+        call, builtin = self.session.current(), type(error) in (RuntimeError, ValueError, IndexError)
+        missing = missing_split(call) if builtin and not self.session.succeeded else None
+        if missing is not None:
+            raise PlanError(
+                f"{call.block} failed on shards ({type(error).__name__}: {error}), and its plan leaves out an argument "
+                f"that may have to be split: {missing}. Add it to the plan: split(dim, streams), mask(streams) or "
+                "ContextParallelInput"
+            ) from error
 
     def _note_whole(self, given: dict[str, Any]) -> None:
         """Note the lengths of arguments that the plan leaves whole."""
@@ -266,18 +170,6 @@ def refuse_caches(module: nn.Module) -> None:
             f"{type(cache).__name__}: diffusers' caches decide by, and keep, the tokens of one rank, so they cannot be "
             "used context-parallel: call disable_cache()"
         )
-
-
-def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Raises: ShapeError: an argument, or ("argument.key") an entry or attribute of one, that must be left out."""
-    for name, reason in refused.items():
-        argument, _, key = name.partition(".")
-        value = given.get(argument)
-        if key:
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
-        if value is not None:
-            shown = f"a {type(value).__name__}" if isinstance(value, (Tensor, list, tuple, dict)) else repr(value)
-            raise ShapeError(f"{name}={shown} cannot be used context-parallel ({reason}): leave it out")
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

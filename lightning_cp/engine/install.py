@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.engine.cutters import ArgumentHook, OutputHook
 from lightning_cp.engine.entry import Entry
 from lightning_cp.engine.halo import HaloHook
-from lightning_cp.engine.hooks import ArgumentHook, ModelHook, OutputHook, remove_hooks
+from lightning_cp.engine.hook_base import remove_hooks
+from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.paths import submodule, unwrapped
@@ -42,7 +44,7 @@ def install(module: nn.Module, rules: Rules, session: Session, *, seams: Seams, 
     for rule in rules.arguments:
         refused = rules.refused if rule.is_block else {}
         order = list(inspect.signature(type(submodule(module, rule.paths[0])).forward).parameters)[1:]
-        cutter = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order if refused else ())
+        cutter = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order)
         arguments += [cutter] if "" in rule.paths else []
         for path in filter(None, rule.paths):
             submodule(module, path).register_forward_pre_hook(cutter.before, with_kwargs=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -14,6 +15,7 @@ from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
+from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.seam import is_stuck
 from lightning_cp.engine.session import Session
@@ -53,6 +55,7 @@ class Installed(Around):
         except BaseException:
             strip(self.module.modules())
             raise
+        self._forget_compiled()
         place = own_forward(self.module)
         self.original = place.get()
         forward = self.module.forward if self.original is None else self.original
@@ -68,6 +71,7 @@ class Installed(Around):
                     "remove_context_parallel, which cannot take its own forward from beneath"
                 )
         strip([*self.module.modules(), *self._touched])
+        self._forget_compiled()
         self._hook, self._structure = None, None  # a wrapper around ours, which we cannot take off, calls the original
         place = own_forward(self.module, above=self)
         function = place.get()
@@ -87,6 +91,11 @@ class Installed(Around):
         assert self._hook is not None, "a plan is installed"
         return self._hook.run(self.module, self._own_forward, args, kwargs)
 
+    def _forget_compiled(self) -> None:
+        """Drop compiled code where a part of the model was compiled on its own: compilers do not guard on hooks."""
+        if any(inner._compiled_call_impl is not None for inner in self.module.modules() if inner is not self.module):
+            torch.compiler.reset()
+
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.original is None:
             return type(self.module).forward(self.module, *args, **kwargs)
@@ -104,9 +113,17 @@ class Installed(Around):
 
     def _follow(self) -> None:
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
-        name = type(self.module).__name__
-        if torch.compiler.is_compiling():
-            raise PlanError(f"{name} was changed after apply_context_parallel: call it once before it is compiled")
+        if torch.compiler.is_compiling():  # without fullgraph=True this forward runs eagerly then, and follows
+            raise PlanError(
+                f"{type(self.module).__name__} was changed after it was compiled: call it once without torch.compile "
+                "(`with torch.compiler.set_stance('force_eager')`), so that the plan is installed again"
+            )
+        follow = self._follow_eagerly
+        if "torch._dynamo" in sys.modules:  # else there is nothing that could trace it
+            follow = torch.compiler.disable(follow)  # type: ignore[no-untyped-call]
+        follow()
+
+    def _follow_eagerly(self) -> None:
         try:
             found = Structure(self.module, self.rules)
         except PlanError:  # planned modules are missing
@@ -125,8 +142,8 @@ class Installed(Around):
             if not isinstance(error, PlanError):
                 raise
             raise PlanError(
-                f"{name} was changed after apply_context_parallel, and its plan no longer fits: {error}. Undo the "
-                "change, or call remove_context_parallel and apply a plan that fits"
+                f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
+                f"{error}. Undo the change, or call remove_context_parallel and apply a plan that fits"
             ) from error
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
@@ -144,8 +161,8 @@ class Installed(Around):
 
 
 def installed_on(module: nn.Module) -> Installed | None:
-    """What `parallelize` left on a module; None for one that is not context-parallel."""
-    found: Installed | None = module.__dict__.get(_INSTALLED)
+    """What `parallelize` left on a module, compiled or not; None for one that is not context-parallel."""
+    found: Installed | None = unwrapped(module).__dict__.get(_INSTALLED)
     return found
 
 

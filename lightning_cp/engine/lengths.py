@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
+
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.session import Call, Session
+from lightning_cp.errors import InterceptionError
+
+_SAME = 1e-3  # of the norm
 
 Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
 
@@ -34,6 +42,41 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if sizes[1] and sizes[1] not in shares and sizes[1] in options:
         return None
     return sizes if sizes[0] and sizes[1] else ([], [])
+
+
+def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | None) -> bool:
+    """Whether keys and values are the same on all ranks, by their number, norms and projections; so never split.
+
+    Small differences (of kernels that do not reproduce bit for bit) pass. Synchronises the host.
+    Ranks: all of the group. Raises: InterceptionError: this is being compiled.
+    """
+    if group is None:
+        return False  # nothing is split
+    if torch.compiler.is_compiling():
+        raise InterceptionError(
+            "attention with LOCAL among other attention calls of one module cannot be compiled, since its calls are "
+            "told apart by the contents of their keys: compile other blocks only, or give each call a module of its own"
+        )
+    sums = [x for tensor in contents for x in _sums(tensor)]
+    everyone = all_gather_ints(
+        [keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group
+    )
+    first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in everyone)
+    norms = [first[1][i // 2 * 2] for i in range(len(sums))]
+    return all(
+        n == first[0] and all(abs(a - b) <= _SAME * norm for a, b, norm in zip(first[1], theirs, norms, strict=True))
+        for n, theirs in others
+    )
+
+
+def _sums(x: Tensor) -> list[float]:
+    """The norm, and a projection onto random signs."""
+    with torch.no_grad():
+        flat = x.detach().flatten().double()
+        generator = torch.Generator().manual_seed(flat.numel())
+        signs = torch.randint(0, 2, flat.shape, generator=generator, dtype=torch.int8).to(flat.device).double() * 2 - 1
+        sums: list[float] = torch.stack([flat.norm(), flat @ signs]).tolist()
+        return sums
 
 
 def candidates(call: Call) -> list[list[int]]:

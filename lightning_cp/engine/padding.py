@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_cp.engine.hooks import EngineHook
+from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.session import Session
 from lightning_cp.plans import Pad
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.engine.hooks import EngineHook
+from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
@@ -28,9 +28,15 @@ class ScopeHook(EngineHook):
     checked: bool
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        NOTES.enter(module, self.model)
+        session = self.session
+        if not torch.compiler.is_compiling():  # compiled blocks are not replayed by their hooks
+            NOTES.enter(module, self.model)
+            self._find_call(args, kwargs)
+        if self.checked and session.call is not None:
+            session.call.intercepted = False
+
+    def _find_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Mark the block's first tensor with the forward under way; in a replay, find that forward by the mark."""
         session = self.session
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if session.forwards:
@@ -38,12 +44,8 @@ class ScopeHook(EngineHook):
                 setattr(first, _MARK, session.call)
         elif first is not None and hasattr(first, _MARK):
             session.call = getattr(first, _MARK)
-        if self.checked and session.call is not None:
-            session.call.intercepted = False
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling():
-            return
         session = self.session
         escaped = self.checked and output is not None and session.call is not None and not session.call.intercepted
         if escaped and not _skips_attention(module):

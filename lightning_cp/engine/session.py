@@ -30,6 +30,8 @@ class Call:
         whole: tokens of tensor arguments that are left whole (for plans that do not say what attends to what).
         intercepted: whether attention passed through the engine since this was last cleared.
         met: keys for which sizes were found out in this forward.
+        block: the last block (or other planned module) that was entered.
+        unplanned: shapes of its tensor arguments that the plan does not mention, for errors.
     """
 
     groups: Groups
@@ -40,6 +42,8 @@ class Call:
     whole: set[int] = field(default_factory=set)
     intercepted: bool = False
     met: list[Hashable] = field(default_factory=list)
+    block: str = ""
+    unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def key(self) -> Hashable:
         """What is known of lengths so far, the same on all ranks."""
@@ -92,6 +96,7 @@ class Session:
         backends: diffusers' registry of backends, where the model is one of diffusers'.
         peers: compares the arguments of forwards between peers.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
+        succeeded: whether a forward has come to its end: the plan fits then, so a failure has other causes.
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
 
@@ -103,6 +108,7 @@ class Session:
     backends: Any = None
     forwards: int = 0
     call: Call | None = None
+    succeeded: bool = False
     settled: dict[Hashable, bool] = field(default_factory=dict)
 
     def of_copy(self) -> Session:

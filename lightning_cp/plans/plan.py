@@ -166,10 +166,13 @@ class Plan:
         halos: convolutions within the blocks that see neighbouring rows, the dim of their input in which rows lie, and
             their stream.
         attention: modules and the streams that attend to each other there; LOCAL for those on replicated keys. A key
-            is a module's name within a block, with or without the list, spelt as in `blocks`, before it (`*` allowed).
-            Several `Attention`s: for a module that makes several calls, told apart by their tokens. Not listed: all
+            is a module's name within a block, with or without the list, spelt as in `blocks`, before it (`*` allowed);
+            the list alone means the blocks' own forward.
+            A tuple of several `Attention`s, and LOCAL: for a module that makes several attention calls, told apart by
+            their tokens (calls with LOCAL: by comparing keys between ranks, which cannot be compiled). Not listed: all
             streams.
-        main: the stream that must have a token for each rank; others may be shorter than the group.
+        main: the stream that must have a token on each rank, "image" if it is called so; others may be shorter than
+            the group.
         needed: other streams that must, if they have any: the class' own code cannot deal with none on a rank.
         leading: masks [b, s] among the model's arguments that must keep the first tokens of a sample, and why.
         pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
@@ -188,7 +191,7 @@ class Plan:
     split_outputs: Mapping[str, Spec] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
     halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    attention: Mapping[str, Streams | Attention | tuple[Attention, ...]] = field(default_factory=dict)
+    attention: Mapping[str, Streams | Attention | tuple[Attention | Streams, ...]] = field(default_factory=dict)
     main: str = "image"
     needed: Streams = ()
     leading: Mapping[str, str] = field(default_factory=dict)
@@ -202,7 +205,12 @@ class Plan:
     @property
     def streams(self) -> Streams:
         """All streams of the plan, main first."""
-        found = [self.main]
+        return tuple(dict.fromkeys((self.main, *self.held_streams)))
+
+    @property
+    def held_streams(self) -> Streams:
+        """The streams that tensors of the plan hold, in the order in which it names them."""
+        found: list[str] = []
         for specs in (self.inputs, self.split_outputs, *self.blocks.values()):
             for spec in specs.values():
                 found += _streams(spec)

@@ -30,7 +30,8 @@ _EXACT = 1e-9
 _MODELS = ["sd3", "ltx2", "kandinsky6", "motif_video", "flux", "wan"]
 
 
-def _config(mode: str, world: int) -> ContextParallelConfig:
+def config_of(mode: str, world: int) -> ContextParallelConfig:
+    """The whole world around one ring, or as one Ulysses group."""
     return ContextParallelConfig(**{"ring": {"ring_degree": world}, "ulysses": {"ulysses_degree": world}}[mode])
 
 
@@ -101,7 +102,12 @@ _CHANGES: dict[str, Callable[[nn.Module, nn.Module], None]] = {
 }
 
 
-def _donor(name: str) -> nn.Module:
+def change_model(model: nn.Module, change: str, donor: nn.Module) -> None:
+    """Carry out one of the changes."""
+    _CHANGES[change](model, donor)
+
+
+def donor_of(name: str) -> nn.Module:
     """A model of the same class with other weights."""
     donor = TINY[name].build()
     with torch.no_grad():
@@ -117,18 +123,18 @@ def _followed(rank: int, world: int, *trial: Any) -> tuple[float, float]:
 
 def _changed(world: int, name: str, mode: str, change: str, compiled: bool) -> tuple[float, float]:
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # asked by the compiler
-    tiny, changed = TINY[name], _CHANGES[change]
+    tiny = TINY[name]
     single, arguments = tiny.build(), tiny.arguments()
     before, _ = outcome(single, arguments)
-    changed(single, _donor(name))
+    change_model(single, change, donor_of(name))
     expected, gradients = outcome(single, arguments)
     assert "processor" in change or not torch.equal(before, expected)
     model = tiny.build()
-    apply_context_parallel(model, _config(mode, world))
+    apply_context_parallel(model, config_of(mode, world))
     if compiled:
         model.compile_repeated_blocks(backend="eager")
     outcome(model, arguments)
-    changed(model, _donor(name))
+    change_model(model, change, donor_of(name))
     out, found = outcome(model, arguments)
     result = float((out - expected).abs().max()), worst(averaged(found, world), gradients)
     remove_context_parallel(model)
@@ -168,7 +174,7 @@ def _copied(rank: int, world: int, name: str, mode: str, how: str) -> tuple[floa
     tiny = TINY[name]
     single, arguments = tiny.build(), tiny.arguments()
     original = tiny.build()
-    apply_context_parallel(original, _config(mode, world))
+    apply_context_parallel(original, config_of(mode, world))
     model = copy.deepcopy(original)
     for one in (single, model):
         if how == "reentrant":
@@ -220,7 +226,7 @@ def _refused(rank: int, world: int) -> list[str]:
 
     for change in (processor, forward, exchanged, gone):
         model, arguments = TINY["wan"].build(), TINY["wan"].arguments()
-        apply_context_parallel(model, _config("ring", world))
+        apply_context_parallel(model, config_of("ring", world))
         model(**arguments)
         change(model)
         for _ in range(2):  # it stays refused

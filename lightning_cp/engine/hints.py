@@ -1,0 +1,51 @@
+"""What a plan may have left out, where a block's own code fails on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cp.engine.session import Call
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def unplanned_shapes(
+    order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], planned: Mapping[str, object]
+) -> Shapes:
+    """Shapes of a block's tensors that its plan does not mention, by the name of the argument.
+
+    Args: order: names of the forward's arguments, in order. planned: arguments that the plan mentions, by name.
+    """
+    given = {**dict(zip(order, args)), **kwargs}
+    return {
+        where: tuple(x.shape) for name, value in given.items() if name not in planned for where, x in _nest(name, value)
+    }
+
+
+def missing_split(call: Call) -> str | None:
+    """Describe the arguments of the last block that hold all tokens of some streams, though nothing splits them."""
+    sums: dict[int, tuple[str, ...]] = {}
+    for count in (1, 2, 3):
+        for streams in combinations(call.lengths, count):
+            whole, local = sum(call.lengths[x] for x in streams), call.sizes(streams)[call.groups.context_rank]
+            if whole != local:
+                sums.setdefault(whole, streams)
+    found = [
+        f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens of {' + '.join(sums[n])}"
+        for name, shape in call.unplanned.items()
+        for dim, n in enumerate(shape)
+        if n in sums
+    ]
+    return "; ".join(found) or None
+
+
+def _nest(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, x in enumerate(value):
+            yield from _nest(f"{name}[{i}]", x)

@@ -1,0 +1,158 @@
+"""`torch.compile` of a whole parallel model: one graph, exact, checked, in any order with apply and remove."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.engine.apply import installed_on
+from tests.dist.compare import averaged, outcome, worst
+from tests.dist.test_counting import counted
+from tests.faults.test_exchanged_parts import change_model, config_of, donor_of
+from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.wan import wan
+
+# The compiler does not see the tests' lifted casts to float32 everywhere.
+_OUTPUT, _GRADIENT = 1e-6, 1e-5
+Errors = tuple[float, float]
+
+
+def _compiled(model: Any, how: str, *, backend: str = "eager") -> Any:
+    """By `torch.compile`, or by the module's method."""
+    if how == "function":
+        return torch.compile(model, fullgraph=True, backend=backend)
+    model.compile(fullgraph=True, backend=backend)
+    return model
+
+
+def _errors(model: nn.Module, arguments: dict[str, Any], expected: tuple[Tensor, Any], world: int) -> Errors:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the compiler's, of diffusers' code
+        out, found = outcome(model, arguments)
+    found = {name.removeprefix("_orig_mod."): x for name, x in found.items()}
+    return float((out - expected[0]).abs().max()), worst(averaged(found, world), expected[1])
+
+
+def _whole(rank: int, world: int, name: str, mode: str, backend: str, replay: bool) -> list[Errors]:
+    """Errors in three forwards: peers are compared in the first two of a parallel model."""
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    if replay:
+        model.train().enable_gradient_checkpointing()
+    expected = outcome(model, arguments)
+    apply_context_parallel(model, config_of(mode, world))
+    compiled = _compiled(model, "function", backend=backend)
+    return [_errors(compiled, arguments, expected, world) for _ in range(3)]
+
+
+_FULL = pytest.mark.full
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "backend", "replay"),
+    [
+        ("wan", "ring", "eager", False),
+        pytest.param("wan", "ring", "aot_eager", False, marks=_FULL),
+        pytest.param("wan", "ulysses", "inductor", False, marks=_FULL),
+        pytest.param("wan", "ring", "aot_eager", True, marks=_FULL),
+        pytest.param("flux", "ulysses", "aot_eager", False, marks=_FULL),
+        pytest.param("flux", "ring", "inductor", True, marks=_FULL),
+        pytest.param("sd3", "ring", "eager", False, marks=_FULL),
+        pytest.param("qwen_image", "ulysses", "eager", False, marks=_FULL),
+        pytest.param("hunyuan_video", "ring", "eager", False, marks=_FULL),
+    ],
+)
+def test_a_parallel_model_compiled_as_a_whole_is_exact(
+    run_ranks: RankPool, name: str, mode: str, backend: str, replay: bool
+) -> None:
+    for results in run_ranks(3, _whole, name, mode, backend, replay, timeout_s=300):
+        for output, gradient in results:
+            assert output < _OUTPUT
+            assert gradient < _GRADIENT
+
+
+def _lengths(rank: int, world: int) -> list[Errors]:
+    model = wan().build()
+    trials = [(x, outcome(model, x)) for x in (wan(frames).arguments() for frames in (2, 3, 4))]
+    apply_context_parallel(model, config_of("ring", world))
+    compiled = _compiled(model, "function")
+    return [_errors(compiled, arguments, expected, world) for arguments, expected in trials]
+
+
+@pytest.mark.full
+def test_a_compiled_model_takes_other_lengths(run_ranks: RankPool) -> None:
+    for results in run_ranks(3, _lengths, timeout_s=240):
+        assert max(max(x) for x in results) < _GRADIENT
+
+
+def _order(rank: int, world: int, how: str) -> None:
+    """Compiled and run before apply; then applied, removed, and applied again."""
+    model, arguments = wan().build(), wan().arguments()
+    expected = outcome(model, arguments)
+    compiled = _compiled(model, how)
+    for parallel in (False, True, False, True):
+        if parallel:
+            apply_context_parallel(compiled, ContextParallelConfig(ring_degree=world))
+        elif installed_on(compiled) is not None:
+            remove_context_parallel(compiled)
+        with counted() as traffic:
+            output, gradient = _errors(compiled, arguments, expected, world)
+        assert (traffic.ring_bytes > 0) == parallel
+        assert output < _OUTPUT
+        assert gradient < _GRADIENT
+
+
+@pytest.mark.parametrize("how", [pytest.param("function", marks=_FULL), "method"])
+def test_apply_and_remove_on_a_compiled_model_take_effect(run_ranks: RankPool, how: str) -> None:
+    run_ranks(2, _order, how, timeout_s=240)
+
+
+def _changed(rank: int, world: int, name: str, change: str) -> list[Errors]:
+    arguments, single = TINY[name].arguments(), TINY[name].build()
+    change_model(single, change, donor_of(name))
+    expected = outcome(single, arguments)
+    model = TINY[name].build()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = torch.compile(model, backend="eager")
+    _errors(compiled, arguments, expected, world)
+    change_model(model, change, donor_of(name))
+    return [_errors(compiled, arguments, expected, world) for _ in range(2)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "change", ["first processor", *(pytest.param(x, marks=_FULL) for x in ("exchanged", "appended"))]
+)
+@pytest.mark.parametrize("name", ["wan", *(pytest.param(x, marks=_FULL) for x in ("sd3", "motif_video"))])
+def test_parts_exchanged_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
+    for results in run_ranks(2, _changed, name, change, timeout_s=300):
+        for output, gradient in results:
+            assert output < _OUTPUT
+            assert gradient < _GRADIENT
+
+
+def _full_graph(rank: int, world: int) -> str:
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    compiled = _compiled(model, "function")
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        compiled(**arguments)
+        change_model(model, "first processor", donor_of("wan"))
+        with pytest.raises(Exception, match="was changed after it was compiled") as caught:
+            compiled(**arguments)
+        with torch.compiler.set_stance("force_eager"):
+            expected = compiled(**arguments).sample
+        assert (compiled(**arguments).sample - expected).abs().max() < _OUTPUT
+    return str(caught.value)
+
+
+@pytest.mark.full
+def test_a_change_under_fullgraph_is_refused_with_the_way_out(run_ranks: RankPool) -> None:
+    for message in run_ranks(2, _full_graph, timeout_s=240):
+        assert "force_eager" in message
