@@ -222,6 +222,18 @@ def _build_branches(groups: Groups, cfg: int) -> Branches:
     )
 
 
+def ring_groups(groups: Groups) -> Groups:
+    """The ring of `groups` alone, as if the ranks of its Ulysses group were one. Kept as long as the mesh."""
+    if groups.ring is None:
+        return ALONE
+    assert dist.group.WORLD is not None, "a ring has a process group"
+    built, key = _built.of(dist.group.WORLD), ("ring", groups.name)
+    if key not in built:
+        built[key] = _as_ring(groups, groups.ring, groups.context_shape[0], groups.ring_rank, name="ring")
+    found: Groups = built[key]
+    return found
+
+
 def _as_ring(groups: Groups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> Groups:
     """Groups in which `group` stands for the context group."""
     ring = Groups(

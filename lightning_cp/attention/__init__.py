@@ -1,5 +1,6 @@
 """Exact attention over tokens that several ranks hold: ring, Ulysses, and Ulysses around ring."""
 
 from lightning_cp.attention.api import attend_across, context_parallel_attention
+from lightning_cp.attention.async_ulysses import InTransit, start_ulysses
 
-__all__ = ["attend_across", "context_parallel_attention"]
+__all__ = ["InTransit", "attend_across", "context_parallel_attention", "start_ulysses"]

@@ -9,7 +9,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import tell_of_refusal
+from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
+from lightning_cp.attention.call import Settings, tell_of_refusal
 from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.mesh import ALONE, groups_for
@@ -17,9 +18,9 @@ from lightning_cp.mesh import ALONE, groups_for
 
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | InTransit,
+    key: Tensor | InTransit,
+    value: Tensor | InTransit,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
@@ -35,9 +36,9 @@ def context_parallel_attention(
 
 @overload
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | InTransit,
+    key: Tensor | InTransit,
+    value: Tensor | InTransit,
     attn_mask: Tensor | None = ...,
     dropout_p: float = ...,
     is_causal: bool = ...,
@@ -52,9 +53,9 @@ def context_parallel_attention(
 
 
 def context_parallel_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    query: Tensor | InTransit,
+    key: Tensor | InTransit,
+    value: Tensor | InTransit,
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -72,7 +73,7 @@ def context_parallel_attention(
     and key.
 
     Args:
-        query: [batch, seq_local, heads, head_dim].
+        query: [batch, seq_local, heads, head_dim]; like key and value a tensor, or what `start_ulysses` returned.
         key, value: [batch, keys_local, kv_heads, head_dim]; kv_heads divides heads (`enable_gqa`).
         attn_mask: bool (True = attend) or additive, where values <= finfo(dtype).min / 2 mean never.
             [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: of the local keys, travels with them.
@@ -121,17 +122,71 @@ def context_parallel_attention(
         if q_lengths is None or kv_lengths is None:
             tell_of_refusal(groups)
         raise
+    lengths = (sizes[0], sizes[1])
+    if isinstance(query, InTransit) or isinstance(key, InTransit) or isinstance(value, InTransit):
+        return _attend_in_transit(
+            *(query, key, value, attn_mask),
+            causal=is_causal,
+            scale=scale,
+            grouped=enable_gqa,
+            lengths=lengths,
+            config=config,
+            return_lse=return_lse,
+        )
     return attend_across(
         *(query, key, value, attn_mask),
         causal=is_causal,
         scale=scale,
         grouped=enable_gqa,
-        lengths=(sizes[0], sizes[1]),
+        lengths=lengths,
         groups=groups.name,
         config=config,
         kernel="auto",
         return_lse=return_lse,
     )
+
+
+def _attend_in_transit(
+    query: Tensor | InTransit,
+    key: Tensor | InTransit,
+    value: Tensor | InTransit,
+    mask: Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    grouped: bool,
+    lengths: tuple[list[int], list[int]],
+    config: ContextParallelConfig,
+    return_lse: bool,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over the ring, inside the exchanges that `start_ulysses` has begun."""
+    scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
+    if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
+        mask = mask[:, None, None, :]
+
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, groups: str, lengths: tuple[list[int], list[int]]
+    ) -> tuple[Tensor, Tensor]:
+        found = attend_across(
+            *(q, k, v, mask),
+            causal=causal,
+            scale=scale,
+            grouped=grouped,
+            lengths=lengths,
+            groups=groups,
+            config=config,
+            kernel="auto",
+            return_lse=True,
+        )
+        assert isinstance(found, tuple), "with its log-sum-exp"
+        return found
+
+    settings = Settings(causal, scale, "auto", config.rotate_method, config.convert_to_fp32, grouped)
+    tensors = {"query": query, "key": key, "value": value}
+    out, lse = attend_in_transit(
+        tensors, mask, settings=settings, config=config, lengths=lengths, attend=attend, with_lse=return_lse
+    )
+    return out if lse is None else (out, lse)
 
 
 def attend_across(
@@ -170,6 +225,8 @@ def attend_across(
 
 def _check_kinds(**tensors: object) -> None:
     for name, x in tensors.items():
+        if isinstance(x, InTransit) and name != "attn_mask":
+            continue
         if not isinstance(x, Tensor) and not (name == "attn_mask" and x is None):
             raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
 

@@ -6,7 +6,7 @@ Source: Jacobs et al., arXiv:2309.14509.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
-from lightning_cp.comm.messages import swap
+from lightning_cp.comm.messages import start_swap, swap
 from lightning_cp.kernels import Grads, Part
 
 
@@ -58,24 +58,39 @@ def tokens_to_heads(
     messages = [[_by_row(x) for x in share.of(q, k, v)] for share in to.shares]
     masks: list[Tensor] = []
     if mask is not None:
-        for message, landing, share, sk, rows in zip(
-            messages, landings, to.shares, to.kv_lengths, to.mask_rows, strict=True
-        ):
-            message.append(mask if mask.shape[1] == 1 else mask[:, share.query])
-            size = (1, sk) if to.mask_kind == "keys" else (rows, mask.shape[3])
-            masks.append(mask.new_empty(mask.shape[0], 1 if mask.shape[1] == 1 else heads[0], *size))
-            landing.append(masks[-1])
+        shares, masks = _mask_messages(mask, to)
+        for message, landing, sent, received in zip(messages, landings, shares, masks, strict=True):
+            message.append(sent)
+            landing.append(received)
     swap(messages, landings, group=to.group)
     q, k, v = (_by_row(x) for x in wholes)
     if mine.ragged:
         used = mine.key_of_each(k.device)
         k, v = k.index_select(2, used), v.index_select(2, used)
-    if mask is None:
-        return q, k, v, None
+    return q, k, v, None if mask is None else _join_masks(masks, to)
+
+
+def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
+    """The mask of this rank's heads and of the tokens of the group. Ranks: all of `to.group`."""
+    shares, masks = _mask_messages(mask, to)
+    swap([[x] for x in shares], [[x] for x in masks], group=to.group)
+    return _join_masks(masks, to)
+
+
+def _mask_messages(mask: Tensor, to: Ulysses) -> tuple[list[Tensor], list[Tensor]]:
+    """For each rank of the group: the mask of its heads over our tokens, and room for that of our heads over its."""
+    one = mask.shape[1] == 1
+    received = []
+    for sk, rows in zip(to.kv_lengths, to.mask_rows, strict=True):
+        size = (1, sk) if to.mask_kind == "keys" else (rows, mask.shape[3])
+        received.append(mask.new_empty(mask.shape[0], 1 if one else to.mine.queries, *size))
+    return [mask if one else mask[:, share.query] for share in to.shares], received
+
+
+def _join_masks(masks: Sequence[Tensor], to: Ulysses) -> Tensor:
     if to.mask_kind == "keys":
-        return q, k, v, torch.cat(masks, 3)
-    rows_of = [x.expand(-1, -1, sq, -1) for x, sq in zip(masks, to.q_lengths, strict=True)]
-    return q, k, v, torch.cat(rows_of, 2)
+        return torch.cat(list(masks), 3)
+    return torch.cat([x.expand(-1, -1, sq, -1) for x, sq in zip(masks, to.q_lengths, strict=True)], 2)
 
 
 def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -83,11 +98,15 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_tokens`.
     """
+    return start_to_heads(tensors, to=to)()
+
+
+def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
+    """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
     wholes = [_rows(x, sum(to.q_lengths), to.mine.queries) for x in tensors]
     landings = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
     messages = [[_by_row(x[:, :, share.query]) for x in tensors] for share in to.shares]
-    swap(messages, landings, group=to.group)
-    return [_by_row(x) for x in wholes]
+    return _after(start_swap(messages, landings, group=to.group), lambda: [_by_row(x) for x in wholes])
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -95,11 +114,24 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
+    return start_to_tokens(tensors, to=to)()
+
+
+def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
+    """Start `queries_to_tokens`. Returns: a function that waits for it and returns its result."""
     messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
     mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
     wholes = [x.new_empty(x.shape[0], mine, heads, *x.shape[3:]) for x in tensors]
-    swap(messages, [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares], group=to.group)
-    return wholes
+    landings = [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares]
+    return _after(start_swap(messages, landings, group=to.group), lambda: wholes)
+
+
+def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
+    def wait() -> list[Tensor]:
+        finish()
+        return result()
+
+    return wait
 
 
 def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:

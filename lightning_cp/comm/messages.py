@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +21,16 @@ def swap(
 
     Args: landings: of the shapes and dtypes that the others send.
     Ranks: all of `group`. Bytes: those of the tensors.
+    """
+    start_swap(messages, landings, group=group)()
+
+
+def start_swap(
+    messages: Sequence[Sequence[Tensor]], landings: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Start what `swap` does. Returns: a function that waits for it; until then `messages` must not change.
+
+    Args, Ranks: as `swap`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
@@ -46,7 +56,11 @@ def swap(
     pending = exchange(sends, receives, group=group)
     for landing, x in zip(landings[rank], messages[rank], strict=True):
         landing.copy_(x)
-    pending.wait()
-    for landing, arrived in scattered:
-        landing.copy_(arrived)
-    BUFFERS.give(*taken)
+
+    def finish() -> None:
+        pending.wait()
+        for landing, arrived in scattered:
+            landing.copy_(arrived)
+        BUFFERS.give(*taken)
+
+    return finish

@@ -1,0 +1,243 @@
+"""Asynchronous Ulysses: query, key and value are exchanged one by one, each while the next one is projected.
+
+In backward the gradients of query, key and value are exchanged together, and each projection's backward runs while the
+transfers of the later ones finish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.call import Lengths, Settings, agree, ulysses_of
+from lightning_cp.attention.ulysses import Ulysses, mask_to_heads, start_to_heads, start_to_tokens
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.transforms import refuse_tangents
+from lightning_cp.config import ContextParallelConfig, context_config
+from lightning_cp.errors import PeerMismatchError, ShapeError
+from lightning_cp.mesh import ALONE, Groups, groups_for, ring_groups
+
+_Start = Callable[..., Callable[[], list[Tensor]]]
+
+
+@dataclass(frozen=True, eq=False)
+class InTransit:
+    """A query, key or value that is being exchanged. Pass it to `context_parallel_attention` in place of the tensor.
+
+    Attributes:
+        shape: [batch, seq_local, heads, head_dim] of the tensor that was given to `start_ulysses`.
+        like: a tensor of that shape and dtype that holds no data.
+        lengths: tokens on each rank of the context group, in rank order.
+        groups: `Groups.name` of the process groups.
+    """
+
+    shape: torch.Size
+    like: Tensor
+    lengths: tuple[int, ...]
+    groups: str
+    _token: Tensor
+    _transfer: _Transfer
+
+    def wait(self) -> Tensor:
+        """The tokens of the Ulysses group and this rank's heads, [batch, seq_group, heads_local, head_dim]."""
+        received: Tensor = _Finish.apply(self._token, self._transfer)  # type: ignore[no-untyped-call]
+        return received
+
+
+def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] | None = None) -> Tensor | InTransit:
+    """Start to exchange a query, key or value, for `context_parallel_attention` to finish.
+
+    Use it in a model's own code, so that a transfer overlaps with the projection of the next tensor:
+
+        query = start_ulysses(self.to_q(x), parallel_config=config)
+        key = start_ulysses(self.to_k(x), parallel_config=config)  # the query is in transit
+        out = context_parallel_attention(query, key, self.to_v(x), parallel_config=config)
+
+    Args:
+        x: [batch, seq_local, heads, head_dim]; `ulysses_degree` divides the heads. It must not be changed in place
+            before attention has returned.
+        parallel_config: as for `context_parallel_attention`.
+        lengths: number of tokens on each rank of the context group, in rank order; saves an exchange of sizes.
+    Returns: what to pass to `context_parallel_attention`; `x` itself with `ulysses_degree=1`.
+    Ranks: all of the context group, in the same order.
+    Raises:
+        ShapeError: the shape, or `lengths`, does not fit.
+        PeerMismatchError: another rank of the context group gave a tensor that does not fit to this one.
+        NotImplementedError: torch.compile traces, or `x` has a tangent (torch.func.jvp).
+    Gradient: exact.
+    """
+    config = context_config(parallel_config)
+    groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
+    if groups.ulysses is None:
+        return x
+    if torch.compiler.is_compiling():
+        raise NotImplementedError("start_ulysses cannot be compiled: leave it out, and pass the tensors to attention")
+    refuse_tangents("start_ulysses", x)
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(device))
+    agreed = _agree(x, None if lengths is None else list(lengths), groups)
+    to = ulysses_of(Lengths(agreed, agreed, "", (0,) * len(agreed)), x.shape[2], x.shape[2], groups=groups)
+    assert to is not None, "the Ulysses degree is above 1"
+    transfer = _Transfer(start_to_heads, start_to_tokens, to)
+    token = _Begin.apply(x, transfer)  # type: ignore[no-untyped-call]
+    return InTransit(x.shape, x.detach().new_empty(()).expand(x.shape), agreed, groups.name, token, transfer)
+
+
+def attend_in_transit(
+    given: Mapping[str, Tensor | InTransit],
+    mask: Tensor | None,
+    *,
+    settings: Settings,
+    config: ContextParallelConfig,
+    lengths: tuple[list[int], list[int]],
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    with_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Finish `context_parallel_attention` for arguments of which some are in transit.
+
+    Args:
+        given: "query", "key" and "value".
+        mask: 4-D, as for the call.
+        lengths: of queries and keys on every rank, as given to the call; empty if they were not.
+        attend: `(q, k, v, mask, groups=, lengths=) -> (out, lse)`, attention over the ring alone.
+    Returns: out, and lse `with_lse`.
+    """
+    groups = groups_for(config)
+    known = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
+    for name, x in given.items():
+        if isinstance(x, InTransit) and x.groups != groups.name:
+            raise ValueError(f"{name} was sent with another parallel_config: give start_ulysses and attention the same")
+        if isinstance(x, InTransit) and known[name] and list(x.lengths) != known[name]:
+            raise ShapeError(f"{name} was sent with lengths {list(x.lengths)}, but attention was given {known[name]}")
+    q, k, v = (_sent(x, config, known[name]) for name, x in given.items())
+    agreed = agree(
+        *(q.like, k.like, v.like, mask),
+        q_lengths=list(q.lengths),
+        kv_lengths=list(k.lengths),
+        groups=groups,
+        settings=settings,
+    )
+    to = ulysses_of(agreed, q.shape[2], k.shape[2], groups=groups)
+    assert to is not None, "start_ulysses returns tensors for degree 1"
+    if mask is not None:
+        mask = mask_to_heads(mask, to=to)
+    chunks = (_chunks(agreed.query, groups), _chunks(agreed.key, groups))
+    out, lse = attend(q.wait(), k.wait(), v.wait(), mask, groups=ring_groups(groups).name, lengths=chunks)
+    return _to_tokens(out, to), _to_tokens(lse, to) if with_lse else None
+
+
+def _sent(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[int]) -> InTransit:
+    sent = start_ulysses(x, parallel_config=config, lengths=lengths or None) if isinstance(x, Tensor) else x
+    assert isinstance(sent, InTransit), "another argument is in transit, so the Ulysses degree is above 1"
+    return sent
+
+
+def _to_tokens(x: Tensor, to: Ulysses) -> Tensor:
+    """[b, s_group, h_local, ...] -> [b, s_local, h, ...], differentiable."""
+    back = _Transfer(start_to_tokens, start_to_heads, to)
+    received: Tensor = _Finish.apply(_Begin.apply(x, back), back)  # type: ignore[no-untyped-call]
+    return received
+
+
+class _Transfer:
+    """One exchange and its adjoint, each started and finished by different nodes of the autograd graph.
+
+    Args: start, start_adjoint: `start_to_heads` and `start_to_tokens`, or the other way round.
+    """
+
+    def __init__(self, start: _Start, start_adjoint: _Start, to: Ulysses) -> None:
+        self._start, self._start_adjoint, self._to = start, start_adjoint, to
+        self._pending: Callable[[], list[Tensor]] | None = None
+
+    def start(self, x: Tensor, *, adjoint: bool = False) -> None:
+        """Start the exchange, or its adjoint, of one tensor."""
+        self._pending = (self._start_adjoint if adjoint else self._start)([x], to=self._to)
+
+    def finish(self) -> Tensor:
+        """Wait for what was started."""
+        if self._pending is None:
+            raise RuntimeError("this exchange was already finished: pass the result of start_ulysses to one call only")
+        pending, self._pending = self._pending, None
+        (received,) = pending()
+        return received
+
+
+class _Begin(torch.autograd.Function):
+    """Start an exchange. What is in transit is not a result: the result only links this node to `_Finish`."""
+
+    @staticmethod
+    def forward(x: Tensor, transfer: _Transfer) -> Tensor:
+        transfer.start(x)
+        return x.new_empty(0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.transfer = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return ctx.transfer.finish(), None
+
+
+class _Finish(torch.autograd.Function):
+    """Finish the exchange that a `_Begin` has started. Its backward starts the exchange of the gradient."""
+
+    @staticmethod
+    def forward(token: Tensor, transfer: _Transfer) -> Tensor:
+        return transfer.finish()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.transfer = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.transfer.start(grads[0], adjoint=True)
+        return grads[0].new_empty(0), None
+
+
+def _agree(x: Tensor, lengths: list[int] | None, groups: Groups) -> tuple[int, ...]:
+    """Tokens of every rank. Raises: see `start_ulysses`."""
+    error = _refusal(x, lengths, groups)
+    if lengths is not None:
+        if error:
+            raise ShapeError(error)
+        return tuple(lengths)
+    assert groups.context is not None, "the Ulysses degree is above 1"
+    signature = [0] * 5 if error else [1, x.shape[1], x.shape[0], *x.shape[2:]]
+    everyone = all_gather_ints(signature, group=groups.context)
+    if error:
+        raise ShapeError(error)
+    if any(theirs[:1] + theirs[2:] != signature[:1] + signature[2:] for theirs in everyone):
+        listing = "; ".join(f"rank {rank}: {theirs[2:]}" for rank, theirs in enumerate(everyone))
+        raise PeerMismatchError(
+            f"ranks of one context group gave start_ulysses different shapes (batch, heads, head size; zeros: the rank "
+            f"refused its tensor): {listing}"
+        )
+    return tuple(theirs[1] for theirs in everyone)
+
+
+def _refusal(x: Tensor, lengths: list[int] | None, groups: Groups) -> str:
+    """Why the tensor cannot be exchanged; "" if it can."""
+    degree = groups.context_shape[1]
+    if x.ndim != 4:
+        return f"{tuple(x.shape)} must be [batch, seq_local, heads, head_dim]"
+    if not x.shape[2] or x.shape[2] % degree:
+        return f"start_ulysses needs heads that ulysses_degree={degree} divides, got {x.shape[2]} in {tuple(x.shape)}"
+    if lengths is not None and (len(lengths) != groups.context_size or lengths[groups.context_rank] != x.shape[1]):
+        return (
+            f"lengths={lengths} must hold one length for each of the {groups.context_size} ranks of the context group, "
+            f"and {x.shape[1]} for this one (rank {groups.context_rank})"
+        )
+    return ""
+
+
+def _chunks(lengths: Sequence[int], groups: Groups) -> list[int]:
+    """Tokens of each Ulysses group of the ring."""
+    rings, degree = groups.context_shape
+    return [sum(lengths[i * degree : (i + 1) * degree]) for i in range(rings)]
