@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
 from lightning_cp.attention.tangents import tangents_of_attention
 from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.transforms import loop_over_batch, primal_of, refuse, transforms_are_on
+from lightning_cp.comm.transforms import apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
@@ -35,7 +35,7 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
     Args: as of the operator, in its order. Returns: out and lse.
     Ranks: all of the context group. Either all of them or none have a tangent in query, key or value.
     """
-    out, lse, *_ = _Attention.apply(*arguments) if transforms_are_on() else attention(*arguments)  # type: ignore[no-untyped-call]
+    out, lse, *_ = apply_eagerly(_Attention, *arguments) if transforms_are_on() else attention(*arguments)
     return out, lse
 
 

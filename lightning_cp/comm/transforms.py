@@ -8,6 +8,7 @@ operator itself, at no cost.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -76,7 +77,7 @@ def call_linear(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
     if not transforms_are_on():
         found: Tensor = operator(x, *arguments)
         return found
-    result: Tensor = _Linear.apply(x, operator._qualname, *arguments)  # type: ignore[no-untyped-call]
+    result: Tensor = apply_eagerly(_Linear, x, operator._qualname, *arguments)
     return result
 
 
@@ -117,6 +118,17 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         return loop_over_batch(_Linear, info, in_dims, arguments)
+
+
+def apply_eagerly(function: Any, *arguments: Any) -> Any:
+    """Apply an `autograd.Function` without compiling what it calls.
+
+    A compiled model runs eager code where it computes tangents. Dynamo would try to compile each function below, and
+    fail, on some ranks only.
+    """
+    dynamo: Any = sys.modules.get("torch._dynamo")  # not imported for this: it takes seconds
+    apply = function.apply if dynamo is None else dynamo.disable(function.apply)
+    return apply(*arguments)
 
 
 def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:

@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import gathered
 from lightning_cp.comm.neighbours import margins, sum_over_ranks, with_margin
+from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.mesh import groups_for
 from tests.dist.problems import MASKS, Problem, cut, laid_out, local_mask, whole
@@ -203,3 +204,34 @@ def _frozen_calls(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_tangents_are_the_same_at_every_call(run_ranks: RankPool, world: int) -> None:
     run_ranks(world, _frozen_calls)
+
+
+def _traffic(rank: int, world: int, ring: int, ulysses: int, rotate: str) -> tuple[list[int], list[int]]:
+    """Exchanges, and bytes sent, of values alone and of values with tangents."""
+    config = Problem(ring, ulysses, (), (), rotate).config
+    x, sizes = torch.randn(1, 4, 6, 8, dtype=torch.float64), [4] * world
+
+    def attend(q: Tensor) -> object:
+        return context_parallel_attention(q, q, q, parallel_config=config, q_lengths=sizes, kv_lengths=sizes)
+
+    counts: list[int] = []
+    sent: list[int] = []
+    for call in (lambda: attend(x), lambda: torch.func.jvp(attend, (x,), (x,))):
+        before = NOTES.collectives, NOTES.sent_bytes
+        call()
+        counts.append(NOTES.collectives - before[0])
+        sent.append(NOTES.sent_bytes - before[1])
+    return counts, sent
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate", "factor"),
+    [(3, 3, 1, "alltoall", 3), (3, 3, 1, "allgather", 3), (3, 1, 3, "allgather", 2)],
+)
+def test_tangents_take_one_more_pass(
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str, factor: int
+) -> None:
+    """Around the ring: K and V, then both with their tangents. Ulysses: the tangents as the values."""
+    for counts, sent in run_ranks(world, _traffic, ring, ulysses, rotate):
+        assert counts[1] == 2 * counts[0]
+        assert sent[1] == factor * sent[0]

@@ -76,6 +76,28 @@ def test_tangents_of_models_are_those_of_one_process(run_ranks: RankPool, world:
     assert not wrong, "\n".join(wrong)
 
 
+def _compiled(rank: int, world: int) -> float:
+    tiny = TINY["wan"]
+    model, arguments = tiny.build(), tiny.arguments()
+    expected = _tangents(model, arguments)
+    parallelize(model, MODES["rotation"](world), check_peers="off")
+    torch.compiler.reset()
+    model.compile_repeated_blocks(backend="aot_eager")
+    worst = 0.0
+    for frozen in (False, True):
+        model.requires_grad_(not frozen)
+        found = _tangents(model, arguments)
+        worst = max(worst, *(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)))
+    return worst
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_leave_tangents_to_eager_code(run_ranks: RankPool, world: int) -> None:
+    assert max(run_ranks(world, _compiled, timeout_s=120)) < _LIMIT
+
+
 def _weights(model: nn.Module) -> Tensor:
     return torch.cat([whole(parameter.detach()).flatten().double() for parameter in model.parameters()])
 
