@@ -15,6 +15,7 @@ from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
+from lightning_cp.engine.value_checks import check_in_graph, check_values
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 
 
@@ -85,8 +86,7 @@ class ModelHook(EngineHook):
         """Check the arguments, before anything has begun. Returns: them, by name."""
         given = self._given(args, kwargs)
         NOTES.enter(module, module)
-        if not torch.compiler.is_compiling():
-            self._check(given, model=type(module).__name__)
+        self._check(given, model=type(module).__name__)
         refuse_caches(module)
         return given
 
@@ -154,12 +154,10 @@ class ModelHook(EngineHook):
             if given and given.get(name) is None:
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
         refuse(self.rules.refused, given)
-        if session.peers.compares_in_full:
-            for name, reason in self.rules.leading.items():
-                mask = given.get(name)
-                if isinstance(mask, Tensor) and bool((mask[:, 1:] > mask[:, :-1]).any()):
-                    raise ShapeError(f"{name} must keep the first tokens of each sample ({reason}): move padding last")
-        session.peers.check(given, model=model)
+        if not torch.compiler.is_compiling():
+            check_values(given, session, model=model)
+        elif session.groups.context is not None and session.peers.is_on:
+            check_in_graph(given, session, model=model)
 
 
 def refuse_caches(module: nn.Module) -> None:

@@ -20,6 +20,7 @@ from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.seam import is_stuck
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
+from lightning_cp.engine.value_checks import register
 from lightning_cp.errors import PlanError
 
 _INSTALLED = "_lightning_cp"
@@ -40,6 +41,7 @@ class Installed(Around):
         self, module: nn.Module, session: Session, rules: Rules, plan: object, *, dispatcher: Any = None
     ) -> None:
         self.module, self.session, self.rules = module, session, rules
+        register(session)
         self.original: Function | None = None
         self._plan, self._dispatcher = plan, dispatcher
         self._signature = inspect.signature(type(module).forward)

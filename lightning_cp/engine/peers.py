@@ -82,6 +82,11 @@ class PeerCheck:
         return PeerCheck(self._groups, self._names, self._check_peers)
 
     @property
+    def is_on(self) -> bool:
+        """Whether any forward may be compared."""
+        return self._check_peers != "off" or self._left != 0
+
+    @property
     def compares_in_full(self) -> bool:
         """Whether the next forward's arguments are compared in full."""
         return self._left != 0

@@ -133,7 +133,7 @@ class Seam:
             assert name is not None, f"{kind.__name__} was found to attend"
             bound = rebind(getattr(kind, name), self._replacements)
             # What a processor says its class is stays: diffusers' AttentionProcessorRegistry looks it up by that.
-            ours = {name: bound, "__module__": kind.__module__, "__class__": property(lambda _: kind)}
+            ours = {name: bound, "__module__": kind.__module__, "__class__": property(lambda _: kind), _ORIGINAL: kind}
             self._classes[kind] = type(kind.__name__, (kind,), ours)
         return self._classes[kind]
 
@@ -169,9 +169,13 @@ def release(module: nn.Module) -> None:
     ours: Any = getattr(module, "processor", None)
     if _ORIGINAL in getattr(ours, "__dict__", {}):
         theirs = ours.__dict__[_ORIGINAL]
-        if type(ours).__mro__[1] is type(theirs):  # what was set on ours meanwhile: a backend, an adapter's scale
+        if vars(type(ours)).get(_ORIGINAL) is type(
+            theirs
+        ):  # what was set on ours meanwhile: a backend, an adapter's scale
             theirs.__dict__.update({k: x for k, x in ours.__dict__.items() if k not in (_ORIGINAL, "_parallel_config")})
         module.processor = theirs
+    elif _ORIGINAL in vars(type(ours)):  # made anew, by type(module.processor)()
+        object.__dict__["__class__"].__set__(ours, vars(type(ours))[_ORIGINAL])
     place = own_forward(module)
     function = place.get()
     original = None if function is None else original_of(function)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -85,7 +86,11 @@ class Call:
             self.peers.start()
 
 
-@dataclass
+def _zero() -> torch.Tensor:
+    return torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+@dataclass(eq=False)
 class Session:
     """One model run context-parallel.
 
@@ -97,6 +102,8 @@ class Session:
         peers: compares the arguments of forwards between peers.
         forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
         succeeded: whether a forward has come to its end: the plan fits then, so a failure has other causes.
+        number: of this session, for operators in compiled code.
+        checked: forwards of compiled code whose arguments were checked.
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
 
@@ -109,11 +116,16 @@ class Session:
     forwards: int = 0
     call: Call | None = None
     succeeded: bool = False
+    number: int = field(default_factory=count().__next__)
+    checked: torch.Tensor = field(default_factory=_zero)
     settled: dict[Hashable, bool] = field(default_factory=dict)
 
     def of_copy(self) -> Session:
         """A session for a deep copy of the model (an EMA's, say): the same groups and settings, and no forward yet."""
-        return replace(self, peers=self.peers.of_copy(), forwards=0, call=None, settled=dict(self.settled))
+        peers = self.peers.of_copy()
+        return Session(
+            self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
+        )
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # of a part of a model: `Installed` makes a new one for the copy of a whole one

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import PeerMismatchError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.test_counting import counted
 from tests.faults.test_exchanged_parts import change_model, config_of, donor_of
@@ -23,11 +24,11 @@ _OUTPUT, _GRADIENT = 1e-6, 1e-5
 Errors = tuple[float, float]
 
 
-def _compiled(model: Any, how: str, *, backend: str = "eager") -> Any:
+def _compiled(model: Any, how: str) -> Any:
     """By `torch.compile`, or by the module's method."""
     if how == "function":
-        return torch.compile(model, fullgraph=True, backend=backend)
-    model.compile(fullgraph=True, backend=backend)
+        return torch.compile(model, fullgraph=True, backend="eager")
+    model.compile(fullgraph=True, backend="eager")
     return model
 
 
@@ -46,7 +47,7 @@ def _whole(rank: int, world: int, name: str, mode: str, backend: str, replay: bo
         model.train().enable_gradient_checkpointing()
     expected = outcome(model, arguments)
     apply_context_parallel(model, config_of(mode, world))
-    compiled = _compiled(model, "function", backend=backend)
+    compiled = torch.compile(model, fullgraph=not replay, backend=backend)  # see docs/plans.md
     return [_errors(compiled, arguments, expected, world) for _ in range(3)]
 
 
@@ -74,6 +75,36 @@ def test_a_parallel_model_compiled_as_a_whole_is_exact(
         for output, gradient in results:
             assert output < _OUTPUT
             assert gradient < _GRADIENT
+
+
+def _peers(rank: int, world: int) -> list[str]:
+    """What is raised in six compiled forwards, in the first or the fourth of which the last rank gets another step."""
+    messages = []
+    for wrong in (0, 3):
+        model, arguments = wan().build(), wan().arguments()
+        apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+        installed = installed_on(model)
+        assert installed is not None
+        compiled = _compiled(model, "function")
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for forward in range(6):
+                steps = arguments["timestep"] + (forward == wrong and rank == world - 1)
+                try:
+                    compiled(**{**arguments, "timestep": steps})
+                except PeerMismatchError as error:
+                    messages.append(f"{wrong} {forward} {error}")
+        assert int(installed.session.checked) == 6
+    return messages
+
+
+@pytest.mark.full
+def test_compiled_forwards_compare_peers(run_ranks: RankPool) -> None:
+    for first, later in run_ranks(3, _peers, timeout_s=300):
+        assert first.startswith("0 0 ")
+        assert later.startswith("3 4 ")
+        assert "timestep" in first
+        assert "timestep" in later
 
 
 def _lengths(rank: int, world: int) -> list[Errors]:
@@ -119,16 +150,16 @@ def _changed(rank: int, world: int, name: str, change: str) -> list[Errors]:
     model = TINY[name].build()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     compiled = torch.compile(model, backend="eager")
-    _errors(compiled, arguments, expected, world)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        outcome(compiled, arguments)
     change_model(model, change, donor_of(name))
     return [_errors(compiled, arguments, expected, world) for _ in range(2)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "change", ["first processor", *(pytest.param(x, marks=_FULL) for x in ("exchanged", "appended"))]
-)
-@pytest.mark.parametrize("name", ["wan", *(pytest.param(x, marks=_FULL) for x in ("sd3", "motif_video"))])
+@pytest.mark.parametrize("change", ["first processor", "exchanged", "dropped"])
+@pytest.mark.parametrize("name", ["wan", "sd3", "motif_video"])
 def test_parts_exchanged_after_the_model_was_compiled_are_followed(run_ranks: RankPool, name: str, change: str) -> None:
     for results in run_ranks(2, _changed, name, change, timeout_s=300):
         for output, gradient in results:

@@ -62,6 +62,11 @@ def _every_processor(model: nn.Module, donor: nn.Module) -> None:
         attention.set_processor(donor.get_submodule(name).processor)
 
 
+def _processor_of_ours(model: nn.Module, donor: nn.Module) -> None:
+    _, attention = next(_attentions(_blocks(model)[0]))
+    attention.set_processor(type(attention.processor)())
+
+
 def _other_attention(model: nn.Module, donor: nn.Module) -> None:
     name, _ = next(_attentions(_blocks(model)[0]))
     parent, _, child = name.rpartition(".")
@@ -92,6 +97,7 @@ def _reordered(model: nn.Module, donor: nn.Module) -> None:
 _CHANGES: dict[str, Callable[[nn.Module, nn.Module], None]] = {
     "one processor": _one_processor,
     "first processor": _first_processor,
+    "processor of our class": _processor_of_ours,
     "every processor": _every_processor,
     "another attention": _other_attention,
     "exchanged": _exchanged,
@@ -150,6 +156,8 @@ def _trials() -> Iterator[Any]:
     for name in _MODELS:
         for mode in ("ring", "ulysses"):
             for change in _CHANGES:
+                if name == "sd3" and change in ("appended", "appended copy", "reordered"):
+                    continue  # its last block returns no text, so it must stay the last
                 trial = (name, mode, change)
                 yield pytest.param(*trial, marks=[] if trial in quick else pytest.mark.full, id="-".join(trial))
 
@@ -162,7 +170,7 @@ def test_exchanged_parts_are_followed_exactly(run_ranks: RankPool, name: str, mo
 
 
 @pytest.mark.parametrize("change", ["every processor", pytest.param("exchanged", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in ("wan", "sd3", "ltx2"))])
+@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in ("wan", "ltx2"))])
 def test_exchanged_parts_of_compiled_blocks_are_followed_exactly(run_ranks: RankPool, name: str, change: str) -> None:
     for output, gradient in run_ranks(2, _followed, name, "ring", change, True, timeout_s=240):
         assert output < 1e-6  # the compiler may see the lifted casts otherwise
