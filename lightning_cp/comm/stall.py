@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lightning_cp import channel
 from lightning_cp.comm.loopback import host_store
 from lightning_cp.comm.notes import NOTES
 from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
@@ -70,7 +71,7 @@ class StallWatch:
         after_s: how long a rank may stay in one collective without moving.
         timeout_s: after which collectives fail by themselves, for the message.
         store: of all ranks, and of the watch alone; None: this rank only knows of itself.
-        tell: gets the message.
+        tell: gets the message; None: it is printed on the terminal of our launcher, else to stderr.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class StallWatch:
     ) -> None:
         self._rank, self._world, self._store = rank, world, store
         self._after_s, self._timeout_s = after_s, timeout_s
-        self._tell = tell or _to_stderr
+        self._tell = tell or self._warn
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
         # With NCCL the host runs on from a collective, until it needs what the GPU has not done.
@@ -129,6 +130,12 @@ class StallWatch:
                 self._tell(self._message())
             told = stalls
         self._ended.set()
+
+    def _warn(self, message: str) -> None:
+        """Print on the terminal of the launcher, which may differ from this rank's stderr, and in this rank's log."""
+        warning = {"kind": "stall", "text": message, "after_s": self._after_s}
+        if not channel.send(warning, patience_s=1) or self._rank > 0:
+            print(message, file=sys.stderr, flush=True)
 
     def _worked(self, watched: int) -> int:
         """Grows while the thread computes: frames of a loop are often found at one address, at one instruction."""
@@ -238,7 +245,3 @@ def _waiting_frame(watched: int) -> FrameType | None:
 def _ranks(ranks: list[int]) -> str:
     listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed}"
-
-
-def _to_stderr(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.processes import Event, EventKind
+from lightning_cp.launch.stalls import StallWarnings
 
 # Words of gloo, NCCL and the store about a peer that has gone.
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "DistNetworkError")
@@ -18,11 +19,13 @@ class History:
     Attributes:
         done: ranks whose target has returned.
         heard: whether a rank was asked to stop and will write a checkpoint.
+        stalls: prints what ranks report about collectives that do not end.
     """
 
     events: list[Event] = field(default_factory=list)
     done: set[int] = field(default_factory=set)
     heard: bool = False
+    stalls: StallWarnings = field(default_factory=StallWarnings)
     _reports: dict[int, Failure] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:

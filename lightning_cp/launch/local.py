@@ -131,6 +131,8 @@ def _start(job: Job, lifeline: int, ranks: Processes) -> None:
 def _wait(ranks: Processes, history: History, timeout_s: float) -> None:
     for event in ranks.wait(timeout_s):
         history.add(event)
+        if event.message.get("kind") == "stall":
+            history.stalls.show(event.message, ranks.pids())
 
 
 def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) -> dict[str, str]:

@@ -21,11 +21,11 @@ AFTER_S = 1.0
 NAP_S = 2.5
 
 
-def _told_while(step: Callable[[], object], *, world: int) -> list[str]:
+def _told_while(step: Callable[[], object], *, world: int, after_s: float = AFTER_S) -> list[str]:
     """What this rank's watch says during a step."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     messages: list[str] = []
-    watch = watch_stalls(host="127.0.0.1", after_s=AFTER_S, timeout_s=60, tell=messages.append)
+    watch = watch_stalls(host="127.0.0.1", after_s=after_s, timeout_s=60, tell=messages.append)
     assert (watch is None) == (world == 1)
     step()
     dist.barrier()
@@ -93,15 +93,17 @@ def test_the_first_rank_tells_of_peers_that_wait_for_it(run_ranks: RankPool) -> 
 def _busy(rank: int, world: int) -> list[str]:
     """Collectives that take all the time, but end: the same lines again and again."""
 
+    after_s = 3.0  # on a loaded machine a rank may not run for a second, which is a stall for the others
+
     def step() -> None:
-        until = time.monotonic() + 2 * AFTER_S
+        until = time.monotonic() + 2 * after_s
         x = Tensor([time.monotonic() < until])
         while x.item():
             time.sleep(0.05 * rank)
             x.fill_(time.monotonic() < until)
             dist.all_reduce(x, op=dist.ReduceOp.MIN)
 
-    return _told_while(step, world=world)
+    return _told_while(step, world=world, after_s=after_s)
 
 
 def test_collectives_that_end_are_no_stall(run_ranks: RankPool) -> None:

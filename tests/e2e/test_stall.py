@@ -2,8 +2,10 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.recipe import RECIPE, ROOT, SMALL, started
+from tests.e2e.recipe import RECIPE, ROOT, SMALL, ranks_of, started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 STRATEGY = ("strategy=cp", "ring=2", "strategy.stall_s=1", "progress=false")
@@ -24,8 +26,46 @@ def test_a_peer_that_is_alive_but_elsewhere_is_told_of(launcher: tuple[str, ...]
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr
     told = stderr[stderr.index("warning: a collective has not ended") :]
-    assert re.search(r"rank 0 waits in Packets.wait, blocks\.0\.attn1 of WanTransformer3DModel", told)
+    assert re.search(r"rank 0 waits in [\w.]+, blocks\.0[.\w]* of WanTransformer3DModel", told)
     assert re.search(r"rank 1 is in no collective \(e2e/failing\.py:\d+ in forward\)", told)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 0), (2, 1)])
+def test_a_stopped_rank_is_named_on_the_terminal(ranks: int, victim: int, tmp_path: Path) -> None:
+    """Also rank 0, which serves the store through which ranks know of each other."""
+    folder = tmp_path / "run"
+    with started(*SMALL, *STRATEGY, f"ring={ranks}", "max_steps=100000", folder=folder) as process:
+        metrics = folder / "metrics.csv"
+        _wait(lambda: metrics.is_file() and metrics.read_text().count("\n") > 3, 120, [])
+        stopped = ranks_of(process)[victim]
+        stopped.send_signal(signal.SIGSTOP)
+        try:
+            told = _read_until(process, "is stopped: kill -CONT", 90)
+        finally:
+            stopped.send_signal(signal.SIGCONT)
+        assert f"rank {victim} (process {stopped.pid}) is stopped" in told
+        waiting = [rank for rank in range(ranks) if rank != victim]
+        assert re.search(rf"ranks? .*[{''.join(map(str, waiting))}].* waits? in \w+", told), told
+        process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM, told + stderr
+
+
+def _read_until(process: subprocess.Popen[str], words: str, limit_s: float) -> str:
+    """What a process writes to stderr up to the line with these words; it is killed if they do not come in time."""
+    assert process.stderr is not None
+    timer, lines = threading.Timer(limit_s, process.kill), []
+    timer.start()
+    try:
+        for line in process.stderr:
+            lines.append(line)
+            if words in line:
+                return "".join(lines)
+    finally:
+        timer.cancel()
+        timer.join()
+    raise AssertionError("".join(lines))
 
 
 @pytest.fixture

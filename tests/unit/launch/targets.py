@@ -10,7 +10,9 @@ from typing import IO
 
 from omegaconf import DictConfig
 
+from lightning_cp import channel
 from lightning_cp.launch import SettingsError
+from lightning_cp.launch.stalls import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))
 
@@ -100,6 +102,23 @@ def return_apart(config: DictConfig) -> None:
     time.sleep(config.later_s if RANK == 0 else 0)
     if RANK == 0 and config.get("fails"):
         raise LookupError("of its own")
+
+
+def warn_of_first(config: DictConfig) -> None:
+    """Rank 0 is stopped; when it is, the others warn of a stall, and then continue it."""
+    pid = Path(config.folder, "pid")
+    if RANK == 0:
+        pid.with_suffix(".new").write_text(str(os.getpid()))
+        pid.with_suffix(".new").rename(pid)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return
+    while not pid.exists() or not is_stopped(int(pid.read_text())):
+        time.sleep(0.02)
+    channel.send({"kind": "stall", "text": f"rank {RANK} waits", "after_s": 60})
+    Path(config.folder, f"warned_{RANK}").touch()
+    while RANK == 1 and not all(Path(config.folder, f"warned_{rank}").exists() for rank in (1, 2, "all")):
+        time.sleep(0.02)
+    os.kill(int(pid.read_text()), signal.SIGCONT if RANK == 1 else 0)
 
 
 def write_nothing(config: DictConfig) -> None:

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -161,6 +162,26 @@ def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
     result = launch("leave", tmp_path)
     assert failure_of(result).describe() == "rank 1 ended with exit code 7"
     assert result.exit_code == 7
+
+
+def test_a_stall_is_on_the_terminal_once_with_the_rank_that_is_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shown: list[str] = []
+
+    def go_on() -> None:  # once the first warning was printed: `is_stopped` was asked before
+        while "waits" not in "".join(shown):
+            time.sleep(0.05)
+            shown.append(capfd.readouterr().err)
+        (tmp_path / "warned_all").touch()
+
+    watcher = threading.Thread(target=go_on)
+    watcher.start()
+    assert launch("warn_of_first", tmp_path).exit_code == 0
+    watcher.join(30)
+    text, pid = "".join(shown) + capfd.readouterr().err, int((tmp_path / "pid").read_text())
+    assert text.count("waits") == 1, text
+    assert f"rank 0 (process {pid}) is stopped: kill -CONT {pid} continues it" in text
 
 
 def test_ranks_may_all_leave_by_exit(tmp_path: Path) -> None:
