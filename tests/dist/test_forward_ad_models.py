@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from lightning_cp.engine.apply import parallelize
+from lightning_cp import apply_context_parallel
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.compare import averaged, nothing_narrowed
 from tests.dist.lightning_ranks import fabric_of, whole
@@ -58,8 +58,8 @@ def _models(rank: int, world: int, mode: str) -> list[str]:
         model, arguments = tiny.build(), tiny.arguments()
         expected = _tangents(model, arguments)
         assert expected[1].abs().max() > 0.1
-        parallelize(model, MODES[mode](world), check_peers="off")
-        for call in range(4):
+        apply_context_parallel(model, MODES[mode](world))
+        for call in range(4):  # peers are compared in full in the first two, by samples in the others
             model.requires_grad_(call % 2 == 0)
             found = _tangents(model, arguments)
             errors = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, expected, strict=True)]
@@ -80,7 +80,7 @@ def _compiled(rank: int, world: int) -> float:
     tiny = TINY["wan"]
     model, arguments = tiny.build(), tiny.arguments()
     expected = _tangents(model, arguments)
-    parallelize(model, MODES["rotation"](world), check_peers="off")
+    apply_context_parallel(model, MODES["rotation"](world))
     torch.compiler.reset()
     model.compile_repeated_blocks(backend="aot_eager")
     worst = 0.0
@@ -123,7 +123,7 @@ def _train(model: Any, name: str, world: int = 1, fabric: Any = None, way: str =
 def _meanflow(rank: int, world: int, name: str, mode: str) -> float:
     start, model = _weights(TINY[name].build()), TINY[name].build()
     expected = _train(TINY[name].build(), name)
-    parallelize(model, MODES[mode](world), check_peers="off")
+    apply_context_parallel(model, MODES[mode](world))
     error = (_train(model, name, world) - expected).abs().max()
     return float(error / (expected - start).abs().max())
 
@@ -153,5 +153,5 @@ def _meanflow_under_fabric(rank: int, world: int, kind: str, way: str, settings:
 def test_meanflow_trains_under_fabric_as_in_one_process(
     run_ranks: RankPool, world: int, kind: str, way: str, settings: dict[str, Any]
 ) -> None:
-    errors = run_ranks(world, _meanflow_under_fabric, kind, way, {**settings, "check_peers": "off"}, init=False)
+    errors = run_ranks(world, _meanflow_under_fabric, kind, way, settings, init=False)
     assert max(errors) < (1e-3 if kind == "cp_fsdp" else 1e-9)
