@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention import context_parallel_attention, operator, start_ulysses
 from lightning_cp.attention.call import Lengths
+from lightning_cp.attention.tangents import tangents_of_attention
 from lightning_cp.mesh import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
 
@@ -60,7 +61,7 @@ def check(
     wide: bool = True,
     with_lse: bool = True,
 ) -> None:
-    """Run both operators' bodies, and compare with what their fakes promise to compilers."""
+    """Run both operators' bodies and the forward derivative, and compare with what their fakes promise to compilers."""
     ring, ulysses, rotate_method = MODES[mode]
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
     groups = groups_for(config)
@@ -81,6 +82,10 @@ def check(
         backward = (torch.empty_like(out), grad_lse, saved, seen, agreed, *rest)
         grads = operator.attention_backward._init_fn(*backward)
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
+        shapes = (list(q.shape), list(k.shape))
+        rest = (with_lse, causal, 0.125, groups.name, rotate_method, wide, "auto")
+        changes = tangents_of_attention(q, k, v, *saved, seen, agreed, *shapes, *rest)
+        compare(changes, (out, lse))
     assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
     assert recorder.crossings == [], recorder.crossings
 

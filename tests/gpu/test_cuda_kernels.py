@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention.merge import merge
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels import Part, PartGrad, attend, attend_backward, choose_kernel
@@ -147,3 +148,24 @@ def test_parts_are_merged_in_place_by_one_kernel() -> None:
     assert merged.out.data_ptr() == a.out.data_ptr()
     torch.testing.assert_close(merged.out.double(), out, rtol=0, atol=1e-5)
     torch.testing.assert_close(merged.lse.double(), lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask_kind", MASKS)
+def test_tangents_are_exact(mask_kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, s, h, 64, device="cuda").to(dtype) for s, h in ((33, 4), (70, 2), (70, 2))]
+    changes, mask = [torch.randn_like(x) for x in inputs], _mask(mask_kind, 2, 4, 33, 70)
+
+    def attend_on_gpu(*x: Tensor) -> object:
+        config = ContextParallelConfig()
+        return context_parallel_attention(*x, mask, enable_gqa=True, parallel_config=config, return_lse=True)
+
+    def attend_plainly(*x: Tensor) -> object:
+        return softmax_attention(*x, None if mask is None else mask.cpu())
+
+    _, found = torch.func.jvp(attend_on_gpu, tuple(inputs), tuple(changes))
+    exact = [tuple(x.double().cpu() for x in tensors) for tensors in (inputs, changes)]
+    _, expected = torch.func.jvp(attend_plainly, *exact)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert _relative(mine, theirs) < LIMITS[dtype]
