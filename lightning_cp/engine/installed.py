@@ -117,8 +117,9 @@ class Installed(Around):
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
         if torch.compiler.is_compiling():  # without fullgraph=True this forward runs eagerly then, and follows
             raise PlanError(
-                f"{type(self.module).__name__} was changed after it was compiled: call it once without torch.compile "
-                "(`with torch.compiler.set_stance('force_eager')`), so that the plan is installed again"
+                f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run: "
+                "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), so that the "
+                "plan is installed on it"
             )
         follow = self._follow_eagerly
         if "torch._dynamo" in sys.modules:  # else there is nothing that could trace it

@@ -208,8 +208,8 @@ def attends(module: nn.Module) -> bool:
 
 def check_reachable(module: nn.Module, path: str) -> None:
     """Raise PlanError for a module that attends, by its class or its processor, where the seam cannot reach it."""
-    processor = getattr(module, "processor", None)
-    if processor is not None and callable(processor) and not attends(module):
+    processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
+    if processor is not None and not attends(module):
         raise PlanError(
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
             "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"

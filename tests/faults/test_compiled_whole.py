@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError
-from tests.dist.compare import averaged, outcome, worst
+from tests.dist.compare import averaged, nothing_narrowed, outcome, worst
 from tests.dist.test_counting import counted
 from tests.faults.test_exchanged_parts import change_model, config_of, donor_of
 from tests.harness import RankPool
@@ -86,7 +86,7 @@ def _peers(rank: int, world: int) -> list[str]:
         installed = installed_on(model)
         assert installed is not None
         compiled = _compiled(model, "function")
-        with torch.no_grad(), warnings.catch_warnings():
+        with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             for forward in range(6):
                 steps = arguments["timestep"] + (forward == wrong and rank == world - 1)
@@ -171,7 +171,7 @@ def _full_graph(rank: int, world: int) -> str:
     model, arguments = wan().build(), wan().arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     compiled = _compiled(model, "function")
-    with torch.no_grad(), warnings.catch_warnings():
+    with torch.no_grad(), nothing_narrowed(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         compiled(**arguments)
         change_model(model, "first processor", donor_of("wan"))

@@ -15,8 +15,6 @@ from lightning_cp.plans import LOCAL, Attention, Plan, split
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
 
-_TEXT, _VIDEO = 7, 15
-
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, heads: int) -> Tensor:
     q, k, v = (x.unflatten(-1, (heads, -1)).transpose(1, 2) for x in (query, key, value))
@@ -57,17 +55,16 @@ _GATHER = {"proj_out": split(1, "video")}
 _GOOD = Plan({"blocks": _BLOCK}, _GATHER, attention=_ATTENTION, main="video")
 
 
-def _model() -> tuple[Video, dict[str, Any]]:
+def _model(video: int = 15, text: int = 7) -> tuple[Video, dict[str, Any]]:
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
-    sizes = {"x": _VIDEO, "text": _TEXT}
+    sizes = {"x": video, "text": text}
     arguments = {k: torch.randn(2, n, 16, generator=generator, dtype=torch.float64) for k, n in sizes.items()}
     return Video().double(), arguments
 
 
-def _local_among_others(rank: int, world: int, mode: str, text: int) -> tuple[float, float]:
-    model, arguments = _model()
-    arguments["text"] = torch.randn(2, text, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+def _local_among_others(rank: int, world: int, mode: str, video: int, text: int) -> tuple[float, float]:
+    model, arguments = _model(video, text)
     expected, gradients = outcome(model, arguments)
     degrees = {"ring": {"ring_degree": world}, "ulysses": {"ulysses_degree": world}}[mode]
     apply_context_parallel(model, ContextParallelConfig(**degrees), _GOOD)
@@ -76,9 +73,12 @@ def _local_among_others(rank: int, world: int, mode: str, text: int) -> tuple[fl
 
 
 @pytest.mark.parametrize("mode", ["ring", "ulysses"])
-@pytest.mark.parametrize("text", [7, 5, 15])  # 5: as many as a rank's video tokens; 15: as many as all
-def test_local_calls_beside_others_in_one_module_are_exact(run_ranks: RankPool, mode: str, text: int) -> None:
-    for output, gradient in run_ranks(3, _local_among_others, mode, text):
+@pytest.mark.parametrize(("video", "text"), [(15, 7), (15, 5), (15, 15), (16, 5), (16, 6)])
+def test_local_calls_beside_others_in_one_module_are_exact(
+    run_ranks: RankPool, mode: str, video: int, text: int
+) -> None:
+    """Also where text has as many tokens as each rank's video, some ranks' (of 16: 6, 5 and 5), or all of it."""
+    for output, gradient in run_ranks(3, _local_among_others, mode, video, text):
         assert output < 1e-12
         assert gradient < 1e-12
 
