@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -10,9 +11,9 @@ from typing import Any, TypedDict
 from rich.table import Table
 
 from lightning_cp.benchmark.measure import Figures
-from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL
+from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
 
-_COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting")
+_COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 
 
 class Row(TypedDict):
@@ -20,6 +21,8 @@ class Row(TypedDict):
 
     ratio: the fastest repetition as a multiple of the limit, which is one process's fastest (on one thread) divided by
     the ranks. median_ratio: of the medians. spread: the middle half of the repetitions, as a share of the median.
+    check_cost: what comparing arguments between ranks takes, as a share of the step: the median over repetitions of the
+    time with it divided by the time without it, less 1.
     """
 
     workload: str
@@ -35,6 +38,7 @@ class Row(TypedDict):
     sent_bytes: int | None
     exchanges: int | None
     waited: float | None
+    check_cost: float | None
     refused: str
 
 
@@ -59,10 +63,18 @@ def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -
             sent_bytes=figures.sent_bytes,
             exchanges=figures.exchanges,
             waited=figures.waited,
+            check_cost=_check_cost(figures, found.get(name + UNCHECKED)),
             refused=figures.refused,
         )
         rows.append(row)
     return rows
+
+
+def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
+    """Of repetitions that were done one after the other, so that both were disturbed alike."""
+    if unchecked is None or not (checked.times_s and unchecked.times_s):
+        return None
+    return statistics.median(a / b for a, b in zip(checked.times_s, unchecked.times_s, strict=True)) - 1
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
@@ -119,7 +131,8 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "middle half of the repetitions as a share of the median. *Peak* is what a step allocates at once beyond what",
         "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
         "communication that nothing hides, differences in speed between ranks included (on GPUs: in which NCCL's",
-        "kernels run and no others, of one traced step).",
+        "kernels run and no others, of one traced step). *Peer check* is what comparing arguments between ranks",
+        "(`check_peers`) takes of a step: the median of repetitions with and without it, done in turn.",
         *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
@@ -145,6 +158,7 @@ def _cells(row: Row) -> list[str]:
         _told(row["sent_bytes"], 1e-6, ".1f"),
         _told(row["exchanges"], 1, ".0f"),
         _told(row["waited"], 100, ".0f", " %"),
+        _told(row["check_cost"], 100, "+.1f", " %") if row["check_cost"] is not None else "",
     ]
 
 
@@ -160,6 +174,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     from matplotlib.figure import Figure
 
     shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
+    shown = [row for row in shown if not row["subject"].endswith(UNCHECKED)]
     degrees = sorted({row["ranks"] for row in shown})
     figure = Figure(figsize=(14, 3.4 * len(degrees)), layout="constrained")
     grid: Any = figure.subplots(len(degrees), 3, squeeze=False)

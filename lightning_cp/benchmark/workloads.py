@@ -17,10 +17,19 @@ from torch.nn import functional as F
 from lightning_cp.attention import context_parallel_attention
 from lightning_cp.attention.heads import share_heads
 from lightning_cp.benchmark import peers
-from lightning_cp.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, Subject, modes
+from lightning_cp.benchmark.subject import (
+    ALL_THREADS,
+    ALONE,
+    HEADS_CALL,
+    ONE_THREAD,
+    QUERIES_CALL,
+    UNCHECKED,
+    Subject,
+    modes,
+)
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.engine import apply_context_parallel
+from lightning_cp.engine.apply import parallelize
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6
@@ -158,16 +167,20 @@ def _of_model(
     with device:
         model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
 
-    def ours(settings: ContextParallelConfig) -> Callable[[], object]:
+    def ours(settings: ContextParallelConfig, check_peers: str = "sampled") -> Callable[[], object]:
         mine = copied(model)
-        apply_context_parallel(mine, settings)
+        parallelize(mine, settings, check_peers=check_peers)
         return step_of(mine, averaged=True)
 
     def theirs(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
         return step_of(enable(copied(model)), averaged=True)
 
     found = _alone(lambda: step_of(copied(model), averaged=False), device)
-    found += [Subject(name, functools.partial(ours, x)) for name, x in modes(dist.get_world_size()).items()]
+    for name, x in modes(dist.get_world_size()).items():
+        found += [
+            Subject(name, functools.partial(ours, x)),
+            Subject(name + UNCHECKED, functools.partial(ours, x, "off")),
+        ]
     theirs_by_name = peers.models(device)
     return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_cp.benchmark.measure import Figures
 from lightning_cp.benchmark.report import draw, markdown_page, rows_of, tables, write_csv
-from lightning_cp.benchmark.subject import ONE_THREAD
+from lightning_cp.benchmark.subject import ONE_THREAD, UNCHECKED
 
 FOUND = {
     ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
@@ -31,13 +31,24 @@ def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
     rows = rows_of("attention", 512, 4, FOUND)
     page = markdown_page(rows, machine="a machine", command="python recipes/bench.py", pictures=["a.png"])
     assert "Made on a machine by\n\n    python recipes/bench.py\n" in page
-    assert "| ring | 1000.0 | 1.00 | 1.02 | 78 % | 3.0 | 0.0 | 3 | 25 % |" in page
+    assert "| ring | 1000.0 | 1.00 | 1.02 | 78 % | 3.0 | 0.0 | 3 | 25 % |  |" in page
     assert "| theirs | ValueError: not / here |" in page
     ((title, cells),) = tables(rows)
     assert title == "attention, 512 tokens, 4 ranks"
-    assert {len(line) for line in cells} == {9}
+    assert {len(line) for line in cells} == {10}
     write_csv(rows, tmp_path / "bench.csv")
     assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
+
+
+def test_the_cost_of_comparing_peers_is_the_median_of_pairs() -> None:
+    unchecked = Figures(times_s=[1.0, 2.0, 4.0])
+    checked = Figures(times_s=[1.1, 2.02, 4.02])
+    rows = rows_of(
+        "training", 512, 2, {ONE_THREAD: Figures(times_s=[1.0]), "ring": checked, "ring" + UNCHECKED: unchecked}
+    )
+    assert [row["check_cost"] for row in rows] == [None, pytest.approx(0.01), None]
+    ((_, cells),) = tables(rows)
+    assert [line[-1] for line in cells] == ["", "+1.0 %", ""]
 
 
 @pytest.mark.parametrize("lengths", [(512,), (512, 1024)])
