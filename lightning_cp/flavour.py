@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +23,7 @@ from lightning_cp.config import RotateMethod
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.engine.apply import Installed
 from lightning_cp.initial_weights import equal_initial_weights
+from lightning_cp.random_state import RandomStates, share_random_state
 from lightning_cp.replaced_weights import ReplacedWeights
 from lightning_cp.strategy import ContextParallel
 
@@ -131,6 +133,11 @@ class ContextParallelFlavour:
         """Random numbers that context peers draw alike; see `ContextParallel.generator`."""
         return self.context.generator(seed, device)
 
+    @property
+    def random_states(self) -> RandomStates:
+        """The random states of all data groups, to be saved and loaded as an entry of Fabric's state."""
+        return RandomStates(self.data_rank, self.data_size)
+
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
         """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""
         return self.context.local_mean(loss, tokens)
@@ -155,7 +162,8 @@ class ContextParallelFlavour:
             dataloader = prepare_loader(dataloader, self.context.groups, divide=self._divides_batches)
         if isinstance(dataloader, DataLoader):
             chosen = dataloader.worker_init_fn
-            if isinstance(chosen, partial) and chosen.func is pl_worker_init_function:
+            is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
+            if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
         return dataloader
 
@@ -173,10 +181,21 @@ class ContextParallelFlavour:
         self.context.set_up()
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
+    def save_checkpoint(self, *args: Any, **settings: Any) -> None:
+        """As Lightning's. Raises: PeerMismatchError: context peers were given different data in the last forward."""
+        self.context.finish_checks()
+        super().save_checkpoint(*args, **settings)  # type: ignore[misc]
+
     def teardown(self) -> None:
-        """Ends what watches the ranks, then what Lightning does."""
+        """End what watches the ranks, then what Lightning ends.
+
+        Raises: PeerMismatchError: context peers were given different data in the last forward.
+        """
         stop_watch()
-        super().teardown()  # type: ignore[misc]
+        try:
+            self.context.finish_checks(within_s=0.0)
+        finally:
+            super().teardown()  # type: ignore[misc]
 
     def _say_what_is_parallel(self, installed: list[Installed]) -> None:
         """One line on the first rank. Call it under the precision of the forward."""
@@ -190,9 +209,18 @@ class ContextParallelFlavour:
 
     @contextmanager
     def _from_equal_weights(self, module: nn.Module) -> Iterator[None]:
-        """Start from rank 0's weights on every rank; see `equal_initial_weights`. Shard the module inside."""
+        """Start from rank 0's weights on every rank; see `equal_initial_weights`. Shard the module inside.
+
+        From then on, the ranks of each context group draw the same random numbers.
+        """
         with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
             yield
+        self._share_random_state()
+
+    def _share_random_state(self) -> None:
+        """Give each context group the random states of its first rank."""
+        if self.context.groups is not None:
+            share_random_state(self.context.groups)
 
     @property
     def _planned_world(self) -> int:

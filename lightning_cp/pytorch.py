@@ -23,12 +23,13 @@ from lightning_cp.buckets import settle_buckets
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
+from lightning_cp.trainer_random_states import KeepsRandomStates
 from lightning_cp.trainer_samplers import leave_samplers
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
+class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy):
     """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
 
     Args: see `ReplicatedFlavour`.
@@ -59,7 +60,7 @@ class ContextParallelStrategy(ReplicatedFlavour, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
-class ContextParallelFSDPStrategy(ShardedFlavour, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(KeepsRandomStates, ShardedFlavour, ModelParallelStrategy):
     """The same with sharded weights: over all ranks, block by block, once `configure_model` is through.
 
     Args: see `ShardedFlavour`.

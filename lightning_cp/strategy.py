@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
-from lightning_cp.engine.peers import forwards_to_check
+from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import Groups, groups_for
@@ -47,6 +48,7 @@ class ContextParallel:
     groups: Groups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
     found: set[Any] = field(default_factory=set, init=False)  # keys of plans and modules
+    checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)
@@ -116,11 +118,22 @@ class ContextParallel:
         selected = self._selected(module)
         if selected:
             self.up()
-        return [
+        installed = [
             installed_on(inner)
             or parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
             for inner, plan in selected
         ]
+        self.checks.update(one.session.peers for one in installed)
+        return installed
+
+    def finish_checks(self, *, within_s: float = 1.0) -> None:
+        """Raise what the comparisons in the background have found of each transformer's last forward.
+
+        Args: within_s: drop those that are not done after so many seconds.
+        Raises: PeerMismatchError: context peers were given different data, on all ranks of the context group.
+        """
+        for check in list(self.checks):
+            check.finish(within_s=within_s)
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())

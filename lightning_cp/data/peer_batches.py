@@ -16,6 +16,7 @@ from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
 from lightning_cp.errors import DataError
 from lightning_cp.mesh import Groups
+from lightning_cp.random_state import get_random_state, is_same_state, set_random_state
 
 Order = Iterable[Any]
 
@@ -53,7 +54,12 @@ def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> 
             whole, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
 
             def share(order: Order) -> Order:
-                return GroupBatches(FirstRanksOrder(order, whole), groups.data_rank, groups.data_size, repeat=repeat)
+                return GroupBatches(
+                    FirstRanksOrder(order, whole, shares_states=False),
+                    groups.data_rank,
+                    groups.data_size,
+                    repeat=repeat,
+                )
 
             return reordered(loader, share)
         return reordered(loader, lambda order: DifferentOrders(_on_peers(order, groups), groups, _length(loader)))
@@ -65,14 +71,19 @@ def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> 
 class FirstRanksOrder(Sampler[Any]):
     """Iterate over a sampler on the first rank of a group, and send what it yields to the others.
 
+    What the sampler draws from global generators is drawn on the first rank alone. The others are then given the first
+    rank's random states, so that all ranks still draw the same numbers. If `group` holds several context groups, whose
+    states may differ, the first rank takes its states back instead, and every rank draws one number.
+
     Args:
         order: a sampler of indices, or a batch sampler.
         group: ranks that shall have the same order. None: only this rank.
+        shares_states: whether these ranks are one context group.
     Ranks: all of `group` iterate together. Raises: DataError: on all of them: the sampler has failed on the first.
     """
 
-    def __init__(self, order: Order, group: dist.ProcessGroup | None) -> None:
-        self.order, self.group = order, group
+    def __init__(self, order: Order, group: dist.ProcessGroup | None, *, shares_states: bool = True) -> None:
+        self.order, self.group, self.shares_states = order, group, shares_states
 
     def __len__(self) -> int:
         count: int = len(self.order)  # type: ignore[arg-type]
@@ -94,9 +105,20 @@ class FirstRanksOrder(Sampler[Any]):
         # A sampler that can say where it stands must not be read ahead of training.
         size, last = (1, 1) if hasattr(self.order, "state_dict") else (_FIRST_CHUNK, _LAST_CHUNK)
         while True:
-            message: list[Any] = [_next_chunk(own, size, type(self.order).__name__) if is_first else None]
+            before = get_random_state() if is_first else {}
+            message: list[Any] = [None]
+            if is_first:
+                chunk, error = _next_chunk(own, size, type(self.order).__name__)
+                after = get_random_state()
+                message = [(chunk, error, None if is_same_state(before, after) else after)]
             dist.broadcast_object_list(message, group=self.group, group_src=0)
-            chunk, error = message[0]
+            chunk, error, drawn = message[0]
+            if drawn is not None and self.shares_states:
+                set_random_state(drawn)
+            elif drawn is not None:
+                if is_first:
+                    set_random_state(before)
+                torch.empty((), dtype=torch.int64).random_()  # other numbers in the next epoch
             yield from chunk
             if error is not None:
                 raise DataError(f"a sampler failed on the first rank of its group: {error}")

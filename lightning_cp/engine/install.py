@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.engine.cutters import ArgumentHook, OutputHook
+from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.entry import Entry
 from lightning_cp.engine.halo import HaloHook
 from lightning_cp.engine.hook_base import remove_hooks
@@ -60,7 +61,8 @@ def install(module: nn.Module, rules: Rules, session: Session, *, seams: Seams, 
         convolution.register_forward_hook(around.after)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
-    return ModelHook(session, signature, rules, checkpointing, padding, arguments, outputs)
+    dropouts = ShardDropouts(module, rules, session)
+    return ModelHook(session, signature, rules, checkpointing, dropouts, padding, arguments, outputs)
 
 
 def strip(modules: Iterable[nn.Module]) -> None:

@@ -20,8 +20,8 @@ from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data import GlobalBatchSampler
+from lightning_cp.random_state import random_states, restore_random_states
 from lightning_cp.training.ema import WeightAverage, whole_of
-from lightning_cp.training.random_state import random_states, restore_random_state
 
 
 @dataclass
@@ -67,7 +67,7 @@ class TrainState:
 
         Args: shards: DTensors as they are; else every tensor whole, on the CPU.
         """
-        states = {**self._states(shards=shards), "random": random_states()}
+        states = {**self._states(shards=shards), "random": self._random_states()}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         return Checkpoint(self.step, states, facts)
 
@@ -98,8 +98,11 @@ class TrainState:
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=options)
         for group, own in zip(self.bare_optimizer.param_groups, chosen, strict=True):
             group.update(own)  # the settings of this run, which may be others
-        restore_random_state(saved.states.get("random", []))
+        restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
         self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+
+    def _random_states(self) -> list[dict[str, Any]]:
+        return random_states(self.sampler.data_rank, self.sampler.data_size)
 
     def _states(self, *, shards: bool) -> dict[str, Any]:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)

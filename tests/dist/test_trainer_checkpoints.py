@@ -57,7 +57,9 @@ def _train(
         use_distributed_sampler=False,
         **QUIET,  # type: ignore[arg-type]
     )
-    loader = DataLoader(Clips(2), batch_size=2)
+    clips = Clips(2)
+    clips.sharded_by_data_rank = True  # type: ignore[attr-defined]  # several data groups may read the same here
+    loader = DataLoader(clips, batch_size=2)
     trainer.fit(module, loader, ckpt_path=None if resume is None else str(resume))
     if save is not None:
         trainer.save_checkpoint(save)

@@ -10,7 +10,7 @@ import lightning_cp
 PACKAGE = Path(lightning_cp.__file__).parent
 LAYERS = (
     {"errors", "config", "mesh", "channel"},
-    {"comm", "kernels"},
+    {"comm", "kernels", "random_state"},
     {"attention", "plans"},
     {"engine"},
     {"vae"},
@@ -27,6 +27,7 @@ LAYERS = (
             "units",
             "trainer_samplers",
             "ema_callback",
+            "trainer_random_states",
         ),
     },
     {"__init__"},
