@@ -5,7 +5,6 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -23,7 +22,7 @@ from lightning_cp.launch.external import ExternalLauncher, RankPlace, external_p
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
-from lightning_cp.launch.run_folder import held
+from lightning_cp.launch.run_folder import check_writable, held
 from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.launch.settings import SettingsError, check_values, read, show
 from lightning_cp.launch.world import World, resolve_world
@@ -117,8 +116,10 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
             run = check(config, Machine.this(), place)
             run_dir = Path(run.config.run_dir)
             sweep.check_folder(run_dir)
-            _check_writable(run_dir)
+            check_writable(run_dir, "run_dir")
             locks = (stack.enter_context(held(run_dir, "run_dir")),) if is_first(place) else ()
+            if is_first(place):
+                slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
         except (SettingsError, CheckpointError) as error:
             return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
         hidden = run_dir / ".hydra"
@@ -126,7 +127,6 @@ def attempt(config: DictConfig, place: RankPlace | None, *, target: str, check: 
             hidden = stack.enter_context(temporary_folder())
         else:
             sweep_partials(Path(run.config.output_root))
-            slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
         hidden.mkdir(parents=True, exist_ok=True)
@@ -159,15 +159,6 @@ def _queued_again(result: Result) -> Result:
     if not slurm.requeue(os.environ):
         return result
     return replace(result, failure=replace(failure, message=f"{failure.message}; SLURM will run this job again"))
-
-
-def _check_writable(run_dir: Path) -> None:
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=run_dir):
-            pass
-    except OSError as error:
-        raise SettingsError(f"run_dir={run_dir} cannot be written to: {error.strerror}") from error
 
 
 def threads_per_rank(world: World, machine: Machine) -> int:

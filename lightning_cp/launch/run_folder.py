@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ LOCK = ".lock"  # in a run folder: the lock, and in words who holds it
 _ENDING_S = 3.0  # ranks of a launcher that was killed keep the lock until they have ended
 _CANNOT_LOCK = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _REFUSED_EXIT_CODE = 2
+_FIRST_REPORTS_S = 30.0  # within which rank 0 has reported a refusal, however busy the machine
 _held: dict[Path, int] = {}  # folders that this process holds, and the descriptors of their locks
 
 
@@ -77,7 +79,7 @@ def hold(folder: Path, setting: str) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise SettingsError(f"{setting}={folder} cannot be written to: {error.strerror}") from error
+        raise not_writable(setting, folder, error) from error
     try:
         _lock(descriptor, folder, setting)
     except SettingsError:
@@ -131,7 +133,36 @@ def _lock(descriptor: int, folder: Path, setting: str) -> None:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
     except OSError as error:
-        raise SettingsError(f"{setting}={folder} cannot be written to: {error.strerror}") from error
+        raise not_writable(setting, folder, error) from error
+
+
+def check_writable(folder: Path, setting: str) -> None:
+    """Create a folder if it does not exist, and write a temporary file into it.
+
+    Args: setting: name of the setting that chose the folder, for the error.
+    Raises: SettingsError: one of the two is not possible.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"x")
+    except OSError as error:
+        raise not_writable(setting, folder, error) from error
+
+
+def not_writable(setting: str, folder: Path, error: OSError, *, within: Path | None = None) -> SettingsError:
+    """Make the error for a folder that cannot be written to.
+
+    Args:
+        setting: name of the setting.
+        folder: its value.
+        error: why it is not possible.
+        within: the folder inside it that was to be created.
+    """
+    what = "cannot be written to" if within is None else f"is not usable, because {within} cannot be created"
+    return SettingsError(
+        f"{setting}={folder} {what}: {error.strerror}; set {setting} to a folder that can be written to"
+    )
 
 
 def _settle(config: DictConfig, kind: str) -> None:
@@ -143,28 +174,42 @@ def _settle(config: DictConfig, kind: str) -> None:
         return
     unresolved: Any = OmegaConf.to_container(config.hydra[kind], resolve=False)
     is_new = "${now:" in unresolved["dir"]
-    if is_first(external_place(os.environ)):
-        try:
-            folder = _claim(wanted, key) if is_new else wanted
+    first = is_first(external_place(os.environ))
+    # Not `wanted` for other ranks, which may be another run's. Beside it, because resume=last looks at the runs there.
+    folder = wanted.with_name(f".{wanted.name}_process_{socket.gethostname()}_{os.getpid()}")
+    try:
+        if first:
+            folder = _claim(wanted, config, key) if is_new else wanted
             hold(folder, key)
-        except SettingsError as error:
+        elif is_new:
+            _claim(folder, config, key)
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    except SettingsError as error:
+        if first or _is_alone_in_refusing():
             print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(_REFUSED_EXIT_CODE) from None
-    elif is_new:
-        # Not `wanted`, which may be another run's. Beside it, because resume=last looks at the runs beside this one.
-        folder = wanted.with_name(f".{wanted.name}_process_{socket.gethostname()}_{os.getpid()}")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        raise SystemExit(_REFUSED_EXIT_CODE) from None
     if is_new:
         config.hydra[kind].dir = str(folder)
     if is_new and kind == "sweep":  # each job composes its configuration from these overrides
         config.hydra.overrides.hydra.append(f"{key}={_quoted(folder)}")
 
 
-def _claim(wanted: Path, setting: str) -> Path:
+def _is_alone_in_refusing() -> bool:
+    """Under torchrun, whether rank 0 goes on: else its agent ends this process, which waits, once rank 0 has ended."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return False
+    time.sleep(_FIRST_REPORTS_S)
+    return True
+
+
+def _claim(wanted: Path, config: DictConfig, key: str) -> Path:
     try:
         return claim(wanted)
     except OSError as error:
-        raise SettingsError(f"{setting}={wanted} cannot be created: {error.strerror}") from error
+        root = OmegaConf.select(config, "output_root", default=None)
+        if root is not None and Path(str(root)) in wanted.parents:
+            raise not_writable("output_root", Path(str(root)), error, within=wanted) from error
+        raise not_writable(key, wanted, error) from error
 
 
 def _quoted(folder: Path) -> str:

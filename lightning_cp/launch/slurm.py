@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.launch.external import whole_number
+from lightning_cp.launch.run_folder import not_writable
 from lightning_cp.launch.settings import SettingsError, read
 
 _NOTES = ".slurm"  # under output_root: a file for each job, with a line for each folder that it has run in
@@ -36,15 +37,22 @@ def requeue(environ: Mapping[str, str]) -> bool:
 
 
 def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Path) -> None:
-    """Writes down where this job runs, for when SLURM runs it again. Args: run: which of the job's runs it is."""
+    """Write down where this job runs, for when SLURM runs it again.
+
+    Args: run: which of the job's runs it is.
+    Raises: SettingsError: `output_root` cannot be written to.
+    """
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return
     notes = output_root / _NOTES / job
-    notes.parent.mkdir(parents=True, exist_ok=True)
     note = {"run": run, "folder": str(folder.absolute()), "restarts": _restarts(environ)}
-    with notes.open("a", encoding="utf-8") as file:
-        file.write(f"{json.dumps(note)}\n")
+    try:
+        notes.parent.mkdir(parents=True, exist_ok=True)
+        with notes.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(note)}\n")
+    except OSError as error:
+        raise not_writable("output_root", output_root, error, within=notes) from error
 
 
 def earlier_runs(environ: Mapping[str, str], output_root: Path, run: str) -> list[Path]:

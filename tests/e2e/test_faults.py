@@ -187,7 +187,8 @@ def test_a_rank_that_alone_refuses_under_torchrun_tells_why(tmp_path: Path) -> N
     folder = f"run_dir={tmp_path}/of_${{oc.env:RANK}}"
     refused = run("strategy=cp", "ring=2", folder, folder=tmp_path / "run", launcher=TORCHRUN)
     assert refused.exit_code != 0
-    assert refused.stderr.count(f"run_dir={tmp_path}/of_1 cannot be written to: File exists (rank 1)") == 1
+    assert refused.stderr.count(f"run_dir={tmp_path}/of_1 cannot be written to: File exists; set run_dir to") == 1
+    assert refused.stderr.count("that can be written to (rank 1)") == 1
 
 
 @pytest.mark.full

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -212,3 +213,46 @@ def wait_for(path: Path) -> None:
     while not path.is_file():
         assert time.monotonic() < deadline, f"{path} has not come"
         time.sleep(0.05)
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "read_only"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", folder], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"no disk may be mounted here: {mounted.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+REFUSED = {
+    "a run": ((), "output_root={}"),
+    "a sweep": (("-m", "optim.lr=1,2"), "output_root={}"),
+    "a chosen folder": (("hydra.run.dir={}/run",), "hydra.run.dir={}/run"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_output_root_that_cannot_be_written_to_is_an_error_in_one_line(
+    name: str, read_only: Path, tmp_path: Path
+) -> None:
+    given, setting = REFUSED[name]
+    with ExitStack() as stack:
+        arguments = [*(one.format(read_only) for one in given), f"output_root={read_only}"]
+        process = start(stack, *arguments, cwd=tmp_path)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 2, stdout + stderr
+    (line,) = stderr.splitlines()
+    assert line.startswith(f"error: {setting.format(read_only)} ")
+    assert "Read-only file system; set " in line
+    assert stdout == ""
+
+
+@pytest.mark.full
+def test_under_a_launcher_it_is_said_once(read_only: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        process = start(stack, f"output_root={read_only}", cwd=tmp_path, launcher=TORCHRUN)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode != 0
+    assert stderr.count("Read-only file system") == 1, stderr
