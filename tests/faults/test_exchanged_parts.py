@@ -214,6 +214,33 @@ def test_deep_copies_train_as_the_original_does(run_ranks: RankPool, name: str, 
         assert gradient < 1e-5 if how == "reentrant" else gradient < _EXACT  # replays cast to float32
 
 
+def _by_diffusers(rank: int, world: int) -> list[float]:
+    """What diffusers' own methods change: projections fused and separate again, processors saved and set back."""
+    model, arguments = TINY["flux"].build(), TINY["flux"].arguments()
+    expected, _ = outcome(model, arguments)
+    theirs = dict(model.attn_processors)
+    apply_context_parallel(model, config_of("ring", world))
+    ours = dict(model.attn_processors)
+    errors = []
+    for change in (
+        lambda: model.fuse_qkv_projections(),
+        lambda: model.unfuse_qkv_projections(),
+        lambda: model.set_attn_processor(dict(theirs)),
+        lambda: model.set_attn_processor(dict(ours)),
+    ):
+        change()
+        out, _ = outcome(model, arguments)
+        errors.append(float((out - expected).abs().max()))
+    remove_context_parallel(model)
+    assert all(model.attn_processors[name] is processor for name, processor in theirs.items())
+    return errors
+
+
+def test_what_diffusers_methods_change_is_followed(run_ranks: RankPool) -> None:
+    for errors in run_ranks(3, _by_diffusers):
+        assert max(errors) < _EXACT
+
+
 def _refused(rank: int, world: int) -> list[str]:
     messages = []
 
