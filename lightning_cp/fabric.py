@@ -19,12 +19,15 @@ from lightning_cp.buckets import settle_buckets
 from lightning_cp.flavour import ContextParallelFlavour
 from lightning_cp.initial_weights import move_values
 from lightning_cp.meta import weights_on_meta
+from lightning_cp.notebook import MultiProcessingLauncher
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
 
 
-class _OwnSamplers(ContextParallelFlavour):
-    """With one data group there is nothing to divide, and Fabric leaves the user's samplers alone."""
+class _OfFabric(ContextParallelFlavour):
+    """What both strategies for Fabric share."""
+
+    _starts_processes_with = MultiProcessingLauncher
 
     @property
     @override
@@ -33,7 +36,7 @@ class _OwnSamplers(ContextParallelFlavour):
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
 
-class ContextParallelStrategy(_OwnSamplers, ReplicatedFlavour, DDPStrategy):
+class ContextParallelStrategy(_OfFabric, ReplicatedFlavour, DDPStrategy):
     """`Fabric(strategy=ContextParallelStrategy(ring=2))`: `fabric.setup` makes the transformers of a module parallel.
 
     Args: see `ReplicatedFlavour`.
@@ -71,7 +74,7 @@ class ContextParallelStrategy(_OwnSamplers, ReplicatedFlavour, DDPStrategy):
         return super().load_checkpoint(path, state, strict, self._check_checkpoint(path, weights_only))
 
 
-class ContextParallelFSDPStrategy(_OwnSamplers, ShardedFlavour, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_OfFabric, ShardedFlavour, ModelParallelStrategy):
     """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.
 
     With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.

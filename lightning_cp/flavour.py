@@ -23,6 +23,7 @@ from lightning_cp.config import RotateMethod
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.engine.apply import Installed
 from lightning_cp.initial_weights import equal_initial_weights
+from lightning_cp.notebook import check_start_method, choose_start_method
 from lightning_cp.random_state import RandomStates, share_random_state
 from lightning_cp.replaced_weights import ReplacedWeights
 from lightning_cp.strategy import ContextParallel
@@ -47,11 +48,14 @@ class ContextParallelFlavour:
             difference is raised in the next one; "always": in full, in every forward; "off": never.
         stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
         timeout: of collectives.
+        start_method: how ranks are started: "popen", "spawn", "fork" or "forkserver", as in Lightning's DDPStrategy.
+            None: "fork" in a notebook or another interactive session, "popen" elsewhere.
         kwargs: what Lightning's strategy below takes.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
 
     _passes_on: tuple[type, ...] = ()  # beside Lightning's strategy, classes that take settings
+    _starts_processes_with: Any  # class of the launcher for other start methods than popen
     _divides_batches = False  # whether batch samplers that Lightning cannot divide are divided here
 
     def __init__(
@@ -68,14 +72,16 @@ class ContextParallelFlavour:
         check_peers: str = "sampled",
         stall_s: float | None = 60.0,
         timeout: timedelta = timedelta(minutes=5),
+        start_method: str | None = None,
         whole_world: str | None = None,
         **kwargs: Any,
     ) -> None:
         _check_known(type(self), kwargs)
+        check_start_method(start_method)
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
         if whole_world not in (None, "ring", "ulysses"):
             raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
-        self._whole_world = whole_world
+        self._whole_world, self._chosen_start_method = whole_world, start_method
         self._settings: dict[str, Any] = {
             "ring": ring,
             "ulysses": ulysses,
@@ -172,7 +178,13 @@ class ContextParallelFlavour:
         if self._whole_world is not None:
             self.context = ContextParallel(**{**self._settings, self._whole_world: world})
         self.context.check_world(world)
+        external = self._lightning.cluster_environment.creates_processes_externally
+        method = choose_start_method(self._chosen_start_method, ranks=world, external=external)
+        if method is None:
+            return  # the only rank is this process
         super()._configure_launcher()  # type: ignore[misc]
+        if method != "popen":
+            self._launcher = self._starts_processes_with(self._lightning, start_method=method)
 
     def setup_environment(self) -> None:
         """Joins the other ranks, and builds the mesh."""

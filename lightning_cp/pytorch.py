@@ -23,6 +23,7 @@ from lightning_cp.buckets import settle_buckets
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
+from lightning_cp.trainer_launcher import MultiProcessingLauncher
 from lightning_cp.trainer_random_states import KeepsRandomStates
 from lightning_cp.trainer_samplers import leave_samplers
 
@@ -34,6 +35,8 @@ class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy)
 
     Args: see `ReplicatedFlavour`.
     """
+
+    _starts_processes_with = MultiProcessingLauncher
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -65,6 +68,8 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, ShardedFlavour, ModelParall
 
     Args: see `ShardedFlavour`.
     """
+
+    _starts_processes_with = MultiProcessingLauncher
 
     @override
     @contextmanager

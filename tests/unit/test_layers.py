@@ -26,6 +26,8 @@ LAYERS = (
             "replaced_weights",
             "units",
             "trainer_samplers",
+            "trainer_launcher",
+            "notebook",
             "ema_callback",
             "trainer_random_states",
         ),

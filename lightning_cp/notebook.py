@@ -1,0 +1,105 @@
+"""Start ranks by the method that works: from scripts, and from notebooks and other interactive sessions."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.fabric.utilities import imports
+from typing_extensions import override
+
+from lightning_cp.comm.stall import stop_watch
+
+# Process groups that this process has left. A forked process that frees one waits for threads that it does not have.
+_LEFT: list[dist.ProcessGroup] = []
+START_METHODS = ("popen", "spawn", "fork", "forkserver")
+
+
+def check_start_method(start_method: object) -> None:
+    """Raises: ValueError: a start method that Lightning does not know."""
+    if start_method is not None and start_method not in START_METHODS:
+        raise ValueError(
+            f"start_method={start_method!r} must be one of {', '.join(START_METHODS)}, or None: fork in a notebook, "
+            "popen elsewhere"
+        )
+
+
+def choose_start_method(start_method: str | None, *, ranks: int, external: bool) -> str | None:
+    """Choose how ranks are started. Interactive sessions are detected as Lightning does.
+
+    Args:
+        start_method: the user's choice; None: fork in an interactive session, popen elsewhere.
+        ranks: number of all ranks.
+        external: whether a launcher such as torchrun has started the processes.
+    Returns: one of `START_METHODS`; None: the only rank is this process.
+    Raises: ValueError: a method that cannot work in an interactive session.
+    """
+    if external or not imports._IS_INTERACTIVE:
+        return "popen" if external or start_method is None else start_method
+    if start_method is None and ranks == 1:
+        return None
+    if start_method not in (None, "fork") or "fork" not in torch.multiprocessing.get_all_start_methods():
+        raise ValueError(
+            f"start_method={start_method!r} cannot start {ranks} ranks from a notebook or another interactive session: "
+            "only fork can, on Linux and macOS (leave start_method out). Otherwise run your code as a script, or use "
+            "devices=1 with ring=1 and ulysses=1"
+        )
+    return "fork"
+
+
+@contextmanager
+def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
+    """Start processes inside: each launch gets a process group, and a port, of its own.
+
+    The process group of an earlier run with one rank in this process is destroyed.
+
+    Args:
+        start_method: one of `START_METHODS` but popen.
+        environment: Lightning's cluster environment.
+    Raises: RuntimeError: forked processes could not use CUDA, or this process is one of several ranks.
+    """
+    if start_method in ("fork", "forkserver") and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RuntimeError(
+            f"start_method={start_method!r} cannot start ranks after this process has used CUDA: a forked process "
+            "cannot use it again. Restart the kernel and touch no GPU before the launch (no .cuda(), no .to('cuda'), "
+            "no torch.cuda calls; build the model on the CPU), or run your code as a script"
+        )
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"this process is already rank {dist.get_rank()} of {dist.get_world_size()}: start ranks from a "
+                "process that is not one, or call torch.distributed.destroy_process_group() before"
+            )
+        stop_watch()
+        _LEFT.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()
+        os.environ.pop("MASTER_PORT", None)  # its store may still answer there, with the keys of the earlier run
+    before = os.environ.get("MASTER_PORT")
+    if before is None and isinstance(environment, LightningEnvironment):
+        environment._main_port = -1
+    gc.collect()
+    gc.freeze()  # nothing of this process is collected in a forked one
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if before is None:  # Lightning leaves it behind, and the next launch would take it for the user's
+            os.environ.pop("MASTER_PORT", None)
+
+
+class MultiProcessingLauncher(_MultiProcessingLauncher):
+    """As Fabric's, but this process is prepared before."""
+
+    @override
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
+        with ready_to_launch(self._start_method, self._strategy.cluster_environment):
+            return super().launch(function, *args, **kwargs)
