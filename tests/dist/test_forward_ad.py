@@ -125,7 +125,7 @@ def _check(rank: int, world: int, problems: list[Problem]) -> list[str]:
     for p in problems:
         way, (queries, keys) = next(ways), cut(p, rank)
         values, tangents, grads = _expected(p)
-        with mock.patch.dict(gathered._SLICE_BYTES, cpu=p.slice_bytes):
+        with mock.patch.dict(gathered.SLICE_BYTES, cpu=p.slice_bytes):
             found = _solve(p, rank, way)
         expected = [x[:, queries] for x in (*values[: len(found[0])], *tangents[: len(found[1])])]
         expected += [x[:, part] for x, part in zip(grads, (queries, keys, keys), strict=True)] if found[2] else []
