@@ -52,9 +52,9 @@ def share_random_state(groups: Groups) -> None:
     """
     if groups.context is None:
         return
-    message: list[Any] = [_as_arrays(get_random_state()) if groups.context_rank == 0 else None]
-    dist.broadcast_object_list(message, group=groups.context, group_src=0)
-    set_random_state(_as_tensors(message[0]))
+    everyone: list[Any] = [None] * groups.context_size
+    dist.all_gather_object(everyone, _as_arrays(get_random_state()), group=groups.context)
+    set_random_state(_as_tensors(everyone[0]))
 
 
 def random_states(data_rank: int, data_size: int) -> list[State]:
