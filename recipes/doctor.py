@@ -1,9 +1,10 @@
-"""What works here: versions, devices, kernels, and each mode of attention tried on 2 and 3 ranks.
+"""Show versions, devices and kernels of this machine, and try each mode of attention on 2 and 3 ranks.
 
-    python recipes/doctor.py
+    python recipes/doctor.py                 under a minute on two CPU cores; needs no GPU
+    python recipes/doctor.py timeout=120     on a busy machine: seconds for each number of ranks (25)
 
-Takes under a minute on two CPU cores, needs no GPU, and ends with a verdict; the exit code is 1 where something that
-should work does not.
+It ends with a verdict. Exit codes: 0, all is well; 1, something that should work does not; 2, an argument is not valid;
+3, the timeout ran out, which on a busy machine does not mean that something is wrong.
 """
 
 import importlib.metadata
@@ -20,11 +21,13 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cp.launch import Job, LocalLauncher, Machine, external_place
+from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, SettingsError, external_place
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
 WORLDS = (2, 3)
-LIMIT_S = 25  # for each number of ranks
+TIMEOUT_S = 25  # for each number of ranks
+MOST_S = 86_400
+PROBLEM, BAD_ARGUMENT, TIMED_OUT = 1, 2, 3  # exit codes
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
@@ -38,7 +41,7 @@ def try_modes(config: DictConfig) -> None:
     from lightning_cp import context_parallel_attention
     from lightning_cp.benchmark.subject import modes
 
-    dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 64 * world + 5, 6, 32, generator=generator, dtype=torch.float64) for _ in range(3)]
@@ -114,24 +117,32 @@ def _version(name: str) -> str:
         return "–"
 
 
-def self_test(console: Console) -> list[str]:
-    """Runs every mode on 2 and 3 ranks of this CPU. Returns: what went wrong."""
+def self_test(console: Console, timeout_s: int) -> tuple[list[str], list[int]]:
+    """Run every mode on 2 and 3 ranks of this CPU.
+
+    Args: timeout_s: for each number of ranks.
+    Returns: what went wrong, and the numbers of ranks that were not done in time.
+    """
     import json
 
     table = Table(title="attention, forward and backward, float64 on CPU", title_justify="left")
     for name in ("ranks", "mode", "largest error", "milliseconds", ""):
         table.add_column(name)
-    problems = []
+    problems, late = [], []
     for world in WORLDS:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
             result, settings = Path(folder) / "result.json", Path(folder) / "settings.yaml"
-            OmegaConf.save({"result": str(result)}, settings)
+            # The launcher's clock runs out first: an error of a collective would look like a problem.
+            OmegaConf.save({"result": str(result), "timeout": 2 * timeout_s + 60}, settings)
             job = Job(f"{os.path.abspath(__file__)}:try_modes", settings, world, Path(folder) / "logs", threads=1)
-            done = LocalLauncher(limit_s=LIMIT_S).launch(job)
+            done = LocalLauncher(limit_s=timeout_s).launch(job)
             tried = json.loads(result.read_text()) if result.is_file() else {}
         if done.was_stopped:
             sys.exit(done.exit_code)
-        if done.failure is not None or not tried:
+        if done.failure is not None and done.failure.kind is FailureKind.TIMEOUT:
+            late.append(world)
+            table.add_row(str(world), "all", "–", "–", "[yellow]not done")
+        elif done.failure is not None or not tried:
             said = "nothing came of it" if done.failure is None else done.failure.message
             problems.append(f"{world} ranks: {said}")
             table.add_row(str(world), "all", "–", "–", "[red]failed")
@@ -142,21 +153,53 @@ def self_test(console: Console) -> list[str]:
             if not exact:
                 problems.append(f"{name} on {world} ranks is off by {error:.0e}, more than {TOLERANCE:.0e}")
     console.print(table)
-    return problems
+    return problems, late
 
 
-def main() -> int:
-    """Looks, tries, and says what it thinks."""
+def timeout_of(arguments: list[str]) -> int:
+    """Read the command line. Returns: seconds for each number of ranks. Raises: SettingsError: it is not valid."""
+    given = TIMEOUT_S
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        if key != "timeout":
+            raise SettingsError(f"{argument} is not valid: the only setting is timeout=<seconds>")
+        if not (value.isascii() and value.isdecimal() and 1 <= int(value) <= MOST_S):
+            raise SettingsError(f"timeout={value} is not valid: must be a whole number of seconds from 1 to {MOST_S}")
+        given = int(value)
+    return given
+
+
+def main(arguments: list[str]) -> int:
+    """Show what is here, try every mode, and print a verdict. Returns: the exit code."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__)
+        return 0
+    try:
+        timeout_s = timeout_of(arguments)
+    except SettingsError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_ARGUMENT
     console = Console(width=None if sys.stdout.isatty() else 120)
     started = time.perf_counter()
     show_surroundings(console)
-    problems = self_test(console)
+    problems, late = self_test(console, timeout_s)
     for problem in problems:
         console.print(f"[red]problem:[/] {problem}")
-    verdict = "something is wrong, see above" if problems else "all is well: context parallelism is exact here"
-    console.print(f"{verdict} ({time.perf_counter() - started:.0f} s)")
-    return 1 if problems else 0
+    for world in late:
+        console.print(f"[yellow]not done:[/] {world} ranks were still at work after timeout={timeout_s} seconds")
+    if problems:
+        verdict, code = "something is wrong, see above", PROBLEM
+    elif late:
+        longer = max(120, 2 * timeout_s)
+        verdict = (
+            f"no verdict: the time ran out. On a busy machine: timeout={longer}; if that is not enough, ranks hang"
+        )
+        code = TIMED_OUT
+    else:
+        verdict, code = "all is well: context parallelism is exact here", 0
+    console.print(f"{verdict} ({time.perf_counter() - started:.0f} s)", soft_wrap=True)
+    return code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -14,29 +14,53 @@ from tests.e2e.recipe import ROOT
 DOCTOR = ROOT / "recipes" / "doctor.py"
 
 
-def _ran(script: Path) -> subprocess.CompletedProcess[str]:
+def _ran(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, str(script), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
 def test_the_doctor_tries_every_mode_and_is_content() -> None:
-    told = _ran(DOCTOR)
+    told = _ran(DOCTOR, "timeout=120")
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.count("exact") == 7
     for word in ("ring allgather", "ring alltoall", "Ulysses", "torch 2", "gloo", "auto is flash", "all is well"):
         assert word in told.stdout
 
 
-def test_the_doctor_does_not_wait_for_ever(tmp_path: Path) -> None:
-    ill = tmp_path / "doctor.py"
-    sleepy = "if rank:\n        time.sleep(60)\n    generator = torch.Generator()"
-    ill.write_text(
-        DOCTOR.read_text().replace("generator = torch.Generator()", sleepy).replace("LIMIT_S = 25", "LIMIT_S = 6")
-    )
-    told = _ran(ill)
-    assert told.returncode == 1
+def _sleepy(folder: Path, addition: str = "") -> Path:
+    """A doctor whose ranks, but the first, sleep."""
+    script = folder / "doctor.py"
+    sleepy = f"if rank:\n        time.sleep(60)\n    {addition}\n    generator = torch.Generator()"
+    script.write_text(DOCTOR.read_text().replace("generator = torch.Generator()", sleepy))
+    return script
+
+
+def test_a_doctor_whose_time_runs_out_gives_no_verdict(tmp_path: Path) -> None:
+    told = _ran(_sleepy(tmp_path), "timeout=2")
+    assert told.returncode == 3, told.stdout + told.stderr
+    assert "something is wrong" not in told.stdout
+    assert told.stdout.count("ranks were still at work after timeout=2 seconds") == 2
+    assert "On a busy machine: timeout=120" in told.stdout
+
+
+@pytest.mark.full
+def test_a_problem_counts_more_than_the_time(tmp_path: Path) -> None:
+    """With 2 ranks rank 0 fails, with 3 the time runs out."""
+    failing = 'if rank == 0 and world == 2:\n        raise LookupError("it fails")'
+    told = _ran(_sleepy(tmp_path, failing), "timeout=30")
+    assert told.returncode == 1, told.stdout + told.stderr
+    assert "problem: 2 ranks: LookupError: it fails" in told.stdout
     assert "something is wrong" in told.stdout
-    assert told.stdout.count("problem:") == 2
+
+
+@pytest.mark.parametrize("given", ["timeout=0", "timeout=soon", "timeout=-3", "timeout=", "timeout=1e9", "time=3"])
+def test_a_bad_argument_is_one_line(given: str) -> None:
+    told = _ran(DOCTOR, given)
+    assert told.returncode == 2
+    (line,) = told.stderr.splitlines()
+    assert line.startswith(f"error: {given} is not valid")
+    assert told.stdout == ""
 
 
 @pytest.mark.full
@@ -45,7 +69,7 @@ def test_the_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
     ill.write_text(
         DOCTOR.read_text().replace("out = attend(*inputs)", "out = attend(*inputs) * (1 + (not transposed))")
     )
-    told = _ran(ill)
+    told = _ran(ill, "timeout=120")
     assert told.returncode == 1
     assert told.stdout.count("problem:") == 6
     assert "something is wrong" in told.stdout
