@@ -78,6 +78,7 @@ def _trained(
     ring: int = 2,
     workers: int = 0,
     augments: bool = True,
+    shuffle: bool = True,
     save: Path | None = None,
     resume: Path | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -88,25 +89,26 @@ def _trained(
         seed_everything(seeds[rank], workers=True)
     module = Noisy()
     trainer = trainer_of(rank, world, STRATEGIES[kind](ring=ring, plans={"Plain": PLAIN_PLAN}), max_steps=steps)
-    data = DataLoader(Clips(augments=augments), batch_size=2, shuffle=True, num_workers=workers)
+    data = DataLoader(Clips(augments=augments), batch_size=2, shuffle=shuffle, num_workers=workers)
     trainer.fit(module, data, ckpt_path=None if resume is None else str(resume))
     if save is not None:
         trainer.save_checkpoint(save)
     return torch.stack(module.batches), torch.stack(module.drawn)
 
 
-def _unseeded(rank: int, world: int, kind: str, ring: int) -> tuple[Tensor, Tensor]:
-    return _trained(rank, world, kind, None, steps=10, ring=ring)
+def _unseeded(rank: int, world: int, kind: str, ring: int, shuffle: bool) -> tuple[Tensor, Tensor]:
+    return _trained(rank, world, kind, None, steps=10, ring=ring, shuffle=shuffle)
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "kind"), [(2, 2, "cp"), (3, 3, "cp"), (4, 2, "cp_fsdp"), (3, 3, "cp_fsdp"), (4, 2, "cp")]
+    ("world", "ring", "kind", "shuffle"),
+    [(2, 2, "cp", False), (3, 3, "cp", True), (3, 3, "cp_fsdp", False), (4, 2, "cp", True), (4, 2, "cp_fsdp", True)],
 )
 def test_peers_draw_alike_without_a_seed_and_groups_do_not(
-    run_ranks: RankPool, world: int, ring: int, kind: str
+    run_ranks: RankPool, world: int, ring: int, kind: str, shuffle: bool
 ) -> None:
-    """Ten steps of batches that are shuffled in the main process: more than an epoch."""
-    found = run_ranks(world, _unseeded, kind, ring, init=False)
+    """Ten steps of batches that are augmented in the main process: more than an epoch."""
+    found = run_ranks(world, _unseeded, kind, ring, shuffle, init=False)
     for first in range(0, world, ring):
         for batches, noise in found[first + 1 : first + ring]:
             assert torch.equal(batches, found[first][0])
@@ -117,10 +119,10 @@ def test_peers_draw_alike_without_a_seed_and_groups_do_not(
 
 
 def _with_workers(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor]:
-    return _trained(rank, world, kind, [7] * world, steps=3, workers=2)
+    return _trained(rank, world, kind, [7] * world, steps=3, workers=1)
 
 
-@pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
+@pytest.mark.parametrize("kind", ["cp", pytest.param("cp_fsdp", marks=pytest.mark.full)])
 def test_workers_of_the_trainer_augment_by_data_rank(run_ranks: RankPool, kind: str) -> None:
     _check_workers(run_ranks(4, _with_workers, kind, init=False))
 
@@ -130,11 +132,12 @@ def _fabric_workers(rank: int, world: int, kind: str) -> tuple[Tensor, Tensor]:
     name = {"cp": "ContextParallelStrategy", "cp_fsdp": "ContextParallelFSDPStrategy"}[kind]
     fabric = fabric_of(rank, world, getattr(for_fabric, name)(ring=2, plans={"Plain": PLAIN_PLAN}))
     fabric.setup(Plain())
-    loader = fabric.setup_dataloaders(DataLoader(Clips(), batch_size=2, shuffle=True, num_workers=2))
+    loader = fabric.setup_dataloaders(DataLoader(Clips(), batch_size=2, shuffle=True, num_workers=1))
     batches = torch.stack(list(loader)[:3])
     return batches, torch.randn(3, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["cp", "cp_fsdp"])
 def test_workers_of_fabric_augment_by_data_rank(run_ranks: RankPool, kind: str) -> None:
     _check_workers(run_ranks(4, _fabric_workers, kind, init=False))
