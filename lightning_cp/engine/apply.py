@@ -82,11 +82,12 @@ def remove_context_parallel(module: nn.Module) -> None:
     Raises: ValueError: it is not context-parallel. PeerMismatchError: peers were given other data in the last forward;
         the module is as it was then too.
     """
+    module = unwrapped(module)  # of a compiled model, the model itself
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
     installed.take_off()
-    installed.module.__dict__.pop("_parallel_config", None)
+    module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 
 

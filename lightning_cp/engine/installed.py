@@ -15,7 +15,6 @@ from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
-from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.seam import is_stuck
 from lightning_cp.engine.session import Session
@@ -164,8 +163,8 @@ class Installed(Around):
 
 
 def installed_on(module: nn.Module) -> Installed | None:
-    """What `parallelize` left on a module, compiled or not; None for one that is not context-parallel."""
-    found: Installed | None = unwrapped(module).__dict__.get(_INSTALLED)
+    """What `parallelize` left on a module; None for one that is not context-parallel, and for a compiler's wrapper."""
+    found: Installed | None = module.__dict__.get(_INSTALLED)
     return found
 
 

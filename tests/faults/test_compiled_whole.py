@@ -129,7 +129,7 @@ def _order(rank: int, world: int, how: str) -> None:
     for parallel in (False, True, False, True):
         if parallel:
             apply_context_parallel(compiled, ContextParallelConfig(ring_degree=world))
-        elif installed_on(compiled) is not None:
+        elif installed_on(model) is not None:
             remove_context_parallel(compiled)
         with counted() as traffic:
             output, gradient = _errors(compiled, arguments, expected, world)
