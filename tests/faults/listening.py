@@ -13,6 +13,15 @@ _ADDRESSES = {"0100007F": "127.0.0.1", "00000000000000000000000001000000": "::1"
 
 def listening(pid: int | str) -> list[str]:
     """Addresses on which a process listens, one for each socket; in hexadecimal if they are no loopback address."""
+    return sorted(address for address, _ in _sockets(pid))
+
+
+def listening_ports(pid: int | str) -> set[int]:
+    """Ports on which a process listens."""
+    return {port for _, port in _sockets(pid)}
+
+
+def _sockets(pid: int | str) -> list[tuple[str, int]]:
     inodes = set()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         try:
@@ -20,10 +29,8 @@ def listening(pid: int | str) -> list[str]:
         except FileNotFoundError:  # closed since
             continue
     lines = [line.split() for name in ("tcp", "tcp6") for line in _lines(Path(f"/proc/{pid}/net/{name}"))]
-    found = [
-        fields[1].rpartition(":")[0] for fields in lines if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes
-    ]
-    return sorted(_ADDRESSES.get(address, address) for address in found)
+    found = [fields[1].split(":") for fields in lines if fields[3] == _LISTENS and f"socket:[{fields[9]}]" in inodes]
+    return [(_ADDRESSES.get(address, address), int(port, 16)) for address, port in found]
 
 
 def _lines(table: Path) -> list[str]:
@@ -37,7 +44,7 @@ def write_listening(config: DictConfig) -> None:
     from lightning.fabric import Fabric
 
     from lightning_cp import context_parallel_attention
-    from lightning_cp.comm.stall import stop_watch
+    from lightning_cp.comm import stall
     from lightning_cp.fabric import ContextParallelStrategy
 
     world = int(os.environ["WORLD_SIZE"])
@@ -47,9 +54,11 @@ def write_listening(config: DictConfig) -> None:
     x = torch.randn(1, 4, 2, 8)
     context_parallel_attention(x, x, x, parallel_config=strategy.context.config)
     dist.barrier(dist.new_group())
-    found = {"first": listening("self")}
+    found: dict[str, Any] = {"first": listening("self")}
+    stores = {int(os.environ["MASTER_PORT"]), stall._watch._store.port}  # type: ignore[union-attr]
+    found["stores"] = len(stores & listening_ports("self"))
     dist.barrier()
-    stop_watch()
+    stall.stop_watch()
     dist.destroy_process_group()
 
     dist.init_process_group("gloo")
