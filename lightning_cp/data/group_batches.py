@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import Sampler
 from typing_extensions import override
 
+from lightning_cp.data.wrapped_sampler import WrappedSampler
 
-class GroupBatches(Sampler[Any]):
+
+class GroupBatches(WrappedSampler):
     """Yield every `data_size`-th batch of a batch sampler, starting with batch `data_rank`.
 
     Use it for a batch sampler of your own, such as one that puts samples of one size into a batch. Each data group then
@@ -33,22 +34,18 @@ class GroupBatches(Sampler[Any]):
     def __init__(self, batches: Iterable[Any], data_rank: int, data_size: int, *, repeat: bool = True) -> None:
         if data_size < 1 or not 0 <= data_rank < data_size:
             raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
-        self.batches, self.data_rank, self.data_size, self.repeat = batches, data_rank, data_size, repeat
+        super().__init__(batches)
+        self.data_rank, self.data_size, self.repeat = data_rank, data_size, repeat
 
+    @override
     def __len__(self) -> int:
-        """Batches of this data group. Raises: TypeError: the batch sampler has no length."""
-        count: int = len(self.batches)  # type: ignore[arg-type]
+        """Number of batches of this data group. Raises: TypeError: the batch sampler has no length."""
+        count = super().__len__()
         return -(-count // self.data_size) if self.repeat else len(range(self.data_rank, count, self.data_size))
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the batch sampler has: `set_epoch`, `batch_size`, `state_dict`."""
-        if name.startswith("__") or name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.batches)
+        batches = iter(self.order)
         first: list[Any] = []
         while True:
             rounded = list(islice(batches, self.data_size))

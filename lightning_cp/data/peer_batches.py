@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
+from lightning_cp.data.wrapped_sampler import WrappedSampler
 from lightning_cp.errors import DataError
 from lightning_cp.mesh import Groups
 from lightning_cp.random_state import get_random_state, is_same_state, set_random_state
@@ -68,7 +69,7 @@ def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> 
     return reordered(loader, lambda order: _on_peers(order, groups))
 
 
-class FirstRanksOrder(Sampler[Any]):
+class FirstRanksOrder(WrappedSampler):
     """Iterate over a sampler on the first rank of a group, and send what it yields to the others.
 
     What the sampler draws from global generators is drawn on the first rank alone. The others are then given the first
@@ -83,17 +84,8 @@ class FirstRanksOrder(Sampler[Any]):
     """
 
     def __init__(self, order: Order, group: dist.ProcessGroup | None, *, shares_states: bool = True) -> None:
-        self.order, self.group, self.shares_states = order, group, shares_states
-
-    def __len__(self) -> int:
-        count: int = len(self.order)  # type: ignore[arg-type]
-        return count
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the sampler has: `set_epoch`, `batch_size`, `state_dict`."""
-        if name.startswith("__") or name == "order":
-            raise AttributeError(name)
-        return getattr(self.order, name)
+        super().__init__(order)
+        self.group, self.shares_states = group, shares_states
 
     @override
     def __iter__(self) -> Iterator[Any]:
@@ -127,7 +119,7 @@ class FirstRanksOrder(Sampler[Any]):
             size = min(2 * size, last)
 
 
-class DifferentOrders(Sampler[Any]):
+class DifferentOrders(WrappedSampler):
     """Iterate over a sampler, after a check that data groups do not all have the same order.
 
     Args:
@@ -140,17 +132,8 @@ class DifferentOrders(Sampler[Any]):
     """
 
     def __init__(self, order: Order, groups: Groups, length: int | None) -> None:
-        self.order, self.groups, self.length = order, groups, length
-
-    def __len__(self) -> int:
-        count: int = len(self.order)  # type: ignore[arg-type]
-        return count
-
-    def __getattr__(self, name: str) -> Any:
-        """What else the sampler has: `set_epoch`, `batch_size`, `state_dict`."""
-        if name.startswith("__") or name == "order":
-            raise AttributeError(name)
-        return getattr(self.order, name)
+        super().__init__(order)
+        self.groups, self.length = groups, length
 
     @override
     def __iter__(self) -> Iterator[Any]:
