@@ -122,7 +122,13 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         results = run_stages(config, folder, print)
     except ValueError as error:
         sys.exit(f"error: {error}")
-    print(", ".join(str(path) for path in write_page(results, config.stages, folder, device=config.device)))
+    written = write_page(results, config.stages, folder, device=config.device)
+    print(", ".join(str(path) for path in written))
+    if config.page is not None:
+        page = Path(config.page)
+        page.parent.mkdir(parents=True, exist_ok=True)
+        for path in written:
+            (page if path.suffix == ".md" else page.with_name(path.name)).write_bytes(path.read_bytes())
     missed = [check for found in results.values() for check in found.checks if check.passed is False]
     failed = [name for name in config.stages if name in results and results[name].error]
     left = [name for name in config.stages if name not in results]

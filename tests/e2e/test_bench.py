@@ -78,10 +78,12 @@ def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     assert "errors: kept from an earlier run" in second.stdout
     assert "merge: ended after its limit" in second.stdout
     assert second.returncode == 1, "a stage that did not finish is an error"
-    third = _gpu_stages(tmp_path, "stages=[errors,merge]", "errors.tokens=32", "total_s=400", "stage_s=150")
+    given = ("errors.tokens=32", "total_s=400", "stage_s=150", f"page={tmp_path / 'docs' / 'one.md'}")
+    third = _gpu_stages(tmp_path, "stages=[errors,merge]", *given)
     assert "errors: done" in third.stdout, "with other settings it runs again"
     assert "merge: done" in third.stdout, "after an error it runs again"
     page = (tmp_path / "gpu.md").read_text()
+    assert page == (tmp_path / "docs" / "one.md").read_text()
     assert "A rehearsal on CPU" in page
     assert "| flash | float64 |" in page
 
