@@ -63,7 +63,9 @@ def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> 
                 )
 
             return reordered(loader, share)
-        return reordered(loader, lambda order: DifferentOrders(_on_peers(order, groups), groups, _length(loader)))
+        return reordered(
+            loader, lambda order: DifferentOrders(_on_peers(order, groups), groups, length_or_none(loader.dataset))
+        )
     if _on_peers(source, groups) is source:
         return loader
     return reordered(loader, lambda order: _on_peers(order, groups))
@@ -75,6 +77,9 @@ class FirstRanksOrder(WrappedSampler):
     What the sampler draws from global generators is drawn on the first rank alone. The others are then given the first
     rank's random states, so that all ranks still draw the same numbers. If `group` holds several context groups, whose
     states may differ, the first rank takes its states back instead, and every rank draws one number.
+
+    A sampler with a length is not asked for more before its reader is: a generator of its own is then in the state that
+    it would have in one process, since many samplers draw once more at their end.
 
     Args:
         order: a sampler of indices, or a batch sampler.
@@ -96,15 +101,18 @@ class FirstRanksOrder(WrappedSampler):
         own = iter(self.order) if is_first else iter(())
         # A sampler that can say where it stands must not be read ahead of training.
         size, last = (1, 1) if hasattr(self.order, "state_dict") else (_FIRST_CHUNK, _LAST_CHUNK)
+        left = length_or_none(self.order) if is_first else None
         while True:
             before = get_random_state() if is_first else {}
             message: list[Any] = [None]
             if is_first:
+                size = min(size, max(left, 1)) if left is not None else size
                 chunk, error = _next_chunk(own, size, type(self.order).__name__)
+                left = None if left is None else left - len(chunk)
                 after = get_random_state()
-                message = [(chunk, error, None if is_same_state(before, after) else after)]
+                message = [(chunk, size, error, None if is_same_state(before, after) else after)]
             dist.broadcast_object_list(message, group=self.group, group_src=0)
-            chunk, error, drawn = message[0]
+            chunk, size, error, drawn = message[0]
             if drawn is not None and self.shares_states:
                 set_random_state(drawn)
             elif drawn is not None:
@@ -225,10 +233,11 @@ def _on_peers(order: Any, groups: Groups) -> Any:
     return FirstRanksOrder(order, groups.context)
 
 
-def _length(loader: DataLoader[Any]) -> int | None:
+def length_or_none(x: Any) -> int | None:
+    """`len(x)`; None if it has none."""
     try:
-        return len(loader.dataset)  # type: ignore[arg-type]
-    except TypeError:
+        return len(x)
+    except (TypeError, NotImplementedError):
         return None
 
 

@@ -82,6 +82,8 @@ def _loader(kind: str, seed: int = 0) -> DataLoader[Any]:
         return DataLoader(data, batch_sampler=Buckets(seed))  # type: ignore[arg-type]
     if kind == "weighted":
         return DataLoader(data, sampler=WeightedRandomSampler([1.0] * COUNT, 10), batch_size=2)
+    if kind == "generator":  # its sampler draws from it once more if it is asked for more than there is
+        return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(11 + seed))
     return DataLoader(data, batch_size=2, shuffle=kind == "shuffled", drop_last=True)
 
 
@@ -127,9 +129,11 @@ def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) ->
         ("trainer", "shuffled", 3, True),
         ("trainer", "buckets", 2, True),
         ("trainer", "weighted", 2, False),
+        ("trainer", "generator", 2, False),
         ("fabric", "in order", 3, True),
         ("fabric", "shuffled", 2, False),
         ("fabric", "buckets", 2, False),
+        ("fabric", "generator", 3, False),
     ],
 )
 def test_one_data_group_sees_the_batches_of_one_process(
