@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_cp.buckets import settle_buckets
+from lightning_cp.initial_weights import share_initial_weights
 from lightning_cp.meta import weights_on_meta
 from lightning_cp.replicated import ReplicatedFlavour
 from lightning_cp.sharded import ShardedFlavour
@@ -49,6 +50,13 @@ class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy)
         super().setup(trainer)
         with self.precision_plugin.forward_context():
             self._say_what_is_parallel(installed)
+
+    @override
+    def on_train_start(self) -> None:
+        """Start from rank 0's weights, also if a hook of the module has loaded some on one rank only."""
+        super().on_train_start()
+        assert self.lightning_module is not None, "connected before"
+        share_initial_weights(self.lightning_module, self.root_device)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

@@ -173,7 +173,7 @@ def _keep_order() -> None:
 def encode_lengths(lengths: Lengths) -> Tensor:
     """Lengths as an operator can return them; on the host."""
     kind = ("", "keys", "rows").index(lengths.mask_kind)
-    return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64)
+    return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64, device="cpu")
 
 
 def decode_lengths(agreed: Tensor, groups: Groups) -> Lengths:

@@ -72,9 +72,9 @@ def _attention_step(
     whole: Sequence[int] = (),
 ) -> Callable[[], object]:
     """Args: cut: what of q, k, v and the gradient is used; None: all. whole: indices of those that are not cut."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (config.batch, length, config.heads, config.head_dim)
-    tensors = [torch.randn(shape, generator=generator).to(device, getattr(torch, config.dtype)) for _ in range(4)]
+    generator = torch.Generator(device).manual_seed(0)
+    shape, dtype = (config.batch, length, config.heads, config.head_dim), getattr(torch, config.dtype)
+    tensors = [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
     if cut is not None:
         tensors = [x if index in whole else cut(x).clone() for index, x in enumerate(tensors)]
     *leaves, grad = [x.requires_grad_(index < 3) for index, x in enumerate(tensors)]

@@ -126,9 +126,15 @@ def apply_eagerly(function: Any, *arguments: Any) -> Any:
     A compiled model runs eager code where it computes tangents. Dynamo would try to compile each function below, and
     fail, on some ranks only.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")  # not imported for this: it takes seconds
-    apply = function.apply if dynamo is None else dynamo.disable(function.apply)
-    return apply(*arguments)
+    return uncompiled(function.apply)(*arguments)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which dynamo leaves alone, also where it runs frame by frame what it could not trace."""
+    if "torch._dynamo" not in sys.modules:  # not imported for this: it takes seconds
+        return function
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
 
 
 def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.transforms import uncompiled
 from lightning_cp.engine.cutters import ArgumentHook, OutputHook
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
@@ -158,7 +159,7 @@ class ModelHook(EngineHook):
                 raise ShapeError(f"{name} must be given to a context-parallel model: {reason}")
         refuse(self.rules.refused, given)
         if not torch.compiler.is_compiling():
-            check_values(given, session, model=model)
+            uncompiled(check_values)(given, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:
             check_in_graph(given, session, model=model)
 

@@ -41,7 +41,7 @@ class Sampler:
     def table(
         self, given: Mapping[str, Any], *, forward: int, device: torch.device
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """Build one row for each argument: a hash of its shapes and types, `BUCKETS` sums, and the tolerance of each.
+        """Build one row for each argument: a hash of shapes, types and whole numbers, `BUCKETS` sums, their tolerances.
 
         The first row holds the number of the forward.
 
@@ -56,14 +56,15 @@ class Sampler:
         structures, contents = [float(forward)], [nothing]
         for name in self.names:
             leaves = list(tensors(name, given.get(name)))
-            structures.append(_hash([(path, _kind(x)) for path, x in leaves]) if leaves else 0.0)
+            kinds = [(path, _kind(x)) for path, x in leaves] + list(plain_values(name, given.get(name)))
+            structures.append(_hash(kinds) if kinds else 0.0)
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
             for x in readable:
                 if x.device not in mixed:
                     mixed[x.device] = self._mix(forward, x.device)
             contents.append(self._row(readable, mixed, device) if readable else nothing)
-        kinds = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
-        return torch.cat([_moved(kinds, device), torch.stack(contents)], 1), tuple(structures[1:])
+        column = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
+        return torch.cat([_moved(column, device), torch.stack(contents)], 1), tuple(structures[1:])
 
     def _row(self, leaves: Sequence[Tensor], mixed: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
         """Sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
@@ -136,19 +137,34 @@ def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple
         return rank, f"the contents of {names[index]} differ"
     if 0.0 in (structures[rank, index], structures[0, index]):
         return rank, f"{names[index]} was given to one of them only"
-    return rank, f"the shapes or types of {names[index]} differ"
+    return rank, f"the shapes, types or whole numbers of {names[index]} differ"
 
 
 def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a nest, with their names."""
-    if isinstance(value, Tensor):
-        yield prefix, value
-    elif isinstance(value, dict):
+    """All tensors of a nest, and its floats as tensors of one element, with their names."""
+    for name, x in _leaves(prefix, value):
+        if isinstance(x, Tensor):
+            yield name, x
+        elif isinstance(x, float):
+            yield name, torch.tensor(x, dtype=torch.float64, device="cpu")
+
+
+def plain_values(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """All whole numbers, truth values and texts of a nest as texts, with their names."""
+    for name, x in _leaves(prefix, value):
+        if isinstance(x, (bool, int, str)):
+            yield name, repr(x)
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
         for name, x in value.items():
-            yield from tensors(f"{prefix}[{name!r}]" if prefix else str(name), x)
+            yield from _leaves(f"{prefix}[{name!r}]" if prefix else str(name), x)
     elif isinstance(value, (list, tuple)):
         for i, x in enumerate(value):
-            yield from tensors(f"{prefix}[{i}]", x)
+            yield from _leaves(f"{prefix}[{i}]", x)
+    else:
+        yield prefix, value
 
 
 def _kind(x: Tensor) -> str:

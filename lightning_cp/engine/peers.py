@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
 from lightning_cp.engine import peer_samples
-from lightning_cp.engine.peer_samples import Sampler, tensors
+from lightning_cp.engine.peer_samples import Sampler, plain_values, tensors
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import Groups
 
@@ -158,7 +158,7 @@ class PeerCheck:
 
 
 def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
-    """Compare shapes, and a checksum of the contents, of all tensors in `arguments` between context peers.
+    """Compare shapes, and a checksum of the contents, of all tensors in `arguments`, and its numbers and texts.
 
     Small differences (of kernels that do not reproduce bit for bit) pass. Synchronises the host.
     Ranks: all of the context group. Raises: PeerMismatchError, on all of them, naming the argument.
@@ -166,6 +166,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
     if groups.context is None:
         return
     mine = {name: digest(x) for name, x in tensors("", arguments)}
+    mine |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
     everyone: list[Any] = [None] * groups.context_size
     dist.all_gather_object(everyone, mine, group=groups.context)
     for rank, theirs in enumerate(everyone):

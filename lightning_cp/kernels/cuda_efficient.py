@@ -47,8 +47,10 @@ class EfficientKernel:
         scale: float,
     ) -> Grads:
         d, sq = query.shape[-1], query.shape[1]
-        g, q, k, v, out = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
-        lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf"))
+        g, q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value))
+        # The kernel takes the row stride of `out` to be heads * d without a check, and needs the rows of lse aligned.
+        out = pad_heads(part.out, 8).contiguous().transpose(1, 2)
+        lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(g, q, k, v, _bias(mask, q, k), out, lse, no_dropout, no_dropout, 0.0),

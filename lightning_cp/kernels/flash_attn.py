@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from typing import Any
 
 import torch
@@ -99,8 +100,8 @@ class FlashAttn3Kernel(FlashAttnKernel):
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         reason = super().refusal(query, mask)
-        if reason is None and torch.cuda.get_device_capability(query.device) < (9, 0):
-            return "it needs compute capability 9.0"
+        if reason is None and torch.cuda.get_device_capability(query.device)[0] != 9:
+            return "it needs compute capability 9.x"
         return reason
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -110,12 +111,11 @@ class FlashAttn3Kernel(FlashAttnKernel):
     def _backward(
         self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
     ) -> None:
-        self._module()._flash_attn_backward(
-            *(g, q, k, v, part.out, part.lse),
-            **dict(zip(("dq", "dk", "dv"), grads, strict=True)),
-            softmax_scale=scale,
-            causal=causal,
-        )
+        backward = self._module()._flash_attn_backward
+        # Releases differ in this name.
+        name = "is_causal" if "is_causal" in inspect.signature(backward).parameters else "causal"
+        given: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
+        backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **given)
 
 
 class FlashAttn4Kernel(FlashAttnKernel):
@@ -131,8 +131,8 @@ class FlashAttn4Kernel(FlashAttnKernel):
             return reason
         if query.shape[-1] > 128:
             return f"head size {query.shape[-1]} is above 128"
-        if torch.cuda.get_device_capability(query.device) < (9, 0):
-            return "it needs compute capability 9.0 or higher"
+        if torch.cuda.get_device_capability(query.device)[0] not in (9, 10, 11):
+            return "it needs compute capability 9.x, 10.x or 11.x"
         return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

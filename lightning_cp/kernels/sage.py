@@ -22,7 +22,7 @@ class SageKernel:
 
     name = "sage"
     device_type = "cuda"
-    native_gqa = True
+    native_gqa = False  # some releases cannot return the log-sum-exp of grouped heads
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:

@@ -29,6 +29,9 @@ STRATEGIES: dict[tuple[str, str], Any] = {
 }
 
 
+_LATE: dict[str, torch.Tensor] = {}  # what a hook of the module loads after set-up, on this rank
+
+
 class Mixed(LightningModule):
     """A frozen encoder, a parallel transformer, a tied weight, and a buffer that no state dict holds."""
 
@@ -51,6 +54,10 @@ class Mixed(LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
+    def on_train_start(self) -> None:
+        if _LATE:
+            self.load_state_dict(_LATE)
+
 
 def _inputs() -> Tensor:
     return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
@@ -72,9 +79,14 @@ def _expected() -> Tensor:
 
 
 def _unlike(rank: int, how: str) -> Mixed:
-    """Weights of a seed for each rank; or weights on rank 0 alone; or in the encoder alone."""
+    """Weights of a seed for each rank; or weights on rank 0 alone, from the start or later; or in the encoder alone."""
+    _LATE.clear()
+    if how == "late" and not rank:
+        _LATE.update({name: x.detach().clone() for name, x in Mixed(0).state_dict().items()})
     with torch.device("meta") if how == "meta" and rank else nullcontext():
-        model = Mixed(rank if how != "encoder" else 0)
+        model = Mixed({"encoder": 0, "late": 1}.get(how, rank))
+    if how == "late":  # which no state dict holds
+        model.scale.copy_(Mixed(0).scale)
     if how == "encoder" and rank:
         with torch.no_grad():
             model.encoder.weight[rank, rank] += 0.5
@@ -110,6 +122,7 @@ def _trained(rank: int, world: int, flavour: str, kind: str, how: str, settings:
         ("fabric", "cp_fsdp", "meta", 3),
         ("fabric", "cp_fsdp", "encoder", 2),
         ("trainer", "cp", "meta", 2),
+        ("trainer", "cp", "late", 3),
         ("trainer", "cp_fsdp", "seeds", 2),
         ("trainer", "cp_fsdp", "meta", 3),
     ],

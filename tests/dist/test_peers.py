@@ -53,6 +53,10 @@ def _step(given: Arguments) -> None:
     given["timestep"] = given["timestep"] + 1
 
 
+def _number(given: Arguments) -> None:
+    given["attention_kwargs"] = {"scale": 2.0}
+
+
 def _rounding(given: Arguments) -> None:
     given["hidden_states"] = given["hidden_states"] * (1 + 1e-4)
 
@@ -61,6 +65,7 @@ CHANGES: dict[str, Callable[[Arguments], None]] = {
     "hidden_states": _noise,
     "encoder_hidden_states": _row,
     "timestep": _step,
+    "attention_kwargs": _number,
     "": _rounding,
 }
 
@@ -74,7 +79,10 @@ def _divergent(rank: int, world: int) -> list[tuple[int, str]]:
     forward = 0
     for change in (_same, *CHANGES.values()):
         for turn in range(4):
-            given = {name: x.float() if x.is_floating_point() else x for name, x in wan().arguments().items()}
+            given: Arguments = {
+                name: x.float() if x.is_floating_point() else x for name, x in wan().arguments().items()
+            }
+            given["attention_kwargs"] = {"scale": 1.0}
             if turn == 2 and rank == world - 1:
                 change(given)
             try:
@@ -88,7 +96,7 @@ def _divergent(rank: int, world: int) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_divergence_is_raised_in_the_next_forward_on_every_rank(run_ranks: RankPool, world: int) -> None:
     for raised in run_ranks(world, _divergent):
-        assert [forward for forward, _ in raised] == [7, 11, 15]
+        assert [forward for forward, _ in raised] == [7, 11, 15, 19]
         for (forward, message), name in zip(raised, CHANGES, strict=False):
             counted = forward - (forward // 4 - 1)  # those that raised have not run; counted from 1
             assert f"contents of {name} differ in forward {counted} of WanTransformer3DModel" in message
@@ -236,7 +244,7 @@ def _new_shapes(rank: int, world: int) -> list[str]:
 
 def test_unequal_shapes_are_raised_before_they_meet(run_ranks: RankPool) -> None:
     for (message,) in run_ranks(2, _new_shapes):
-        assert "the shapes or types of x differ in forward 8" in message
+        assert "the shapes, types or whole numbers of x differ in forward 8" in message
 
 
 def _regrouped(rank: int, world: int, folder: str) -> bool:

@@ -23,6 +23,7 @@ from lightning_cp.engine.apply import parallelize
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 RANKS, TOKENS, HEADS, HEAD_DIM = 4, 512, 8, 64
@@ -65,8 +66,8 @@ def test_a_step_never_waits_for_the_device(name: str, key_heads: int) -> None:
     step = _step(name, key_heads)
     step()  # what is chosen and compiled once
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -86,15 +87,15 @@ def test_a_step_is_captured_in_a_graph(name: str) -> None:
     with torch.cuda.graph(graph):
         grads = step()
     for x in grads:
-        x.fill_(float("nan"))
+        x.fill_(12345.0)  # NaN may come from buffers in which the pretended transfers leave what was there
     graph.replay()
     torch.cuda.synchronize()
     assert all(x.shape[1] == TOKENS for x in grads)
-    assert not any(torch.isnan(x).all() for x in grads), "the replay wrote them"
+    assert not any((x == 12345.0).any() for x in grads), "the replay wrote them"
 
 
 @pytest.mark.usefixtures("_world")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor's own
+@pytest.mark.filterwarnings("ignore")  # inductor's own
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_compiles_as_one_graph(name: str) -> None:
     lengths = [TOKENS // RANKS] * RANKS
@@ -136,7 +137,8 @@ def _waits(model: nn.Module) -> int:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert not sizes.called
-    return sum("synchroniz" in str(warning.message) for warning in told)
+    texts = [str(warning.message) for warning in told]
+    return sum("synchroniz" in text and "prototype" not in text for text in texts)
 
 
 @pytest.mark.usefixtures("_world")

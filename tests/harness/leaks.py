@@ -12,7 +12,8 @@ import psutil
 import torch.distributed as dist
 
 _GRACE_S = 2.0
-_OF_PYTEST = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # torch sets the second when first it is used
+_OF_INDUCTOR = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+_IGNORED = ("PYTEST_CURRENT_TEST", *_OF_INDUCTOR)  # inductor sets its variables when it is first used
 _THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
 
 
@@ -33,7 +34,7 @@ def running_threads() -> frozenset[threading.Thread]:
 
 def surroundings() -> Surroundings:
     """What there is now."""
-    environment = {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+    environment = {name: value for name, value in os.environ.items() if name not in _IGNORED}
     return Surroundings(environment, running_threads(), _children(), dist.is_initialized())
 
 

@@ -51,6 +51,8 @@ def _row(x: Tensor) -> None:
         (X.to(torch.complex64), X.to(torch.complex64) * 1j),
         (X.to(torch.float8_e4m3fn), (-X).to(torch.float8_e4m3fn)),
         ([X, X + 1], [X + 1, X]),
+        (0.5, 0.6),
+        ({"scale": 1.0, "x": X}, {"scale": 2.0, "x": X}),
         ({"a": X, "b": {"c": torch.tensor([1, 2])}}, {"a": X, "b": {"c": torch.tensor([1, 3])}}),
         ([torch.full((1,), float(i)) for i in range(50)], [torch.full((1,), float(i % 49)) for i in range(50)]),
     ],
@@ -64,11 +66,15 @@ def test_other_data_is_seen_in_every_forward(first: Any, other: Any) -> None:
 @pytest.mark.parametrize(
     ("first", "other", "said"),
     [
-        (X, X[:, 1:], "the shapes or types of x differ"),
-        (X, X.double(), "the shapes or types of x differ"),
-        ([X], (X, X), "the shapes or types of x differ"),
+        (X, X[:, 1:], "the shapes, types or whole numbers of x differ"),
+        (X, X.double(), "the shapes, types or whole numbers of x differ"),
+        ([X], (X, X), "the shapes, types or whole numbers of x differ"),
         (X, None, "x was given to one of them only"),
-        (X.to_sparse(), X, "the shapes or types of x differ"),
+        (3, 4, "the shapes, types or whole numbers of x differ"),
+        ({"mode": "a"}, {"mode": "b"}, "the shapes, types or whole numbers of x differ"),
+        ([X, True], [X, False], "the shapes, types or whole numbers of x differ"),
+        (0.5, None, "x was given to one of them only"),
+        (X.to_sparse(), X, "the shapes, types or whole numbers of x differ"),
     ],
 )
 def test_other_shapes_and_types_are_named(first: Any, other: Any, said: str) -> None:
@@ -89,11 +95,13 @@ def test_other_shapes_and_types_are_named(first: Any, other: Any, said: str) -> 
         (torch.full((2, 5000), -torch.inf), torch.full((2, 5000), -torch.inf)),
         (torch.empty(0, 3), torch.empty(0, 3)),
         (torch.empty(4, device="meta"), torch.empty(4, device="meta")),
-        ("a", 3),
+        (object(), object()),
+        (0.5, 0.5001),
+        (None, None),
         (torch.nn.Parameter(X), X),
     ],
 )
-def test_rounding_memory_layout_and_what_is_no_tensor_are_not_seen(first: Any, other: Any) -> None:
+def test_rounding_memory_layout_and_other_objects_are_not_seen(first: Any, other: Any) -> None:
     for forward in range(20):
         assert _found(first, other, forward) is None
 

@@ -98,9 +98,9 @@ def _flash_attn_3() -> dict[str, Any]:
         dk: Tensor,
         dv: Tensor,
         softmax_scale: float,
-        causal: bool,
+        is_causal: bool,
     ) -> None:
-        for into, grad in zip((dq, dk, dv), _backward(dout, q, k, v, out, softmax_lse, softmax_scale, causal)):
+        for into, grad in zip((dq, dk, dv), _backward(dout, q, k, v, out, softmax_lse, softmax_scale, is_causal)):
             into.copy_(grad)
 
     return {"_flash_attn_forward": forward, "_flash_attn_backward": backward}
