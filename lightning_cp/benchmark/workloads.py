@@ -59,8 +59,10 @@ def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subj
     Ranks: one, in a world that is only pretended (the "fake" backend, which sends nothing).
     """
     step_of = functools.partial(_attention_step, config, length, device)
-    found = _alone(lambda: step_of(_plain_attention), device)
-    return found + _calls(step_of, config.heads, length) + _ours(step_of, length)
+    # On a GPU the same kernel as ours: PyTorch may choose another one.
+    call = _own_kernel if device.type == "cuda" else _plain_attention
+    found = _alone(lambda: step_of(call), device)
+    return found + _calls(step_of, config.heads, length, call) + _ours(step_of, length)
 
 
 def _attention_step(
@@ -101,13 +103,16 @@ def _ours(step_of: Callable[..., Callable[[], object]], length: int) -> list[Sub
     return [Subject(name, functools.partial(build, settings)) for name, settings in found.items()]
 
 
-def _calls(step_of: Callable[..., Callable[[], object]], heads: int, length: int) -> list[Subject]:
+def _calls(
+    step_of: Callable[..., Callable[[], object]], heads: int, length: int, call: Attend | None = None
+) -> list[Subject]:
     """A rank's products in a single call, nothing being sent: with all ranks at it, the least that a mode can take."""
     _, tokens = _shards(length)
+    call = call or _plain_attention
     share = share_heads(heads, heads, dist.get_world_size())[dist.get_rank()].query
     return [
-        Subject(QUERIES_CALL, lambda: step_of(_plain_attention, lambda x: x[:, tokens], whole=(1, 2))),
-        Subject(HEADS_CALL, lambda: step_of(_plain_attention, lambda x: x[:, :, share])),
+        Subject(QUERIES_CALL, lambda: step_of(call, lambda x: x[:, tokens], whole=(1, 2))),
+        Subject(HEADS_CALL, lambda: step_of(call, lambda x: x[:, :, share])),
     ]
 
 
@@ -194,6 +199,10 @@ def _alone(build: Callable[[], Callable[[], object]], device: torch.device) -> l
         Subject(ONE_THREAD, build, alone=True, threads=1),
         Subject(ALL_THREADS, build, alone=True, threads=cores),
     ]
+
+
+def _own_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return context_parallel_attention(q, k, v, parallel_config=ContextParallelConfig())
 
 
 def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ KERNELS = {
     "flash": (torch.bfloat16, torch.float16),
     "cudnn": (torch.bfloat16, torch.float16),
     "efficient": (torch.bfloat16, torch.float16, torch.float32),
+    "math": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
 }
 
 
@@ -121,6 +122,12 @@ def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mask", ["", "keys"])
 def test_causal(mode: str, lengths: tuple[int, ...], mask: str) -> None:
     check(mode, causal=True, lengths=lengths, kernel="efficient", mask=mask)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "math"])
+def test_causal_without_masks(mode: str, kernel: str) -> None:
+    check(mode, causal=True, lengths=LENGTHS["even"], kernel=kernel)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -49,7 +49,11 @@ def kernel_errors(config: DictConfig, result: StageResult, save: Callable[[], No
         for dtype, limit in ERROR_LIMITS.items():
             found: dict[str, str] = {}
             for case, options in _CASES.items():
-                error = _kernel_error(kernel, dtype, device, config.errors.tokens, **options)
+                try:
+                    error = _kernel_error(kernel, dtype, device, config.errors.tokens, **options)
+                except Exception as failure:  # of any kind: the other kernels are measured all the same
+                    error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:120]}"
+                    result.checks.append(Check(f"{kernel.name}, {_short(dtype)}, {case}", error, "runs", False))
                 found[case] = error if isinstance(error, str) else f"{error:.1e}"
                 if not isinstance(error, str):
                     name = f"{kernel.name}, {_short(dtype)}, {case}: error"
