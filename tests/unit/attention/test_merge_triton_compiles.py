@@ -58,15 +58,23 @@ def ptxas(ptx: str, capability: int, folder: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype, *, by_head: bool) -> tuple[torch.Tensor, ...]:
-    """`out` and `lse` of both parts without memory; `by_head`: `b` as kernels that compute [b, h, s, d] return it."""
+LAYOUTS = ("token", "lse by head", "head")
+
+
+def tensors(shape: tuple[int, int, int, int], dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, ...]:
+    """`out` and `lse` of both parts, without memory.
+
+    Args: layout: how kernels return a part: "token": [b, s, h, d] and [b, s, h]; "lse by head": the lse [b, h, s], as
+        flash kernels do; "head": `b`'s out [b, h, s, d], too.
+    """
     batch, tokens, heads, head_dim = shape
-    a_out = torch.empty(shape, device="meta")
-    a_lse = torch.empty(shape[:3], device="meta")
-    if not by_head:
-        return a_out, a_lse, torch.empty(shape, dtype=dtype, device="meta"), torch.empty(shape[:3], device="meta")
-    b_out = torch.empty(batch, heads, tokens, head_dim, dtype=dtype, device="meta").transpose(1, 2)
-    return a_out, a_lse, b_out, torch.empty(batch, heads, tokens, device="meta").transpose(1, 2)
+    a_out, b_out = torch.empty(shape, device="meta"), torch.empty(shape, dtype=dtype, device="meta")
+    if layout == "token":
+        return a_out, torch.empty(shape[:3], device="meta"), b_out, torch.empty(shape[:3], device="meta")
+    a_lse, b_lse = (torch.empty(batch, heads, tokens, device="meta").transpose(1, 2) for _ in range(2))
+    if layout == "head":
+        b_out = torch.empty(batch, heads, tokens, head_dim, dtype=dtype, device="meta").transpose(1, 2)
+    return a_out, a_lse, b_out, b_lse
 
 
 SHAPES = {
@@ -86,20 +94,20 @@ def test_every_variant_compiles_within_its_registers(
     capability: int, shape: tuple[int, int, int, int], tmp_path: Path
 ) -> None:
     rows = "aligned" if shape[-1] % 16 == 0 else "other"
-    for dtype, by_head in product(POINTERS, (False, True)):
-        given = source(*tensors(shape, dtype, by_head=by_head))
+    for dtype, layout in product(POINTERS, LAYOUTS):
+        given = source(*tensors(shape, dtype, layout))
         compiled = triton.compile(given, target=GPUTarget("cuda", capability, 32))
         assert compiled.asm["cubin"]
         report = ptxas(compiled.asm["ptx"], capability, tmp_path)
         registers = re.search(r"Used (\d+) registers", report)
         assert registers is not None, report
-        assert int(registers.group(1)) <= MAX_REGISTERS[rows], (dtype, by_head, report)
+        assert int(registers.group(1)) <= MAX_REGISTERS[rows], (dtype, layout, report)
         spilled_bytes = max(map(int, re.findall(r"(\d+) bytes spill", report)))
-        assert spilled_bytes <= (0 if rows == "aligned" else 8), (dtype, by_head, report)
+        assert spilled_bytes <= (0 if rows == "aligned" else 8), (dtype, layout, report)
 
 
 def test_aligned_tensors_move_16_bytes_at_a_time() -> None:
-    given = source(*tensors((1, 4096, 24, 128), torch.float32, by_head=False))
+    given = source(*tensors((1, 4096, 24, 128), torch.float32, "token"))
     ptx = triton.compile(given, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
     assert "ld.global.v4" in ptx
     assert "st.global.v4" in ptx
