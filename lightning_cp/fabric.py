@@ -15,16 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.buckets import settle_buckets
-from lightning_cp.flavour import ContextParallelFlavour
-from lightning_cp.initial_weights import move_values
-from lightning_cp.meta import weights_on_meta
-from lightning_cp.notebook import MultiProcessingLauncher
-from lightning_cp.replicated import ReplicatedFlavour
-from lightning_cp.sharded import ShardedFlavour
+from lightning_cp.strategies.ddp import DDPMixin
+from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
+from lightning_cp.strategies.fsdp import FSDPMixin
+from lightning_cp.strategies.initial_weights import move_values
+from lightning_cp.strategies.meta import weights_on_meta
+from lightning_cp.strategies.mixin import ContextParallelMixin
+from lightning_cp.strategies.notebook import MultiProcessingLauncher
 
 
-class _OfFabric(ContextParallelFlavour):
+class _OfFabric(ContextParallelMixin):
     """What both strategies for Fabric share."""
 
     _starts_processes_with = MultiProcessingLauncher
@@ -36,10 +36,10 @@ class _OfFabric(ContextParallelFlavour):
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
 
-class ContextParallelStrategy(_OfFabric, ReplicatedFlavour, DDPStrategy):
+class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
     """`Fabric(strategy=ContextParallelStrategy(ring=2))`: `fabric.setup` makes the transformers of a module parallel.
 
-    Args: see `ReplicatedFlavour`.
+    Args: see `DDPMixin`.
     """
 
     @override
@@ -49,8 +49,8 @@ class ContextParallelStrategy(_OfFabric, ReplicatedFlavour, DDPStrategy):
         with self._from_equal_weights(module):
             pass
         with self.precision.forward_context():
-            self._say_what_is_parallel(installed)
-        return settle_buckets(super().setup_module(module))
+            self._log_layout(installed)
+        return build_ddp_buckets(super().setup_module(module))
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
@@ -69,12 +69,12 @@ class ContextParallelStrategy(_OfFabric, ReplicatedFlavour, DDPStrategy):
     ) -> dict[str, Any]:
         """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
 
-        Raises: CheckpointError: see `ReplicatedFlavour._check_checkpoint`.
+        Raises: CheckpointError: see `DDPMixin._check_checkpoint`.
         """
         return super().load_checkpoint(path, state, strict, self._check_checkpoint(path, weights_only))
 
 
-class ContextParallelFSDPStrategy(_OfFabric, ShardedFlavour, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
     """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.
 
     With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.
@@ -82,7 +82,7 @@ class ContextParallelFSDPStrategy(_OfFabric, ShardedFlavour, ModelParallelStrate
     Args:
         parallelize_fn: shards a module in the place of the strategy, which then only makes its transformers parallel:
             a function of it and `device_mesh`, as Lightning's ModelParallelStrategy takes.
-        settings: see `ShardedFlavour`.
+        settings: see `FSDPMixin`.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ContextParallelFSDPStrategy(_OfFabric, ShardedFlavour, ModelParallelStrate
                 parallel = self._shards_by_hand(module, mesh)
             self._check_sharded(module)
         with self.precision.forward_context():
-            self._say_what_is_parallel(installed)
+            self._log_layout(installed)
         return parallel
 
 

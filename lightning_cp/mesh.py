@@ -18,7 +18,7 @@ from lightning_cp.config import ContextParallelConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Groups:
+class MeshGroups:
     """The process groups of one mesh, from this rank's point of view.
 
     Attributes:
@@ -67,9 +67,9 @@ class Branches:
         data_rank, data_size: index of the sample's ranks, and how many samples are computed at a time.
     """
 
-    context: Groups
-    across: Groups
-    sample: Groups
+    context: MeshGroups
+    across: MeshGroups
+    sample: MeshGroups
     data_rank: int
     data_size: int
 
@@ -84,7 +84,7 @@ class Branches:
         return self.across.context_rank
 
 
-ALONE = Groups("alone", None, None, None, None, (1, 1), 0, 0, 1)
+ALONE = MeshGroups("alone", None, None, None, None, (1, 1), 0, 0, 1)
 
 
 class _Built:
@@ -103,15 +103,15 @@ class _Built:
 
 _built = _Built()
 # Operators name their groups by string, since a process group cannot be an operator's argument.
-_by_name: WeakValueDictionary[str, Groups] = WeakValueDictionary({ALONE.name: ALONE})
+_by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({ALONE.name: ALONE})
 
 
-def groups_by_name(name: str) -> Groups:
+def groups_by_name(name: str) -> MeshGroups:
     """The groups an operator was given by name."""
     return _by_name[name]
 
 
-def groups_for(config: ContextParallelConfig) -> Groups:
+def groups_for(config: ContextParallelConfig) -> MeshGroups:
     """The groups of `config`: of its mesh, or of one over the world, built at first use.
 
     Ranks: every rank of the world, at first use of a mesh.
@@ -131,7 +131,7 @@ def groups_for(config: ContextParallelConfig) -> Groups:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
         built[key] = groups  # keeps the mesh alive too, so that its id stays its own
         _by_name[groups.name] = groups
-    found: Groups = built[key]
+    found: MeshGroups = built[key]
     return found
 
 
@@ -199,7 +199,7 @@ def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
     return found
 
 
-def _build_branches(groups: Groups, cfg: int) -> Branches:
+def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
     mesh = groups.mesh
     assert mesh is not None, "ranks of a process group have a mesh"
     names = tuple(mesh.mesh_dim_names or ())
@@ -222,7 +222,7 @@ def _build_branches(groups: Groups, cfg: int) -> Branches:
     )
 
 
-def ring_groups(groups: Groups) -> Groups:
+def ring_groups(groups: MeshGroups) -> MeshGroups:
     """The ring of `groups` alone, as if the ranks of its Ulysses group were one. Kept as long as the mesh."""
     if groups.ring is None:
         return ALONE
@@ -230,13 +230,13 @@ def ring_groups(groups: Groups) -> Groups:
     built, key = _built.of(dist.group.WORLD), ("ring", groups.name)
     if key not in built:
         built[key] = _as_ring(groups, groups.ring, groups.context_shape[0], groups.ring_rank, name="ring")
-    found: Groups = built[key]
+    found: MeshGroups = built[key]
     return found
 
 
-def _as_ring(groups: Groups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> Groups:
+def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> MeshGroups:
     """Groups in which `group` stands for the context group."""
-    ring = Groups(
+    ring = MeshGroups(
         name=f"{groups.name}:{name}{size}",
         mesh=groups.mesh,
         ring=group,
@@ -251,7 +251,7 @@ def _as_ring(groups: Groups, group: dist.ProcessGroup | None, size: int, rank: i
     return ring
 
 
-def _build_groups(mesh: DeviceMesh) -> Groups:
+def _build_groups(mesh: DeviceMesh) -> MeshGroups:
     names = mesh.mesh_dim_names
     assert names is not None, "settings refuse a mesh without names"
     ring, ulysses = mesh.size(names.index("ring")), mesh.size(names.index("ulysses"))
@@ -273,7 +273,7 @@ def _build_groups(mesh: DeviceMesh) -> Groups:
     ring_group = mesh.get_group("ring") if ring > 1 else None
     ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
     _connect(ring_group, ulysses_group, context)
-    return Groups(
+    return MeshGroups(
         name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{id(mesh):x}",
         mesh=mesh,
         ring=ring_group,

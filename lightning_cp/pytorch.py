@@ -19,22 +19,22 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_cp.buckets import settle_buckets
-from lightning_cp.initial_weights import share_initial_weights
-from lightning_cp.meta import weights_on_meta
-from lightning_cp.replicated import ReplicatedFlavour
-from lightning_cp.sharded import ShardedFlavour
-from lightning_cp.trainer_launcher import MultiProcessingLauncher
-from lightning_cp.trainer_random_states import KeepsRandomStates
-from lightning_cp.trainer_samplers import leave_samplers
+from lightning_cp.strategies.ddp import DDPMixin
+from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
+from lightning_cp.strategies.fsdp import FSDPMixin
+from lightning_cp.strategies.initial_weights import share_initial_weights
+from lightning_cp.strategies.meta import weights_on_meta
+from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher
+from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
+from lightning_cp.strategies.trainer_samplers import leave_samplers
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy):
+class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
     """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
 
-    Args: see `ReplicatedFlavour`.
+    Args: see `DDPMixin`.
     """
 
     _starts_processes_with = MultiProcessingLauncher
@@ -49,7 +49,7 @@ class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy)
             pass
         super().setup(trainer)
         with self.precision_plugin.forward_context():
-            self._say_what_is_parallel(installed)
+            self._log_layout(installed)
 
     @override
     def on_train_start(self) -> None:
@@ -60,21 +60,21 @@ class ContextParallelStrategy(KeepsRandomStates, ReplicatedFlavour, DDPStrategy)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return settle_buckets(super()._setup_model(model))
+        return build_ddp_buckets(super()._setup_model(model))
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
 
-        Raises: CheckpointError: see `ReplicatedFlavour._check_checkpoint`.
+        Raises: CheckpointError: see `DDPMixin._check_checkpoint`.
         """
         return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
-class ContextParallelFSDPStrategy(KeepsRandomStates, ShardedFlavour, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
     """The same with sharded weights: over all ranks, block by block, once `configure_model` is through.
 
-    Args: see `ShardedFlavour`.
+    Args: see `FSDPMixin`.
     """
 
     _starts_processes_with = MultiProcessingLauncher
@@ -114,7 +114,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, ShardedFlavour, ModelParall
         if fits:
             _optimizers_to_device(self.optimizers, self.root_device)
         with self.precision_plugin.forward_context():
-            self._say_what_is_parallel(installed)
+            self._log_layout(installed)
 
     def _refuse_what_needs_whole_weights(self, trainer: Trainer) -> None:
         """Raises: ValueError: a callback or plug-in that would fail later, or be passed over."""
@@ -134,7 +134,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, ShardedFlavour, ModelParall
     def load_checkpoint(  # type: ignore[override]  # `path` to Fabric
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint; optimizers are loaded only when fitting. See `ShardedFlavour.load_checkpoint`."""
+        """Load a checkpoint; optimizers are loaded only when fitting. See `FSDPMixin.load_checkpoint`."""
         assert self.lightning_module is not None, "connected before"
         optimizers = self.optimizers
         if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:

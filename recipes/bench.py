@@ -19,7 +19,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_cp.launch import Job, LocalLauncher, Machine, conf_dir, quiet_overrides
+from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.launch import Job, LocalLauncher, Machine
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling")
 OF_ATTENTION = ("attention", "one_rank")
@@ -33,9 +34,9 @@ def measure_all(config: DictConfig) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_cp.benchmark import workloads
-    from lightning_cp.benchmark.measure import measure
-    from lightning_cp.benchmark.report import rows_of
+    from lightning_cp.app.benchmark import workloads
+    from lightning_cp.app.benchmark.measure import measure
+    from lightning_cp.app.benchmark.report import rows_of
 
     warnings.filterwarnings("ignore")  # of others' functions
     diffusers.logging.set_verbosity_error()
@@ -95,7 +96,7 @@ def check(config: DictConfig) -> str:
 
 def check_stages(config: DictConfig) -> str:
     """Check the settings of bench=gpu. Returns: what is wrong; "" if nothing is."""
-    from lightning_cp.benchmark.gpu.stage import STAGES
+    from lightning_cp.app.benchmark.gpu.stage import STAGES
 
     unknown = [name for name in config.stages if name not in STAGES]
     if unknown or not config.stages:
@@ -115,8 +116,8 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
 
     Exits with 1 if a goal is missed, a stage failed, or a stage was not started.
     """
-    from lightning_cp.benchmark.gpu.page import write_page
-    from lightning_cp.benchmark.gpu.runner import run_stages
+    from lightning_cp.app.benchmark.gpu.page import write_page
+    from lightning_cp.app.benchmark.gpu.runner import run_stages
 
     try:
         results = run_stages(config, folder, print)
@@ -148,7 +149,7 @@ def _real(config: DictConfig) -> list[str]:
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measures with each number of ranks in turn, and shows what came of it."""
-    from lightning_cp.benchmark.report import draw, machine_name, markdown_page, tables, terminal_table, write_csv
+    from lightning_cp.app.benchmark.report import draw, machine_name, markdown_page, tables, terminal_table, write_csv
 
     wrong = check(config)
     if wrong:

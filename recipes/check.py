@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cp.launch import Job, LocalLauncher, conf_dir, quiet_overrides
+from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
 
 
@@ -27,7 +28,7 @@ def check(config: DictConfig) -> None:
     import torch.distributed as dist
 
     from lightning_cp import check_plan
-    from lightning_cp.benchmark.subject import modes
+    from lightning_cp.app.benchmark.subject import modes
 
     dist.init_process_group("gloo")
     n = dist.get_world_size()

@@ -117,7 +117,7 @@ def _ours(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str 
 def _theirs(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
     import torch
 
-    from lightning_cp.benchmark.peers import diffusers_attention
+    from lightning_cp.app.benchmark.peers import diffusers_attention
 
     flags = {anything: True} if anything else {}
     attend = diffusers_attention(torch.device("cpu"), ring=ring, ulysses=ulysses, convert_to_fp32=False, **flags)

@@ -21,7 +21,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, SettingsError, external_place
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
 WORLDS = (2, 3)
@@ -39,7 +40,7 @@ def try_modes(config: DictConfig) -> None:
     import torch.distributed as dist
 
     from lightning_cp import context_parallel_attention
-    from lightning_cp.benchmark.subject import modes
+    from lightning_cp.app.benchmark.subject import modes
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=config.timeout))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -89,7 +90,7 @@ def show_surroundings(console: Console) -> None:
     table.add_row("packages", ", ".join(f"{name} {_version(name)}" for name in PACKAGES))
     machine = Machine.this()
     table.add_row("devices", f"{machine.cores} CPU cores, {machine.gpus} CUDA device(s)")
-    place = external_place(os.environ)
+    place = launcher_env(os.environ)
     table.add_row("launcher", "our own" if place is None else f"{place.launcher}, {place.world_size} ranks")
     backends = [name for name in ("gloo", "nccl", "mpi") if getattr(torch.distributed, f"is_{name}_available")()]
     table.add_row("backends", ", ".join(backends))

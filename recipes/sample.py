@@ -19,7 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cp.launch import check_sampling, conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.sampling import check_sampling
 
 
 def sample(config: DictConfig) -> None:
@@ -27,11 +28,11 @@ def sample(config: DictConfig) -> None:
     from hydra.utils import instantiate
 
     from lightning_cp import ContextParallelConfig
-    from lightning_cp.sampling import Album
-    from lightning_cp.training.run import less_talkative
+    from lightning_cp.app.sampling.album import Album
+    from lightning_cp.app.training.run import quiet_lightning
 
     fabric: Any = instantiate(config.trainer)
-    with less_talkative():
+    with quiet_lightning():
         fabric.launch()
     folder = Path(fabric.broadcast(config.run_dir))
     album = Album(folder / "samples", config.format, config.fps)
@@ -48,16 +49,11 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     import torch
 
     from lightning_cp import apply_context_parallel
+    from lightning_cp.app.sampling.recognise import recognise_digits
+    from lightning_cp.app.sampling.trained import SharedGuidance, WithPrecision, load_denoiser
     from lightning_cp.pipelines import sampling_ranks
-    from lightning_cp.sampling import (
-        SamplingSettings,
-        SharedGuidance,
-        WithPrecision,
-        draw_samples,
-        load_denoiser,
-        recognise_digits,
-    )
-    from lightning_cp.training.run import DataPlace
+    from lightning_cp.sampling import SamplingSettings, draw_samples
+    from lightning_cp.training.ranks import DataShard
 
     began, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg)
@@ -73,7 +69,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, **chosen, seed=config.seed),
         num_classes=data.num_classes,
-        place=DataPlace(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
+        data_shard=DataShard(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
         labels=torch.tensor(labels) if labels else None,
     )
     sampled = time.perf_counter()

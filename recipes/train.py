@@ -14,16 +14,17 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from lightning_cp.launch import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 
 
 def train(config: DictConfig) -> None:
     """What every rank does: build, train, sample, tell. (Imports are here: the process that starts it needs none.)"""
-    from lightning_cp.export import save_pretrained
-    from lightning_cp.sampling import SamplePictures, SamplingSettings
-    from lightning_cp.training.assemble import train_run
-    from lightning_cp.training.records import draw_loss_curve
-    from lightning_cp.training.run import Run
+    from lightning_cp.app.sampling.show import SamplePictures
+    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.records import draw_loss_curve
+    from lightning_cp.app.training.run import Run
+    from lightning_cp.checkpoint.export import save_pretrained
+    from lightning_cp.sampling import SamplingSettings
 
     started = time.perf_counter()
     chosen, data = config.sampling, config.data

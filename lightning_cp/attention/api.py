@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
-from lightning_cp.attention.call import Settings, tell_of_refusal
+from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.mesh import ALONE, groups_for
@@ -120,7 +120,7 @@ def context_parallel_attention(
         sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
         if q_lengths is None or kv_lengths is None:
-            tell_of_refusal(groups)
+            report_refusal(groups)
         raise
     lengths = (sizes[0], sizes[1])
     if isinstance(query, InTransit) or isinstance(key, InTransit) or isinstance(value, InTransit):
@@ -206,7 +206,7 @@ def attend_across(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`context_parallel_attention` with its settings resolved, for the engine: traceable, no look-ups.
 
-    lengths: of queries and keys on every rank, empty where not known; groups: `Groups.name`; kernel: a name.
+    lengths: of queries and keys on every rank, empty where not known; groups: `MeshGroups.name`; kernel: a name.
     """
     # Nothing is refused here: an error must reach the ranks that wait for this one's sizes, see `call.agree`.
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import Lengths, Settings, agree, ulysses_of
+from lightning_cp.attention.call import Lengths, Settings, exchange_lengths, ulysses_of
 from lightning_cp.attention.ulysses import Ulysses, mask_to_heads, start_to_heads, start_to_tokens
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.errors import PeerMismatchError, ShapeError
-from lightning_cp.mesh import ALONE, Groups, groups_for, ring_groups
+from lightning_cp.mesh import ALONE, MeshGroups, groups_for, ring_groups
 
 _Start = Callable[..., Callable[[], list[Tensor]]]
 
@@ -32,7 +32,7 @@ class InTransit:
         shape: [batch, seq_local, heads, head_dim] of the tensor that was given to `start_ulysses`.
         like: a tensor of that shape and dtype that holds no data.
         lengths: tokens on each rank of the context group, in rank order.
-        groups: `Groups.name` of the process groups.
+        groups: `MeshGroups.name` of the process groups.
     """
 
     shape: torch.Size
@@ -115,7 +115,7 @@ def attend_in_transit(
         if isinstance(x, InTransit) and known[name] and list(x.lengths) != known[name]:
             raise ShapeError(f"{name} was sent with lengths {list(x.lengths)}, but attention was given {known[name]}")
     q, k, v = (_sent(x, config, known[name]) for name, x in given.items())
-    agreed = agree(
+    agreed = exchange_lengths(
         *(q.like, k.like, v.like, mask),
         q_lengths=list(q.lengths),
         kv_lengths=list(k.lengths),
@@ -201,7 +201,7 @@ class _Finish(torch.autograd.Function):
         return grads[0].new_empty(0), None
 
 
-def _agree(x: Tensor, lengths: list[int] | None, groups: Groups) -> tuple[int, ...]:
+def _agree(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[int, ...]:
     """Tokens of every rank. Raises: see `start_ulysses`."""
     error = _refusal(x, lengths, groups)
     if lengths is not None:
@@ -222,7 +222,7 @@ def _agree(x: Tensor, lengths: list[int] | None, groups: Groups) -> tuple[int, .
     return tuple(theirs[1] for theirs in everyone)
 
 
-def _refusal(x: Tensor, lengths: list[int] | None, groups: Groups) -> str:
+def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
     """Why the tensor cannot be exchanged; "" if it can."""
     degree = groups.context_shape[1]
     if x.ndim != 4:
@@ -237,7 +237,7 @@ def _refusal(x: Tensor, lengths: list[int] | None, groups: Groups) -> str:
     return ""
 
 
-def _chunks(lengths: Sequence[int], groups: Groups) -> list[int]:
+def _chunks(lengths: Sequence[int], groups: MeshGroups) -> list[int]:
     """Tokens of each Ulysses group of the ring."""
     rings, degree = groups.context_shape
     return [sum(lengths[i * degree : (i + 1) * degree]) for i in range(rings)]

@@ -10,13 +10,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.heads import share_heads
+from lightning_cp.attention.heads import assign_heads
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.kernels import choose_kernel
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool)
 
@@ -29,7 +29,7 @@ class Settings:
     scale: float
     kernel: str
     rotate_method: str
-    wide: bool
+    accumulate_fp32: bool
     grouped: bool = True
 
 
@@ -47,7 +47,9 @@ class Lengths:
     mask_rows: tuple[int, ...] = ()
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: Groups, settings: Settings) -> None:
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: MeshGroups, settings: Settings
+) -> None:
     """Refuse what no rank could compute. Raises: ShapeError, KernelError."""
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
@@ -89,13 +91,13 @@ _MASKS = (
 _SIGNATURE = 15  # ints by which a rank tells of its call; all zero: it refused its arguments
 
 
-def tell_of_refusal(groups: Groups) -> None:
-    """Take part in the exchange of sizes that peers wait in, so that they raise too. Ranks: as `agree`'s exchange."""
+def report_refusal(groups: MeshGroups) -> None:
+    """Send an invalid signature to peers that exchange lengths, so that they raise too. Ranks: the context group."""
     if groups.context is not None:
         all_gather_ints([0] * _SIGNATURE, group=groups.context)
 
 
-def agree(
+def exchange_lengths(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -103,7 +105,7 @@ def agree(
     *,
     q_lengths: list[int],
     kv_lengths: list[int],
-    groups: Groups,
+    groups: MeshGroups,
     settings: Settings,
 ) -> Lengths:
     """Every rank's lengths and the kind of mask: from the arguments where they settle it, else from an exchange.
@@ -133,7 +135,7 @@ def agree(
     return lengths
 
 
-def _check_lengths(name: str, lengths: list[int], own: int, groups: Groups) -> None:
+def _check_lengths(name: str, lengths: list[int], own: int, groups: MeshGroups) -> None:
     rank, size = groups.context_rank, groups.context_size
     if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != own):
         raise ShapeError(
@@ -171,7 +173,7 @@ def _exchange(
     mask: Tensor | None,
     *,
     check: Callable[[], None],
-    groups: Groups,
+    groups: MeshGroups,
     settings: Settings,
 ) -> Lengths:
     """All ranks tell their shapes, and whether they accept their own: bad input on one is an error on all."""
@@ -210,7 +212,7 @@ def _exchange(
     return replace(lengths, mask_kind=kinds[0], mask_rows=tuple(theirs[3] for theirs in everyone))
 
 
-def ring_of(lengths: Lengths, *, groups: Groups, settings: Settings) -> Ring:
+def ring_of(lengths: Lengths, *, groups: MeshGroups, settings: Settings) -> Ring:
     """The ring attention of a call: chunks are what a Ulysses group holds together."""
     rings, ulysses = groups.context_shape
 
@@ -227,11 +229,11 @@ def ring_of(lengths: Lengths, *, groups: Groups, settings: Settings) -> Ring:
         scale=settings.scale,
         kernel=settings.kernel,
         rotate_method=settings.rotate_method,
-        wide=settings.wide,
+        accumulate_fp32=settings.accumulate_fp32,
     )
 
 
-def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: Groups) -> Ulysses | None:
+def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Ulysses | None:
     """The Ulysses exchange of a call; None for degree 1."""
     if groups.ulysses is None:
         return None
@@ -239,7 +241,7 @@ def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: Groups) -> Ulysses
     own = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
     return Ulysses(
         group=groups.ulysses,
-        shares=tuple(share_heads(hq, hk, degree)),
+        shares=tuple(assign_heads(hq, hk, degree)),
         q_lengths=lengths.query[own],
         kv_lengths=lengths.key[own],
         mask_kind=lengths.mask_kind,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
-from lightning_cp.attention.tangents import tangents_of_attention
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.attention.tangents import attention_tangents
+from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
@@ -41,7 +41,7 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
     """Save for the gradient. Returns: q, k, v, out and lse as the ring saw them, the mask likewise, and the lengths."""
-    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, wide, kernel, with_lse = inputs
+    query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
     out, lse, *kept, agreed = output
     if kept[0].ndim == 4:
         q, k, v, m, part_out, part_lse = kept
@@ -52,8 +52,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
-    ctx.module = NOTES.module
-    ctx.settings = (causal, scale, groups, rotate_method, wide, kernel)
+    ctx.module = STATS.module
+    ctx.settings = (causal, scale, groups, rotate_method, accumulate_fp32, kernel)
     return saved
 
 
@@ -67,7 +67,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
     *saved, mask, agreed = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
-    with NOTES.again_in(ctx.module):
+    with STATS.again_in(ctx.module):
         if transforms_are_on():
             grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, mask, agreed, ctx.key_shape, *ctx.settings)  # type: ignore[no-untyped-call]
         else:
@@ -132,7 +132,7 @@ class _Tangents(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
-        return tangents_of_attention(*arguments)
+        return attention_tangents(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

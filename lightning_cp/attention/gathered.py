@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import Parts, Ring, attend_keys, grad_of, grads_of_keys, mask_of, part_of
+from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import Packets, exchange_packets, packets_of_all
-from lightning_cp.kernels import Grads, Part, PartGrad
+from lightning_cp.comm.packets import Packets, all_gather_packets, exchange_packets
+from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 # Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -37,7 +37,7 @@ class _Stretch(NamedTuple):
         return range(self.start, self.start + self.key.shape[1])
 
 
-def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> Part:
+def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
     """Attention of the local queries over all keys of the ring.
 
     Args, Returns: as `ring_forward`.
@@ -46,37 +46,44 @@ def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ri
     mask, parts = _mask_of_all(mask, ring), []
     for heads, stretches in _gathered(q, k, v, ring):
         own_q = q[:, :, heads.query]
-        merging = Parts(own_q, ring)
+        merging = OnlineSoftmax(own_q, ring)
         for keys in stretches:
             seen = mask_of(mask, heads, keys.positions)
             merging.add(attend_keys(own_q, keys.key, keys.value, seen, start=keys.start, ring=ring))
         parts.append(merging.merged())
     if len(parts) == 1:
         return parts[0]
-    return Part(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+    return PartialAttention(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
 
 
 def gathered_backward(
-    grad: PartGrad, q: Tensor, k: Tensor, v: Tensor, part: Part, mask: Tensor | None, *, ring: Ring
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: PartialAttention,
+    mask: Tensor | None,
+    *,
+    ring: Ring,
 ) -> Grads:
     """The adjoint of `gathered_forward`, from its inputs and result alone: K and V are gathered once more.
 
     Args, Returns: as `ring_backward`.
     Ranks: all of `ring.group`. Each sends its K, V and mask n - 1 times, and dK and dV of every other rank's keys (in
-        float32 where `wide`).
+        float32 where `accumulate_fp32`).
     """
-    mask, homing, queries = _mask_of_all(mask, ring), _Homing(k, ring), []
+    mask, homing, queries = _mask_of_all(mask, ring), _GatheredGradReducer(k, ring), []
     for heads, stretches in _gathered(q, k, v, ring):
         own_grad, own_q, own_part = grad_of(grad, heads), q[:, :, heads.query], part_of(part, heads)
         total: Tensor | None = None
         found: list[tuple[int, Grads]] = []
         for keys in stretches:
             seen = mask_of(mask, heads, keys.positions)
-            grads = grads_of_keys(own_grad, own_q, keys.key, keys.value, own_part, seen, start=keys.start, ring=ring)
+            grads = key_grads(own_grad, own_q, keys.key, keys.value, own_part, seen, start=keys.start, ring=ring)
             if grads is None:
                 continue
             found.append((keys.start, grads))
-            total = grads.query if total is None else total.to(ring.sums_in(q.dtype)).add_(grads.query)
+            total = grads.query if total is None else total.to(ring.accumulation_dtype(q.dtype)).add_(grads.query)
         homing.send(heads, found)
         queries.append(torch.zeros_like(own_q) if total is None else total)
     dk, dv = homing.finish()
@@ -156,11 +163,11 @@ def _at_once(arriving: Packets, layouts: list[Layout], whole: Tensor, q: Tensor,
         yield _Stretch(begin, key, value)
 
 
-class _Homing:
+class _GatheredGradReducer:
     """Sums every rank's dK and dV at their owner, those of a slice under way while the next are computed."""
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
-        self._k, self._ring, self._dtype = k, ring, ring.sums_in(k.dtype)
+        self._k, self._ring, self._dtype = k, ring, ring.accumulation_dtype(k.dtype)
         self._totals = [k.new_empty(k.shape, dtype=self._dtype) for _ in range(2)]
         self._room = self._shares = k.new_empty(0, dtype=torch.uint8)
         self._under_way: tuple[Heads, Packets] | None = None
@@ -238,5 +245,5 @@ def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
     if mask is None or ring.mask_kind != "keys":
         return mask
     layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]
-    packets = packets_of_all(pack([mask]), [packet_bytes(layout) for layout in layouts], group=ring.several)
+    packets = all_gather_packets(pack([mask]), [packet_bytes(layout) for layout in layouts], group=ring.several)
     return torch.cat([unpack(x, layout)[0] for x, layout in zip(packets, layouts, strict=True)], -1)

@@ -50,7 +50,7 @@ class Heads:
         return heads.div(self.group, rounding_mode="floor") - int(self.key.start)
 
 
-def share_heads(hq: int, hk: int, degree: int) -> list[Heads]:
+def assign_heads(hq: int, hk: int, degree: int) -> list[Heads]:
     """Each rank's, of hq query and hk key-value heads (hk divides hq, degree <= hq): query heads evenly, earlier ranks
     taking one more where they do not divide, and key-value heads wherever a query head uses them."""
     return _between([rank * (hq // degree) + min(rank, hq % degree) for rank in range(degree + 1)], hq // hk)

@@ -14,14 +14,14 @@ from lightning_cp.attention.merge import accumulator, merge
 from lightning_cp.kernels import (
     Grads,
     Inputs,
-    Part,
-    PartGrad,
+    PartialAttention,
+    PartialAttentionGrad,
+    accumulation_dtype_of,
     attend,
     attend_backward,
     attend_tangents,
     choose_kernel,
     choose_tangent_kernel,
-    wide_dtype,
 )
 
 
@@ -47,7 +47,7 @@ class Ring:
     scale: float
     kernel: str
     rotate_method: str
-    wide: bool
+    accumulate_fp32: bool
 
     @property
     def rank(self) -> int:
@@ -65,19 +65,19 @@ class Ring:
         start = sum(self.kv_lengths[:owner])
         return range(start, start + self.kv_lengths[owner])
 
-    def sums_in(self, dtype: torch.dtype) -> torch.dtype:
+    def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What tensors of `dtype` are summed in."""
-        return wide_dtype(dtype) if self.wide else dtype
+        return accumulation_dtype_of(dtype) if self.accumulate_fp32 else dtype
 
 
-def part_of(part: Part, heads: Heads) -> Part:
+def part_of(part: PartialAttention, heads: Heads) -> PartialAttention:
     """Some heads' share of out and lse."""
-    return Part(part.out[:, :, heads.query], part.lse[:, :, heads.query])
+    return PartialAttention(part.out[:, :, heads.query], part.lse[:, :, heads.query])
 
 
-def grad_of(grad: PartGrad, heads: Heads) -> PartGrad:
+def grad_of(grad: PartialAttentionGrad, heads: Heads) -> PartialAttentionGrad:
     """Some heads' share of the gradients of out and lse."""
-    return PartGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
+    return PartialAttentionGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
 
 
 def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:
@@ -94,7 +94,9 @@ class _View(NamedTuple):
     causal: bool
 
 
-def attend_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> Part | None:
+def attend_keys(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, start: int, ring: Ring
+) -> PartialAttention | None:
     """Attention of the local queries over a stretch of the keys; None if they see nothing of it.
 
     Args:
@@ -108,8 +110,16 @@ def attend_keys(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, start: 
     return attend(kernel, q, k, v, mask=view.mask, causal=view.causal, scale=ring.scale)
 
 
-def grads_of_keys(
-    grad: PartGrad, q: Tensor, k: Tensor, v: Tensor, part: Part, mask: Tensor | None, *, start: int, ring: Ring
+def key_grads(
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: PartialAttention,
+    mask: Tensor | None,
+    *,
+    start: int,
+    ring: Ring,
 ) -> Grads | None:
     """This rank's share of the gradients through a stretch of the keys; None if its queries see nothing of it.
 
@@ -122,9 +132,9 @@ def grads_of_keys(
     return attend_backward(kernel, grad, q, k, v, part, mask=view.mask, causal=view.causal, scale=ring.scale)
 
 
-def tangents_of_keys(
+def key_tangents(
     inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, start: int, ring: Ring
-) -> Part | None:
+) -> PartialAttention | None:
     """What a stretch of the keys adds to the tangents of out and lse; None if the local queries see nothing of it.
 
     Args: inputs: as of `attend_keys`. tangents: of `inputs`. lse: over all keys. Returns: see `TangentKernel`.
@@ -136,15 +146,15 @@ def tangents_of_keys(
     return attend_tangents(kernel, inputs, tangents, lse, mask=view.mask, causal=view.causal, scale=ring.scale)
 
 
-class Parts:
+class OnlineSoftmax:
     """Merges the attention of the local queries over one stretch of keys after another."""
 
     def __init__(self, q: Tensor, ring: Ring) -> None:
-        self._q, self._dtype = q, ring.sums_in(q.dtype)
-        self._total: Part | None = None
+        self._q, self._dtype = q, ring.accumulation_dtype(q.dtype)
+        self._total: PartialAttention | None = None
         self._alone = True
 
-    def add(self, part: Part | None) -> None:
+    def add(self, part: PartialAttention | None) -> None:
         """Args: part: its memory is taken over; None: nothing was seen."""
         if part is None:
             return
@@ -154,12 +164,14 @@ class Parts:
         self._total = merge(accumulator(self._total, self._dtype) if self._alone else self._total, part)
         self._alone = False
 
-    def merged(self) -> Part:
+    def merged(self) -> PartialAttention:
         """Over all stretches: out in q's dtype; 0, and lse -inf, where there was none."""
         if self._total is None:  # every key lies after every query
             q = self._q
-            return Part(torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=wide_dtype(q.dtype)))
-        return Part(self._total.out.to(self._q.dtype), self._total.lse)
+            return PartialAttention(
+                torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype_of(q.dtype))
+            )
+        return PartialAttention(self._total.out.to(self._q.dtype), self._total.lse)
 
 
 def _view(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> _View | None:

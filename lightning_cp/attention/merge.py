@@ -8,10 +8,10 @@ import importlib.util
 import torch
 
 from lightning_cp.errors import ShapeError
-from lightning_cp.kernels import Part
+from lightning_cp.kernels import PartialAttention
 
 
-def merge(a: Part, b: Part) -> Part:
+def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Attention over two disjoint sets of keys, from attention over each.
 
     w = sigmoid(lse_b - lse_a);  out = out_a + w (out_b - out_a);  lse = log(exp(lse_a) + exp(lse_b))
@@ -32,7 +32,7 @@ def merge(a: Part, b: Part) -> Part:
         return merge_in_place(a, b)
     difference = torch.nan_to_num(b.lse - a.lse, nan=0.0)  # -inf - -inf: both parts are 0, so any weight does
     weight = difference.sigmoid_().unsqueeze(-1).to(a.out.dtype)
-    return Part(a.out.lerp_(b.out.to(a.out.dtype), weight), torch.logaddexp(a.lse, b.lse))
+    return PartialAttention(a.out.lerp_(b.out.to(a.out.dtype), weight), torch.logaddexp(a.lse, b.lse))
 
 
 @functools.cache
@@ -40,6 +40,6 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def accumulator(part: Part, dtype: torch.dtype) -> Part:
+def accumulator(part: PartialAttention, dtype: torch.dtype) -> PartialAttention:
     """`part` as the first of a merge: `out` in `dtype`, and the caller's to overwrite."""
-    return Part(part.out.to(dtype), part.lse)
+    return PartialAttention(part.out.to(dtype), part.lse)

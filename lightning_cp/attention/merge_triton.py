@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from lightning_cp.kernels import Part
+from lightning_cp.kernels import PartialAttention
 
 _ELEMENTS_PER_PROGRAM = 2048  # 16 per thread
 
 
-def merge_in_place(a: Part, b: Part) -> Part:
+def merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Merge `b` into `a` on the GPU.
 
     Each element of `out` moves 8 bytes for `a` (read, write) and 2 or 4 for `b`; each row moves 12 bytes of lse.

@@ -11,13 +11,13 @@ import sys
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import Lengths, Settings, agree, check_tensors, ring_of, ulysses_of
-from lightning_cp.attention.heads import share_heads
-from lightning_cp.attention.ulysses import grads_to_tokens, part_to_tokens, queries_to_heads, tokens_to_heads
-from lightning_cp.attention.ways import attend_ring, grads_of_ring
+from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchange_lengths, ring_of, ulysses_of
+from lightning_cp.attention.heads import assign_heads
+from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
+from lightning_cp.attention.ways import attend_ring, ring_grads
 from lightning_cp.errors import ShapeError
-from lightning_cp.kernels import Part, PartGrad, wide_dtype
-from lightning_cp.mesh import Groups, groups_by_name
+from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
+from lightning_cp.mesh import MeshGroups, groups_by_name
 
 # What forward keeps for backward beside out and lse: with Ulysses the exchanged q, k, v, mask, out and lse (empty
 # tensors otherwise, since then the inputs and results themselves serve), and the agreed lengths on the host.
@@ -37,13 +37,13 @@ def attention(
     kv_lengths: list[int],
     groups: str,
     rotate_method: str,
-    wide: bool,
+    accumulate_fp32: bool,
     kernel: str,
     with_lse: bool,
 ) -> ForwardResults:
     """Forward. query [b, s_local, hq, d] -> out, the same; lse [b, s_local, hq] (empty unless `with_lse` or needed)."""
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
-    lengths = agree(
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
+    lengths = exchange_lengths(
         query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=group, settings=settings
     )
     ring = ring_of(lengths, groups=group, settings=settings)
@@ -55,7 +55,7 @@ def attention(
         return part.out.contiguous(), part.lse.contiguous(), *none, agreed  # type: ignore[return-value]
     q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
     part = attend_ring(q, k, v, m, ring=ring)
-    out, lse = part_to_tokens(part, with_lse=with_lse, to=ulysses)
+    out, lse = partial_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
     return out.contiguous(), lse.contiguous(), *saved, agreed
 
@@ -73,14 +73,14 @@ def _(
     kv_lengths: list[int],
     groups: str,
     rotate_method: str,
-    wide: bool,
+    accumulate_fp32: bool,
     kernel: str,
     with_lse: bool,
 ) -> ForwardResults:
     _keep_order()
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide, grouped)
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
     check_tensors(query, key, value, mask, groups=group, settings=settings)
-    lse_dtype = wide_dtype(query.dtype)
+    lse_dtype = accumulation_dtype_of(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
     agreed = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
     degree = group.context_shape[1]
@@ -90,7 +90,7 @@ def _(
         raise ShapeError("torch.compile with ulysses_degree > 1 needs q_lengths and kv_lengths: sizes must be known")
     own = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
     sq, sk = sum(q_lengths[own]), sum(kv_lengths[own])
-    share = share_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
+    share = assign_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
     b, _, _, d = query.shape
     hq = share.queries
     q = query.new_empty(sq, b, hq, d).transpose(0, 1)
@@ -119,24 +119,26 @@ def attention_backward(
     scale: float,
     groups: str,
     rotate_method: str,
-    wide: bool,
+    accumulate_fp32: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Backward. grad_out [b, s_local, hq, d] -> dq, dk, dv in the inputs' shapes; grad_lse is None if lse was not used.
 
     saved: q, k, v, out, lse as the ring saw them; `mask` likewise; key_shape: of the key given to forward.
     """
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
     lengths = decode_lengths(agreed, group)
     q, k, v, out, lse = saved
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
     if ulysses is None:
-        grads = grads_of_ring(PartGrad(grad_out, grad_lse), q, k, v, Part(out, lse), mask, ring=ring)
+        grads = ring_grads(
+            PartialAttentionGrad(grad_out, grad_lse), q, k, v, PartialAttention(out, lse), mask, ring=ring
+        )
     else:
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
-        part_grad = PartGrad(grad[0], None if grad_lse is None else grad[1])
-        grads = grads_of_ring(part_grad, q, k, v, Part(out, lse), mask, ring=ring)
+        part_grad = PartialAttentionGrad(grad[0], None if grad_lse is None else grad[1])
+        grads = ring_grads(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring)
         grads = grads_to_tokens(grads, to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 
@@ -153,7 +155,7 @@ def _(
     scale: float,
     groups: str,
     rotate_method: str,
-    wide: bool,
+    accumulate_fp32: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = saved[0].dtype
@@ -176,7 +178,7 @@ def encode_lengths(lengths: Lengths) -> Tensor:
     return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64, device="cpu")
 
 
-def decode_lengths(agreed: Tensor, groups: Groups) -> Lengths:
+def decode_lengths(agreed: Tensor, groups: MeshGroups) -> Lengths:
     """The inverse of `encode_lengths`."""
     kind, *numbers = agreed.tolist()
     size = groups.context_size

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import Parts, Ring, attend_keys, grad_of, grads_of_keys, mask_of, part_of
+from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.packet import Layout, Piece
-from lightning_cp.comm.rotation import Homing, rotate
-from lightning_cp.kernels import Grads, Part, PartGrad
+from lightning_cp.comm.ring_exchange import RingGradReducer, rotate
+from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 
-def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> Part:
+def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
     """Attention of the local queries over all keys of the ring.
 
     Args:
@@ -23,31 +23,38 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and a "keys" mask, and holds two remote chunks.
     """
-    parts = Parts(q, ring)
+    parts = OnlineSoftmax(q, ring)
     for owner, chunk in _chunks(ring, k, v, mask):  # `chunk` is the only name for it here, so that it can be let go
         parts.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
     return parts.merged()
 
 
 def ring_backward(
-    grad: PartGrad, q: Tensor, k: Tensor, v: Tensor, part: Part, mask: Tensor | None, *, ring: Ring
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: PartialAttention,
+    mask: Tensor | None,
+    *,
+    ring: Ring,
 ) -> Grads:
     """The adjoint of `ring_forward`, from its inputs and result alone: K and V pass once more.
 
     Args: as there.
     Returns: dq, dk, dv of the local q, k, v, in their dtypes.
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 where
-        `wide`).
+        `accumulate_fp32`).
     """
-    dq = q.new_zeros(q.shape, dtype=ring.sums_in(q.dtype))
-    dk, dv = (x.new_empty(x.shape, dtype=ring.sums_in(x.dtype)) for x in (k, v))
+    dq = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
+    dk, dv = (x.new_empty(x.shape, dtype=ring.accumulation_dtype(x.dtype)) for x in (k, v))
 
     def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
         """Some heads' gradients through our own keys: the first that dK and dV get."""
         keys = ring.keys_of(ring.rank)
         seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
         inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
-        grads = grads_of_keys(*inputs, seen, start=keys.start, ring=ring)
+        grads = key_grads(*inputs, seen, start=keys.start, ring=ring)
         if grads is None:
             dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
             return
@@ -55,7 +62,7 @@ def ring_backward(
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    homing = Homing(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
+    homing = RingGradReducer(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first, *chunk[:2])
@@ -87,18 +94,27 @@ def passing_keys(
         yield heads, keys.start, chunk[0], chunk[1], _mask_of(chunk, mask, keys)
 
 
-def _attend_chunk(q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring) -> Part | None:
+def _attend_chunk(
+    q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring
+) -> PartialAttention | None:
     """Attention of the local queries over `owner`'s chunk; None if they see nothing of it."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
     return attend_keys(q, key, value, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
 
 
 def _chunk_grads(
-    grad: PartGrad, q: Tensor, chunk: list[Tensor], part: Part, mask: Tensor | None, *, owner: int, ring: Ring
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    chunk: list[Tensor],
+    part: PartialAttention,
+    mask: Tensor | None,
+    *,
+    owner: int,
+    ring: Ring,
 ) -> Grads | None:
     """This rank's share of the gradients through `owner`'s chunk; None if the local queries see nothing of it."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
-    return grads_of_keys(grad, q, key, value, part, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
+    return key_grads(grad, q, key, value, part, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
 
 
 def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | None:

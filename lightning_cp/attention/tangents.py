@@ -17,15 +17,15 @@ from torch import Tensor
 from lightning_cp.attention.call import Settings, ring_of, ulysses_of
 from lightning_cp.attention.gathered import gathered_keys
 from lightning_cp.attention.heads import Heads, slice_heads
-from lightning_cp.attention.keys import Ring, tangents_of_keys
+from lightning_cp.attention.keys import Ring, key_tangents
 from lightning_cp.attention.operator import decode_lengths
 from lightning_cp.attention.ring import passing_keys
-from lightning_cp.attention.ulysses import part_to_tokens, tokens_to_heads
-from lightning_cp.kernels import Inputs, Part
+from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
+from lightning_cp.kernels import Inputs, PartialAttention
 from lightning_cp.mesh import groups_by_name
 
 
-def tangents_of_attention(
+def attention_tangents(
     query: Tensor | None,
     key: Tensor | None,
     value: Tensor | None,
@@ -43,7 +43,7 @@ def tangents_of_attention(
     scale: float,
     groups: str,
     rotate_method: str,
-    wide: bool,
+    accumulate_fp32: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute the tangents of out [b, s_local, hq, d] and lse [b, s_local, hq] (empty unless `with_lse` or needed).
@@ -54,7 +54,7 @@ def tangents_of_attention(
         query_shape, key_shape: of the inputs. The others are as in `operator.attention`.
     Ranks: all of the context group.
     """
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, wide)
+    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
     lengths = decode_lengths(agreed, group)
     shapes = (query_shape, key_shape, key_shape)
     given = ((query, key, value), shapes)
@@ -63,13 +63,15 @@ def tangents_of_attention(
     ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=group)
     if ulysses is not None:
         tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
-    found = tangents_of_ring(Inputs(q, k, v), tangents, Part(out, lse), mask, ring=ring)
+    found = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)
     if ulysses is not None:
-        found = part_to_tokens(found, with_lse=with_lse, to=ulysses)
+        found = partial_to_tokens(found, with_lse=with_lse, to=ulysses)
     return found.out.contiguous(), found.lse.contiguous()
 
 
-def tangents_of_ring(inputs: Inputs, tangents: Inputs, part: Part, mask: Tensor | None, *, ring: Ring) -> Part:
+def ring_tangents(
+    inputs: Inputs, tangents: Inputs, part: PartialAttention, mask: Tensor | None, *, ring: Ring
+) -> PartialAttention:
     """Compute the tangents of `attend_ring`'s out and lse.
 
     Args:
@@ -80,18 +82,18 @@ def tangents_of_ring(inputs: Inputs, tangents: Inputs, part: Part, mask: Tensor 
     Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a "keys" mask.
     """
     q, d = inputs.query, inputs.query.shape[3]
-    out = q.new_zeros(q.shape, dtype=ring.sums_in(q.dtype))
+    out = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     lse = torch.zeros_like(part.lse)
     keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
     for heads, start, key, value, seen in _stretches(q, keys, values, mask, ring):
         those = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
         changes = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
-        found = tangents_of_keys(those, changes, part.lse[:, :, heads.query], seen, start=start, ring=ring)
+        found = key_tangents(those, changes, part.lse[:, :, heads.query], seen, start=start, ring=ring)
         if found is not None:
             out[:, :, heads.query] += found.out
             lse[:, :, heads.query] += found.lse
     out -= lse.unsqueeze(-1) * part.out
-    return Part(out.to(q.dtype), lse)
+    return PartialAttention(out.to(q.dtype), lse)
 
 
 def _stretches(

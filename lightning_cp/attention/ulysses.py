@@ -1,6 +1,6 @@
 """Ulysses: tokens of one rank and all heads become all tokens of the group and some heads, and back.
 
-A key-value head goes wherever a query head uses it (see `heads.share_heads`); its gradients are summed.
+A key-value head goes wherever a query head uses it (see `heads.assign_heads`); its gradients are summed.
 Source: Jacobs et al., arXiv:2309.14509.
 """
 
@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
-from lightning_cp.comm.messages import start_swap, swap
-from lightning_cp.kernels import Grads, Part
+from lightning_cp.comm.messages import all_to_all, start_all_to_all
+from lightning_cp.kernels import Grads, PartialAttention
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ def tokens_to_heads(
     lengths, mine = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.mine
     heads = (mine.queries, mine.keys, mine.keys)
     wholes = [_rows(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
-    landings = [list(rows) for rows in zip(*map(_by_rank, wholes, lengths), strict=True)]
+    recv_buffers = [list(rows) for rows in zip(*map(_by_rank, wholes, lengths), strict=True)]
     messages = [[_by_row(x) for x in share.of(q, k, v)] for share in to.shares]
     masks: list[Tensor] = []
     if mask is not None:
         shares, masks = _mask_messages(mask, to)
-        for message, landing, sent, received in zip(messages, landings, shares, masks, strict=True):
+        for message, landing, sent, received in zip(messages, recv_buffers, shares, masks, strict=True):
             message.append(sent)
             landing.append(received)
-    swap(messages, landings, group=to.group)
+    all_to_all(messages, recv_buffers, group=to.group)
     q, k, v = (_by_row(x) for x in wholes)
     if mine.ragged:
         used = mine.key_of_each(k.device)
@@ -73,7 +73,7 @@ def tokens_to_heads(
 def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
     """The mask of this rank's heads and of the tokens of the group. Ranks: all of `to.group`."""
     shares, masks = _mask_messages(mask, to)
-    swap([[x] for x in shares], [[x] for x in masks], group=to.group)
+    all_to_all([[x] for x in shares], [[x] for x in masks], group=to.group)
     return _join_masks(masks, to)
 
 
@@ -104,9 +104,9 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
     wholes = [_rows(x, sum(to.q_lengths), to.mine.queries) for x in tensors]
-    landings = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
+    recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
     messages = [[_by_row(x[:, :, share.query]) for x in tensors] for share in to.shares]
-    return _after(start_swap(messages, landings, group=to.group), lambda: [_by_row(x) for x in wholes])
+    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [_by_row(x) for x in wholes])
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -122,8 +122,8 @@ def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[
     messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
     mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
     wholes = [x.new_empty(x.shape[0], mine, heads, *x.shape[3:]) for x in tensors]
-    landings = [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares]
-    return _after(start_swap(messages, landings, group=to.group), lambda: wholes)
+    recv_buffers = [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares]
+    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: wholes)
 
 
 def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -134,10 +134,10 @@ def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Ca
     return wait
 
 
-def part_to_tokens(part: Part, *, with_lse: bool, to: Ulysses) -> Part:
+def partial_to_tokens(part: PartialAttention, *, with_lse: bool, to: Ulysses) -> PartialAttention:
     """A part over this rank's heads as one over its tokens; without its lse (then empty) unless asked."""
     out, *lse = queries_to_tokens([part.out, part.lse] if with_lse else [part.out], to=to)
-    return Part(out, lse[0] if with_lse else part.lse.new_empty(0))
+    return PartialAttention(out, lse[0] if with_lse else part.lse.new_empty(0))
 
 
 def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
@@ -155,12 +155,12 @@ def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
     query = dq.new_empty(b, to.q_lengths[rank], hq, d)
     if sum(share.keys for share in to.shares) == hk:
         key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
-        landings = [[_by_row(x) for x in share.of(query, key, value)] for share in to.shares]
-        swap(messages, landings, group=to.group)
+        recv_buffers = [[_by_row(x) for x in share.of(query, key, value)] for share in to.shares]
+        all_to_all(messages, recv_buffers, group=to.group)
         return Grads(query, key, value)
     keys, values = ([_rows(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
     queries = [_by_row(query[:, :, share.query]) for share in to.shares]
-    swap(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
+    all_to_all(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
     return Grads(query, *(_summed(x, to.shares) for x in (keys, values)))
 
 

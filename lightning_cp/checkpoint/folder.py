@@ -60,7 +60,7 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     folder, scratch = checkpoint_path(parent, manifest.step), scratch_path(parent, manifest.step)
     manifest.write(scratch)
     follow_umask(scratch)
-    take_place(scratch, folder)
+    replace_folder(scratch, folder)
     disown(folder)
     if scratch in _held:
         os.close(_held.pop(scratch))
@@ -89,7 +89,7 @@ def _remove_at_once(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def take_place(scratch: Path, target: Path) -> None:
+def replace_folder(scratch: Path, target: Path) -> None:
     """Flushes a file or folder to disk and gives it its name; what had the name goes.
 
     The name always belongs to something whole, where the system can exchange two names; elsewhere, for a moment, an
@@ -120,7 +120,7 @@ def exchange(one: Path, other: Path) -> bool:
     return bool(rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
 
 
-def scratch_for(target: Path) -> Path:
+def scratch_folder_for(target: Path) -> Path:
     """Where a file or folder is written that will then take this one's place. (torch.save refuses a leading dot.)"""
     return target.with_name(f"{target.name}.partial")
 
@@ -148,7 +148,7 @@ def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
 
     Args: replaces: files of these names (a pattern) that were not written again go; others stay.
     """
-    scratch = scratch_for(folder)
+    scratch = scratch_folder_for(folder)
     remove(scratch)
     scratch.mkdir(parents=True)
     try:
@@ -158,11 +158,11 @@ def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
         raise
     follow_umask(scratch)
     if not folder.exists():
-        take_place(scratch, folder)
+        replace_folder(scratch, folder)
         return
     written = [path.name for path in scratch.iterdir()]
     for name in written:
-        take_place(scratch / name, folder / name)
+        replace_folder(scratch / name, folder / name)
     for old in folder.glob(replaces) if replaces else ():
         if old.name not in written:
             remove(old)

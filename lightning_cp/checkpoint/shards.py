@@ -45,7 +45,7 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
     """
     tensors, writer = _plan(parent, checkpoint, keep)
     try:
-        with told_as(OSError, "the checkpoint could not be written"):
+        with reraise_as(OSError, "the checkpoint could not be written"):
             save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     finally:
         drop_scratch(parent, checkpoint.step)
@@ -66,7 +66,7 @@ def save_shards_later(
 
     def wait() -> None:
         try:
-            with told_as(OSError, "the checkpoint could not be written"):
+            with reraise_as(OSError, "the checkpoint could not be written"):
                 pending.result()
         finally:
             drop_scratch(parent, checkpoint.step)
@@ -97,7 +97,7 @@ def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
         there[name] = tuple(x.size)
     check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, there, folder)
-    with told_as(CheckpointError, f"{folder} cannot be loaded"):
+    with reraise_as(CheckpointError, f"{folder} cannot be loaded"):
         load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
 
@@ -117,7 +117,7 @@ def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Pat
 
 
 @contextmanager
-def told_as(kind: type[Exception], what: str) -> Iterator[None]:
+def reraise_as(kind: type[Exception], what: str) -> Iterator[None]:
     """DCP raises a BaseException, which `except Exception` lets through. Raises: `kind`: in its stead."""
     try:
         yield

@@ -12,25 +12,25 @@ from lightning_cp.comm.packet import as_bytes
 from lightning_cp.comm.transfer import exchange
 
 
-def swap(
-    messages: Sequence[Sequence[Tensor]], landings: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
+def all_to_all(
+    messages: Sequence[Sequence[Tensor]], recv_buffers: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
 ) -> None:
-    """Send `messages[i]` to rank i of `group`, and receive what rank i sends in `landings[i]`.
+    """Send `messages[i]` to rank i of `group`, and receive what rank i sends in `recv_buffers[i]`.
 
     Tensors go straight from where they are to where they belong if they are contiguous there; else by way of a buffer.
 
-    Args: landings: of the shapes and dtypes that the others send.
+    Args: recv_buffers: of the shapes and dtypes that the others send.
     Ranks: all of `group`. Bytes: those of the tensors.
     """
-    start_swap(messages, landings, group=group)()
+    start_all_to_all(messages, recv_buffers, group=group)()
 
 
-def start_swap(
-    messages: Sequence[Sequence[Tensor]], landings: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
+def start_all_to_all(
+    messages: Sequence[Sequence[Tensor]], recv_buffers: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Start what `swap` does. Returns: a function that waits for it; until then `messages` must not change.
+    """Start what `all_to_all` does. Returns: a function that waits for it; until then `messages` must not change.
 
-    Args, Ranks: as `swap`.
+    Args, Ranks: as `all_to_all`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
@@ -48,13 +48,13 @@ def start_swap(
         for x in messages[target]:
             sent = contiguous(x)
             sends.append((target, as_bytes(sent if sent is x else sent.copy_(x))))
-        for landing in landings[source]:
+        for landing in recv_buffers[source]:
             arrived = contiguous(landing)
             receives.append((source, as_bytes(arrived)))
             if arrived is not landing:
                 scattered.append((landing, arrived))
     pending = exchange(sends, receives, group=group)
-    for landing, x in zip(landings[rank], messages[rank], strict=True):
+    for landing, x in zip(recv_buffers[rank], messages[rank], strict=True):
         landing.copy_(x)
 
     def finish() -> None:

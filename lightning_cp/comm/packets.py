@@ -38,7 +38,7 @@ def exchange_packets(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, 
     return Packets(by_rank, exchange(sends, receives, group=group))
 
 
-def packets_of_all(mine: Tensor, sizes_bytes: Sequence[int], *, group: dist.ProcessGroup | None) -> list[Tensor]:
+def all_gather_packets(mine: Tensor, sizes_bytes: Sequence[int], *, group: dist.ProcessGroup | None) -> list[Tensor]:
     """Every rank's packet, in rank order.
 
     Args:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.packets import packets_of_all
+from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
-from lightning_cp.mesh import Groups, groups_by_name
+from lightning_cp.mesh import MeshGroups, groups_by_name
 
 
 def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
@@ -32,7 +32,7 @@ def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tenso
         return x.clone(memory_format=torch.contiguous_format)
     segments = _by_rank(sizes, group.context_size)
     pieces = [piece_of(x, dim, sum(lengths)) for lengths in segments]
-    packets = packets_of_all(pack([x]), [packet_bytes([piece]) for piece in pieces], group=group.context)
+    packets = all_gather_packets(pack([x]), [packet_bytes([piece]) for piece in pieces], group=group.context)
     parts = [unpack(packet, [piece])[0] for packet, piece in zip(packets, pieces, strict=True)]
     split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
@@ -84,7 +84,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     Args:
         x: this rank's shard; with several segments (`[text | image]`), one after the other.
         sizes: tokens of each rank in the first segment, then of each rank in the next, ...
-        groups: `Groups.name`; the shards are those of its context group.
+        groups: `MeshGroups.name`; the shards are those of its context group.
     Returns: the first segment whole, then the next, ...
     Ranks: all of the context group. Forward: all-gather. Backward: reduce-scatter (sum), the true adjoint.
     Forward derivative: all-gather of the tangents.
@@ -92,13 +92,13 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     return call_linear(gather_operator, x, dim, sizes, groups)
 
 
-def own_shard(x: Tensor, dim: int, groups: Groups) -> Tensor:
+def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     """This rank's shard of a whole tensor. Gradient: a slice; backward pads with zeros."""
     own = shard_range(x.shape[dim], groups.context_size, groups.context_rank)
     return x.narrow(dim, own.start, len(own)).contiguous()
 
 
-def gather_uneven(x: Tensor, dim: int, groups: Groups) -> Tensor:
+def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     """The whole of a sharded tensor, on every rank; ranks tell each other how much they hold.
 
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from lightning_cp import channel
+from lightning_cp.comm import channel
 from lightning_cp.comm.loopback import host_store
-from lightning_cp.comm.notes import NOTES
-from lightning_cp.comm.place import BACKWARD, Place, name_of_collective, place_of
+from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
+from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import moves_cuda_by
 
 _PATIENCE = timedelta(seconds=10)  # with the store
@@ -33,7 +33,7 @@ _PATIENCE = timedelta(seconds=10)  # with the store
 class Status:
     """A rank's word about itself. `beat` grows with each."""
 
-    place: Place
+    place: StackLocation
     for_s: float
     waits: bool
     beat: int = 0
@@ -47,7 +47,7 @@ class Status:
     def from_text(cls, text: bytes) -> Status:
         """What `to_text` told, heard now."""
         fields = json.loads(text)
-        return cls(Place(**fields["place"]), fields["for_s"], fields["waits"], fields["beat"])
+        return cls(StackLocation(**fields["place"]), fields["for_s"], fields["waits"], fields["beat"])
 
 
 class _WatchThread(threading.Thread):
@@ -91,7 +91,7 @@ class StallWatch:
         self._ended = threading.Event()
         # With NCCL the host runs on from a collective, until it needs what the GPU has not done.
         self._gpu = torch.cuda.current_device() if moves_cuda_by("nccl") else None
-        self._own = Status(Place("starting"), 0.0, waits=False)
+        self._own = Status(StackLocation("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []
 
@@ -116,8 +116,8 @@ class StallWatch:
             frame = _waiting_frame(watched)
             if frame is None:
                 break
-            place = place_of(frame, NOTES.describe_module())
-            now = (id(frame), frame.f_lasti, NOTES.collectives, self._worked(watched))
+            place = locate_stack(frame, STATS.describe_module())
+            now = (id(frame), frame.f_lasti, STATS.collectives, self._worked(watched))
             del frame  # and what its locals hold
             if now != seen:
                 seen, since = now, time.monotonic()
@@ -213,7 +213,7 @@ def watch_stalls(
     stop_watch()
     global _watch
     _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, tell=tell)
-    NOTES.wanted = True
+    STATS.wanted = True
     _watch.start()
     return _watch
 
@@ -223,7 +223,7 @@ def stop_watch() -> None:
     global _watch
     if _watch is not None:
         _watch.stop()
-    _watch, NOTES.wanted = None, False
+    _watch, STATS.wanted = None, False
 
 
 _watch: StallWatch | None = None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.stats import STATS
 
 
 @contextmanager
@@ -16,10 +16,10 @@ def traced(*, memory: bool = False) -> Iterator[profile]:
     """Records what runs within, on a GPU to its end. Args: memory: allocations too."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as found:
-        NOTES.traced = True
+        STATS.traced = True
         try:
             yield found
             if gpu:
                 torch.cuda.synchronize()
         finally:
-            NOTES.traced = False
+            STATS.traced = False

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import moves_cuda_by
 
 # In a trace, with the number of the exchange, which is under way from the one to the other.
@@ -31,7 +31,7 @@ class Pending:
     """A transfer under way; buffers may be read (received) or reused (sent) after `wait`."""
 
     works: list[dist.Work] = field(default_factory=list)
-    landings: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, where it belongs)
+    recv_buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, where it belongs)
     held: list[Tensor] = field(default_factory=list)
     number: int = 0
 
@@ -43,10 +43,10 @@ class Pending:
         with _marked(WAIT, self.number):
             for work in self.works:
                 work.wait()
-        NOTES.waited_s += time.perf_counter() - began
-        for host, device in self.landings:
+        STATS.waited_s += time.perf_counter() - began
+        for host, device in self.recv_buffers:
             device.copy_(host)
-        self.works, self.landings, self.held = [], [], []
+        self.works, self.recv_buffers, self.held = [], [], []
 
 
 def exchange(
@@ -56,19 +56,19 @@ def exchange(
 
     Ranks: each peer with the matching calls, in the same order.
     """
-    NOTES.collectives += 1
-    pending = Pending(number=NOTES.collectives)
+    STATS.collectives += 1
+    pending = Pending(number=STATS.collectives)
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
         if buffer.numel():
-            NOTES.sent_bytes += buffer.numel() * buffer.element_size()
+            STATS.sent_bytes += buffer.numel() * buffer.element_size()
             pending.held.append(_host(buffer, group))
             operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
     for peer, buffer in receives:
         if buffer.numel():
-            landing = _landing(buffer, group)
+            landing = _recv_buffer(buffer, group)
             if landing is not buffer:
-                pending.landings.append((landing, buffer))
+                pending.recv_buffers.append((landing, buffer))
             operations.append(dist.P2POp(dist.irecv, landing, group=group, group_peer=peer))
     if operations:
         with _marked(EXCHANGE, pending.number):
@@ -77,7 +77,7 @@ def exchange(
 
 
 def _marked(name: str, number: int) -> AbstractContextManager[object]:
-    return record_function(f"{name} {number}") if NOTES.traced else nullcontext()
+    return record_function(f"{name} {number}") if STATS.traced else nullcontext()
 
 
 def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:
@@ -101,5 +101,5 @@ def _host(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return buffer.cpu() if _staged(buffer, group) else buffer
 
 
-def _landing(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _recv_buffer(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
     return torch.empty_like(buffer, device="cpu") if _staged(buffer, group) else buffer

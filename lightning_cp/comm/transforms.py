@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.stats import STATS
 
 # (operator, its adjoint), by the operator's name: both linear in their first argument, with the same other arguments.
 _ADJOINTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {}
@@ -82,12 +82,12 @@ def call_linear(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.arguments, ctx.module = inputs[1:], NOTES.module
+    ctx.arguments, ctx.module = inputs[1:], STATS.module
 
 
 def _backward_of(operator: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with NOTES.again_in(ctx.module):
+        with STATS.again_in(ctx.module):
             _, adjoint = _ADJOINTS[operator._qualname]
             return call_linear(adjoint, grad, *ctx.arguments), *[None] * len(ctx.arguments)
 
@@ -104,11 +104,11 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, ctx.name, *arguments = inputs
-        ctx.arguments, ctx.module = tuple(arguments), NOTES.module
+        ctx.arguments, ctx.module = tuple(arguments), STATS.module
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        with NOTES.again_in(ctx.module):
+        with STATS.again_in(ctx.module):
             return call_linear(_ADJOINTS[ctx.name][1], grads[0], *ctx.arguments), *[None] * (1 + len(ctx.arguments))
 
     @staticmethod

@@ -12,7 +12,7 @@ _WORD = (1 << 64) - 1
 
 
 @unique
-class Stream(IntEnum):
+class RandomStream(IntEnum):
     """What a draw is for. Two streams of one seed never share a number."""
 
     ORDER = 1
@@ -29,7 +29,7 @@ def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) ->
 
     Args:
         seed: of the run; taken modulo 2^64.
-        stream: one of `Stream`, or a number of the caller's own from 1000 on.
+        stream: one of `RandomStream`, or a number of the caller's own from 1000 on.
         step: of training, or the epoch, or whatever counts in the caller's time.
         index: of the sample in the global batch or in the data set.
     """

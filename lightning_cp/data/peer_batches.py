@@ -13,11 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 from typing_extensions import override
 
 from lightning_cp.data.group_batches import GroupBatches
+from lightning_cp.data.random_state import get_random_state, is_same_state, set_random_state
 from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
 from lightning_cp.data.wrapped_sampler import WrappedSampler
 from lightning_cp.errors import DataError
-from lightning_cp.mesh import Groups
-from lightning_cp.random_state import get_random_state, is_same_state, set_random_state
+from lightning_cp.mesh import MeshGroups
 
 Order = Iterable[Any]
 
@@ -33,7 +33,7 @@ def is_foreign(batch_sampler: object) -> bool:
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
 
 
-def prepare_loader(loader: DataLoader[Any], groups: Groups, *, divide: bool) -> DataLoader[Any]:
+def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool) -> DataLoader[Any]:
     """Return a loader whose batches are the same on all ranks of a context group.
 
     The order is that of the first rank of the group. With several data groups, a loader that is not divided yet is
@@ -139,7 +139,7 @@ class DifferentOrders(WrappedSampler):
         gradients are enabled.
     """
 
-    def __init__(self, order: Order, groups: Groups, length: int | None) -> None:
+    def __init__(self, order: Order, groups: MeshGroups, length: int | None) -> None:
         super().__init__(order)
         self.groups, self.length = groups, length
 
@@ -207,7 +207,7 @@ def _source(loader: DataLoader[Any]) -> Any:
     return batch_sampler.sampler if type(batch_sampler) is BatchSampler else batch_sampler
 
 
-def _check_replicas(sampler: object, groups: Groups) -> None:
+def _check_replicas(sampler: object, groups: MeshGroups) -> None:
     """Raises: ValueError: see `prepare_loader`."""
     if not isinstance(sampler, DistributedSampler):
         return
@@ -226,7 +226,7 @@ def _is_divided(loader: DataLoader[Any]) -> bool:
     return any(isinstance(x, DistributedSampler) or getattr(x, "sharded_by_data_rank", False) for x in places)
 
 
-def _on_peers(order: Any, groups: Groups) -> Any:
+def _on_peers(order: Any, groups: MeshGroups) -> Any:
     """The order of the first rank of the context group, where the ranks' own may differ."""
     if groups.context is None or type(order) in (SequentialSampler, DistributedSampler):
         return order

@@ -6,7 +6,7 @@ from typing import Any
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from lightning_cp.data.keyed_random import Stream, keyed_generator
+from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -123,7 +123,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _order(self) -> list[int]:
         if not self.shuffle:
             return list(range(self.num_samples))
-        generator = keyed_generator(self.seed, Stream.ORDER, step=self._epoch)
+        generator = keyed_generator(self.seed, RandomStream.ORDER, step=self._epoch)
         return [int(index) for index in generator.permutation(self.num_samples)]
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from lightning_cp.data.keyed_random import Stream, keyed_generator
+from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class WorkerSeed:
     data_rank: int
 
     def __call__(self, worker_id: int) -> None:
-        drawn = keyed_generator(self.seed, Stream.WORKER, step=self.data_rank, index=worker_id).integers(
+        drawn = keyed_generator(self.seed, RandomStream.WORKER, step=self.data_rank, index=worker_id).integers(
             1 << 63, size=3, dtype=np.int64
         )
         random.seed(int(drawn[0]))

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
+from lightning_cp.engine.attention_dispatch import kernel_for
 from lightning_cp.engine.compiling import compile_rules
-from lightning_cp.engine.entry import kernel_for
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers import PeerCheck, forwards_to_check

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.config import context_config
 from lightning_cp.engine.apply import apply_context_parallel
-from lightning_cp.mesh import Groups, groups_for
+from lightning_cp.mesh import MeshGroups, groups_for
 
 _TOLERANCE = 1e-9
 _FLOOR = 1e-3  # errors of smaller values are told in parts of this
@@ -131,7 +131,7 @@ def check_plan(
     return PlanCheck(_worst(by_output), _worst(by_parameter), tolerance)
 
 
-def _prepared(module: nn.Module, groups: Groups) -> nn.Module:
+def _prepared(module: nn.Module, groups: MeshGroups) -> nn.Module:
     model = copy.deepcopy(module).double()
     generator = torch.Generator().manual_seed(0)
     for inner in model.modules():
@@ -152,7 +152,7 @@ def _run(
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
     """All outputs by name, and each parameter's gradient of a weighted sum of them."""
     model.zero_grad(set_to_none=True)
-    with NothingNarrowed():
+    with NothingShardedError():
         given = _widened(copy.deepcopy(inputs))
         result = model(**given) if isinstance(given, Mapping) else model(*given)
         outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
@@ -169,11 +169,11 @@ def _run(
 
 def _checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Backward is itself a torch function, in which the mode is off: it is entered again for a block's replay."""
-    wide = (nullcontext(), NothingNarrowed())
+    wide = (nullcontext(), NothingShardedError())
     return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: wide, **kwargs)
 
 
-class NothingNarrowed(TorchFunctionMode):
+class NothingShardedError(TorchFunctionMode):
     """Within this, models that cast parts to float32, or less, whatever their dtype cast them to float64."""
 
     def __torch_function__(

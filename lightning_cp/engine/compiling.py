@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
+from lightning_cp.engine.attention_patch import attends, check_reachable
 from lightning_cp.engine.diffusers_format import from_diffusers
 from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, is_a, position, stack, submodule
-from lightning_cp.engine.rules import Halo, Kinds, Outputs, Rules
-from lightning_cp.engine.seam import attends, check_reachable
+from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, Rows
 
@@ -43,7 +43,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     ]
     arguments += [arguments_of(module, (path,), x.arguments, joins=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
-    attention: dict[str, Kinds | None] = {}
+    attention: dict[str, AttentionSpecs | None] = {}
     for pattern, specs in plan.blocks.items():
         paths = stack(module, pattern)
         if paths:
@@ -103,7 +103,7 @@ def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
     return Halo(path, dim, stream, reach)
 
 
-def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, Kinds]]:
+def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
     found = False
     for name, inner in block.named_modules():
         at = f"{path}.{name}" if name else path
@@ -129,7 +129,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         )
 
 
-def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
+def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
     """What a module in a block attends to; empty for LOCAL."""
     keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]  # a bracket is no pattern
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
@@ -148,5 +148,7 @@ def _kinds(stack: str, name: str, plan: Plan) -> Kinds:
 
 def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
     found = type(getattr(module, "processor", None)).__name__
-    if found not in kind.stands_for:
-        raise PlanError(f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.stands_for)}")
+    if found not in kind.replaces_processors:
+        raise PlanError(
+            f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.replaces_processors)}"
+        )

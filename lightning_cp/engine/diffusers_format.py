@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.engine.attention_patch import attends, check_reachable
 from lightning_cp.engine.paths import arguments_of, expand
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
-from lightning_cp.engine.seam import attends, check_reachable
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Spec, Split
 

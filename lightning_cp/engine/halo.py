@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cp.comm.neighbours import margins, with_margin
+from lightning_cp.comm.halo import halo_exchange, margins
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.rules import Halo
 from lightning_cp.engine.session import Session
@@ -26,13 +26,13 @@ class HaloHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         call, rule = self.session.current(), self.rule
-        sizes, x = list(call.row_shares(rule.stream)), args[0]
+        sizes, x = list(call.row_lengths(rule.stream)), args[0]
         if not isinstance(x, Tensor) or x.shape[rule.dim] != sizes[call.groups.context_rank]:
             raise PlanError(f"{rule.path} got {tuple(x.shape)}, not this rank's rows {sizes} in dim {rule.dim}")
-        return with_margin(x, rule.dim, sizes, rule.reach, call.groups.name), *args[1:]
+        return halo_exchange(x, rule.dim, sizes, rule.reach, call.groups.name), *args[1:]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         call, rule = self.session.current(), self.rule
-        sizes, rank = list(call.row_shares(rule.stream)), call.groups.context_rank
+        sizes, rank = list(call.row_lengths(rule.stream)), call.groups.context_rank
         before = sum(sizes[:rank]) - margins(sizes, rule.reach)[rank][0]
         return output.narrow(rule.dim, before, sizes[rank])

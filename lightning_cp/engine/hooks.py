@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
-from lightning_cp.engine.cutters import ArgumentHook, OutputHook
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
+from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 
@@ -82,12 +82,12 @@ class ModelHook(EngineHook):
                 inner._gradient_checkpointing_func = original
             session.call = outer
             session.forwards -= 1
-            NOTES.leave()
+            STATS.leave()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments, before anything has begun. Returns: them, by name."""
         given = self._given(args, kwargs)
-        NOTES.enter(module, module)
+        STATS.enter(module, module)
         self._check(given, model=type(module).__name__)
         if not torch.compiler.is_compiling():
             self.dropouts.follow()

@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.cutters import ArgumentHook, OutputHook
+from lightning_cp.engine.attention_dispatch import AttentionDispatcher
+from lightning_cp.engine.attention_patch import AttentionPatch, exchange_processor, release
 from lightning_cp.engine.dropout import ShardDropouts
-from lightning_cp.engine.entry import Entry
 from lightning_cp.engine.halo import HaloHook
 from lightning_cp.engine.hook_base import remove_hooks
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.paths import submodule, unwrapped
-from lightning_cp.engine.rules import Kinds, Rules
+from lightning_cp.engine.rules import AttentionSpecs, Rules
 from lightning_cp.engine.scopes import BypassHook, ScopeHook
-from lightning_cp.engine.seam import Seam, exchange_processor, release
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 
-Seams = dict[Kinds | None, Seam]
+Seams = dict[AttentionSpecs | None, AttentionPatch]
 
 
 def install(module: nn.Module, rules: Rules, session: Session, *, seams: Seams, signature: Any, dispatcher: Any) -> Any:
@@ -78,8 +78,8 @@ def _install_attention(module: nn.Module, rules: Rules, session: Session, seams:
             exchange_processor(submodule(module, path), LinearAttention(session))
             continue
         if kinds not in seams:
-            entry = Entry(session, kinds, dispatcher)
-            seams[kinds] = Seam(entry.dispatch, entry.sdpa)
+            entry = AttentionDispatcher(session, kinds, dispatcher)
+            seams[kinds] = AttentionPatch(entry.dispatch, entry.sdpa)
         seams[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None)
 
 

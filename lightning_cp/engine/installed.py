@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
 from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.seam import is_stuck
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
 from lightning_cp.engine.value_checks import register

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_cp.comm.neighbours import sum_over_ranks
+from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 

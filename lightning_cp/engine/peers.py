@@ -17,7 +17,7 @@ from lightning_cp.comm.background import BackgroundGather, gather_device, gather
 from lightning_cp.engine import peer_samples
 from lightning_cp.engine.peer_samples import Sampler, plain_values, tensors
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 
 CheckPeers = Literal["sampled", "first", "always", "off"]
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
@@ -67,7 +67,7 @@ class PeerCheck:
     Raises: ValueError: an unknown setting.
     """
 
-    def __init__(self, groups: Groups, names: Sequence[str], check_peers: str) -> None:
+    def __init__(self, groups: MeshGroups, names: Sequence[str], check_peers: str) -> None:
         self._groups = groups
         self._names, self._check_peers = names, check_peers
         self._left = forwards_to_check(check_peers)
@@ -157,7 +157,7 @@ class PeerCheck:
             )
 
 
-def compare_peers(arguments: dict[str, Any], *, groups: Groups) -> None:
+def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     """Compare shapes, and a checksum of the contents, of all tensors in `arguments`, and its numbers and texts.
 
     Small differences (of kernels that do not reproduce bit for bit) pass. Synchronises the host.

@@ -11,10 +11,10 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lightning_cp.attention.operator
-import lightning_cp.comm.neighbours
+import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
 
-_OPERATORS = ("attention", "gather", "sum_over_ranks", "with_margin")
+_OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
 
 save_attention = partial(
     create_selective_checkpoint_contexts, [getattr(torch.ops.lightning_cp, name).default for name in _OPERATORS]

@@ -33,7 +33,7 @@ class Outputs:
     always: bool = False
 
 
-Kinds = tuple[Attention, ...]
+AttentionSpecs = tuple[Attention, ...]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Rules:
 
     arguments: tuple[Arguments, ...]
     outputs: tuple[Outputs, ...]
-    attention: Mapping[str, Kinds | None]
+    attention: Mapping[str, AttentionSpecs | None]
     main: str
     required: Mapping[str, str]
     refused: Mapping[str, str]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.stats import STATS
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
@@ -30,7 +30,7 @@ class ScopeHook(EngineHook):
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
         if not torch.compiler.is_compiling():  # compiled blocks are not replayed by their hooks
-            NOTES.enter(module, self.model)
+            STATS.enter(module, self.model)
             self._find_call(args, kwargs)
         if self.checked and session.call is not None:
             session.call.intercepted = False

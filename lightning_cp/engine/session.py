@@ -15,7 +15,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 from lightning_cp.plans import Streams
 
 
@@ -35,7 +35,7 @@ class Call:
         unplanned: shapes of its tensor arguments that the plan does not mention, for errors.
     """
 
-    groups: Groups
+    groups: MeshGroups
     peers: PeerCheck
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
@@ -55,9 +55,9 @@ class Call:
         rows, length = self.rows.get(stream), self.lengths.get(stream, 0)
         if not rows:
             return shard_sizes(length, self.groups.context_size)
-        return tuple(n * (length // rows) for n in self.row_shares(stream))
+        return tuple(n * (length // rows) for n in self.row_lengths(stream))
 
-    def row_shares(self, stream: str) -> tuple[int, ...]:
+    def row_lengths(self, stream: str) -> tuple[int, ...]:
         """Rows of each rank, of a stream that is cut between rows."""
         return shard_sizes(self.rows[stream], self.groups.context_size)
 
@@ -107,7 +107,7 @@ class Session:
         settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
     """
 
-    groups: Groups
+    groups: MeshGroups
     config: ContextParallelConfig
     rules: Rules
     peers: PeerCheck

@@ -8,16 +8,17 @@ from lightning_cp.kernels.choice import (
     choose_tangent_kernel,
     kernel_of_backend,
 )
-from lightning_cp.kernels.local import attend, attend_backward, attend_tangents, wide_dtype
-from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, Part, PartGrad
+from lightning_cp.kernels.local import accumulation_dtype_of, attend, attend_backward, attend_tangents
+from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, PartialAttention, PartialAttentionGrad
 
 __all__ = [
     "KERNEL_NAMES",
     "Grads",
     "Inputs",
     "Kernel",
-    "Part",
-    "PartGrad",
+    "PartialAttention",
+    "PartialAttentionGrad",
+    "accumulation_dtype_of",
     "attend",
     "attend_backward",
     "attend_tangents",
@@ -26,5 +27,4 @@ __all__ = [
     "choose_kernel",
     "choose_tangent_kernel",
     "kernel_of_backend",
-    "wide_dtype",
 ]

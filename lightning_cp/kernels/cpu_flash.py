@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -26,11 +26,11 @@ class CpuFlashKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query.transpose(1, 2), _by_head(key), _by_head(value), 0.0, causal, attn_mask=mask, scale=scale
         )
-        return Part(out.transpose(1, 2), lse.transpose(1, 2))
+        return PartialAttention(out.transpose(1, 2), lse.transpose(1, 2))
 
     def backward(
         self,
@@ -38,7 +38,7 @@ class CpuFlashKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.cuda_flash import pad_heads
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class CudnnKernel:
@@ -29,13 +29,13 @@ class CudnnKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         d = query.shape[-1]
         q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, False, scale=scale
         )
-        return Part(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
+        return PartialAttention(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
 
     def backward(
         self,
@@ -43,7 +43,7 @@ class CudnnKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.kernels.cuda_flash import pad_heads
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 _LSE_ALIGNMENT = 32  # queries; the kernel stores and expects lse padded to it
 _BIAS_ALIGNMENT = 8  # keys; its loads of the bias are this wide
@@ -26,13 +26,13 @@ class EfficientKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         d, sq = query.shape[-1], query.shape[1]
         q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
         )
-        return Part(out[..., :d].transpose(1, 2), lse[..., :sq].transpose(1, 2))
+        return PartialAttention(out[..., :d].transpose(1, 2), lse[..., :sq].transpose(1, 2))
 
     def backward(
         self,
@@ -40,7 +40,7 @@ class EfficientKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,

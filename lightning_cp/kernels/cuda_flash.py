@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class CudaFlashKernel:
@@ -25,13 +25,13 @@ class CudaFlashKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         d = query.shape[-1]
         q, k, v = (pad_heads(x, 8) for x in (query, key, value))
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
-        return Part(out[..., :d], lse.transpose(1, 2))
+        return PartialAttention(out[..., :d], lse.transpose(1, 2))
 
     def backward(
         self,
@@ -39,7 +39,7 @@ class CudaFlashKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,

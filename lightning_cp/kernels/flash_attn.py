@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.cuda_flash import pad_heads
-from lightning_cp.kernels.protocol import Grads, Part
+from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class FlashAttnKernel:
@@ -34,11 +34,11 @@ class FlashAttnKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         d = query.shape[-1]
         q, k, v = (pad_heads(x, 8).contiguous() for x in (query, key, value))
         out, lse = self._forward(q, k, v, causal=causal, scale=scale)
-        return Part(out[..., :d], lse.transpose(1, 2))
+        return PartialAttention(out[..., :d], lse.transpose(1, 2))
 
     def backward(
         self,
@@ -46,7 +46,7 @@ class FlashAttnKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,
@@ -55,7 +55,9 @@ class FlashAttnKernel:
         d = query.shape[-1]
         g, q, k, v, out = (pad_heads(x, 8).contiguous() for x in (grad_out, query, key, value, part.out))
         grads = Grads(torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        self._backward(g, q, k, v, Part(out, part.lse.transpose(1, 2).contiguous()), grads, causal=causal, scale=scale)
+        self._backward(
+            g, q, k, v, PartialAttention(out, part.lse.transpose(1, 2).contiguous()), grads, causal=causal, scale=scale
+        )
         return Grads(*(x[..., :d] for x in grads))
 
     def _module(self) -> Any:
@@ -76,7 +78,16 @@ class FlashAttnKernel:
         return out, lse
 
     def _backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        part: PartialAttention,
+        grads: Grads,
+        *,
+        causal: bool,
+        scale: float,
     ) -> None:
         self._module()._flash_attn_backward(
             *(g, q, k, v, part.out, part.lse, *grads),
@@ -109,7 +120,16 @@ class FlashAttn3Kernel(FlashAttnKernel):
         return out, lse
 
     def _backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        part: PartialAttention,
+        grads: Grads,
+        *,
+        causal: bool,
+        scale: float,
     ) -> None:
         backward = self._module()._flash_attn_backward
         # Releases differ in this name.
@@ -140,7 +160,16 @@ class FlashAttn4Kernel(FlashAttnKernel):
         return out, lse
 
     def _backward(
-        self, g: Tensor, q: Tensor, k: Tensor, v: Tensor, part: Part, grads: Grads, *, causal: bool, scale: float
+        self,
+        g: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        part: PartialAttention,
+        grads: Grads,
+        *,
+        causal: bool,
+        scale: float,
     ) -> None:
         found = self._module()._flash_attn_bwd(q, k, v, part.out, g, part.lse, softmax_scale=scale, causal=causal)
         for grad, result in zip(grads, found[:3], strict=True):

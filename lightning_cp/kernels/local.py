@@ -6,15 +6,17 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.choice import choose_kernel
-from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, Part, PartGrad, TangentKernel
+from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, PartialAttention, PartialAttentionGrad, TangentKernel
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype_of(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, else float32: the dtype of lse, masks and accumulators."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float) -> Part:
+def attend(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+) -> PartialAttention:
     """Attention of q over k, v.
 
     Args:
@@ -27,23 +29,25 @@ def attend(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | No
     Returns: out in q's dtype, [b, sq, hq, d]; rows without a key: out 0, lse -inf.
     """
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
-        return Part(q.new_zeros(q.shape), q.new_full(q.shape[:3], float("-inf"), dtype=wide_dtype(q.dtype)))
+        return PartialAttention(
+            q.new_zeros(q.shape), q.new_full(q.shape[:3], float("-inf"), dtype=accumulation_dtype_of(q.dtype))
+        )
     bias = _additive(mask, q.dtype)
     k, v = _for_heads(kernel, q, k, v)
     part = kernel.forward(_dense(q), _dense(k), _dense(v), bias, causal=causal, scale=scale)
     if bias is None:
         return part
     empty = (bias == float("-inf")).all(-1).transpose(1, 2)  # [b, sq, hq], each dim perhaps 1
-    return Part(part.out.masked_fill(empty.unsqueeze(-1), 0), part.lse.masked_fill(empty, float("-inf")))
+    return PartialAttention(part.out.masked_fill(empty.unsqueeze(-1), 0), part.lse.masked_fill(empty, float("-inf")))
 
 
 def attend_backward(
     kernel: Kernel,
-    grad: PartGrad,
+    grad: PartialAttentionGrad,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    part: Part,
+    part: PartialAttention,
     *,
     mask: Tensor | None,
     causal: bool,
@@ -67,7 +71,7 @@ def attend_backward(
             kernel = choose_kernel("auto", q, bias)
     k, v = _for_heads(kernel, q, k, v)
     grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
-    grads = kernel.backward(grad_out, q, k, v, Part(_dense(out), lse), bias, causal=causal, scale=scale)
+    grads = kernel.backward(grad_out, q, k, v, PartialAttention(_dense(out), lse), bias, causal=causal, scale=scale)
     dq, dk, dv = (x[..., :d] for x in grads)
     if heads != dk.shape[2]:
         dk, dv = (x.reshape(*x.shape[:2], heads, -1, d).sum(3) for x in (dk, dv))
@@ -83,7 +87,7 @@ def attend_tangents(
     mask: Tensor | None,
     causal: bool,
     scale: float,
-) -> Part:
+) -> PartialAttention:
     """What these keys add to the tangents of attention over these keys and any others; see `TangentKernel`.
 
     Args: as `attend`. tangents: in the shapes of `inputs`. lse: [b, sq, hq], over all keys.
@@ -91,8 +95,8 @@ def attend_tangents(
     """
     q, k, v = inputs
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
-        wide = wide_dtype(q.dtype)
-        return Part(q.new_zeros(q.shape, dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
+        wide = accumulation_dtype_of(q.dtype)
+        return PartialAttention(q.new_zeros(q.shape, dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
     lse = lse.masked_fill(lse == float("-inf"), 0)  # such rows: P = exp(-inf)
     inputs = Inputs(q, *_for_heads(kernel, q, k, v))
     tangents = Inputs(tangents.query, *_for_heads(kernel, *tangents))
@@ -117,7 +121,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """The mask as a bias of the accumulators' dtype; False, and values meant as "never", become -inf."""
     if mask is None:
         return None
-    wide = wide_dtype(dtype)
+    wide = accumulation_dtype_of(dtype)
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_fill_(~mask, float("-inf"))
     never = mask <= torch.finfo(mask.dtype).min / 2

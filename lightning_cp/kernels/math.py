@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.kernels.protocol import Grads, Inputs, Part
+from lightning_cp.kernels.protocol import Grads, Inputs, PartialAttention
 
 # Scores that the forward derivative holds at a time: it takes the queries in blocks.
 _SCORES_AT_A_TIME = 1 << 24
@@ -23,12 +23,12 @@ class MathKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         scores = _scores(query, key, mask, causal, scale)
         lse = scores.logsumexp(-1)
         weights = (scores - lse.unsqueeze(-1)).exp()
         out = torch.einsum("bhqk,bkhd->bqhd", weights, value.to(scores.dtype))
-        return Part(out.to(query.dtype), lse.transpose(1, 2))
+        return PartialAttention(out.to(query.dtype), lse.transpose(1, 2))
 
     def backward(
         self,
@@ -36,7 +36,7 @@ class MathKernel:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,
@@ -56,7 +56,7 @@ class MathKernel:
 
     def tangents(
         self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         wide = torch.promote_types(inputs.query.dtype, torch.float32)
         (q, k, v), (dq, dk, dv) = ([x.to(wide) for x in tensors] for tensors in (inputs, tangents))
         outs, sums = [], []
@@ -71,7 +71,7 @@ class MathKernel:
             changes = weights * changes * scale
             outs.append(torch.einsum("bhqk,bkhd->bqhd", changes, v) + torch.einsum("bhqk,bkhd->bqhd", weights, dv))
             sums.append(changes.sum(-1).transpose(1, 2))
-        return Part(torch.cat(outs, 1), torch.cat(sums, 1))
+        return PartialAttention(torch.cat(outs, 1), torch.cat(sums, 1))
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, *, first: int = 0) -> Tensor:

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 
-class Part(NamedTuple):
+class PartialAttention(NamedTuple):
     """Attention over some of the keys, to be merged with attention over others.
 
     out: [b, sq, hq, d]. lse: [b, sq, hq], natural log of the sum of exponentials, float32 (float64 for float64
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     lse: Tensor
 
 
-class PartGrad(NamedTuple):
+class PartialAttentionGrad(NamedTuple):
     """Gradient of a part: out [b, sq, hq, d]; lse [b, sq, hq], None where lse was not used."""
 
     out: Tensor
@@ -62,7 +62,7 @@ class Kernel(Protocol):
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         """Attention, and its log-sum-exp."""
         ...
 
@@ -72,7 +72,7 @@ class Kernel(Protocol):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        part: Part,
+        part: PartialAttention,
         mask: Tensor | None,
         *,
         causal: bool,
@@ -91,7 +91,7 @@ class TangentKernel(Kernel, Protocol):
 
     def tangents(
         self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         """Sums over these keys that give the tangents of attention over these keys *and any others*.
 
         With P = exp(scale q k + mask - lse) and dS = scale (dq k + q dk): out = sum(P (dS v + dv)), lse = sum(P dS).

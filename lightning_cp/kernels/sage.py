@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.flash_attn import is_installed
-from lightning_cp.kernels.protocol import Part
+from lightning_cp.kernels.protocol import PartialAttention
 
 
 class SageKernel:
@@ -35,11 +35,11 @@ class SageKernel:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         attend = importlib.import_module("sageattention").sageattn
         q, k, v = (x.contiguous() for x in (query, key, value))
         out, lse = attend(q, k, v, tensor_layout="NHD", is_causal=causal, sm_scale=scale, return_lse=True)
-        return Part(out, lse.transpose(1, 2))
+        return PartialAttention(out, lse.transpose(1, 2))
 
     def backward(self, *_: Any, **__: Any) -> NoReturn:
         raise KernelError("kernel='sage' has no gradient: use it for sampling only, under torch.no_grad()")

@@ -13,7 +13,7 @@ from lightning_cp.launch.rank import failure_of, run_target
 
 
 @dataclass(frozen=True)
-class RankPlace:
+class LauncherEnv:
     """Where this process stands in a world that others started."""
 
     launcher: str
@@ -22,19 +22,19 @@ class RankPlace:
     ranks_per_node: int
 
 
-def external_place(environ: Mapping[str, str]) -> RankPlace | None:
+def launcher_env(environ: Mapping[str, str]) -> LauncherEnv | None:
     """This process' place as its environment tells it, or None where no launcher started it."""
     rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     if rank is not None and size is not None and "LOCAL_RANK" in environ:
-        return RankPlace("torchrun", rank, size, whole_number(environ, "LOCAL_WORLD_SIZE") or size)
+        return LauncherEnv("torchrun", rank, size, whole_number(environ, "LOCAL_WORLD_SIZE") or size)
     interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
     rank, tasks = whole_number(environ, "SLURM_PROCID"), whole_number(environ, "SLURM_NTASKS") or 1
     if rank is not None and tasks > 1 and not interactive:
-        return RankPlace("SLURM", rank, tasks, tasks // (whole_number(environ, "SLURM_NNODES") or 1))
+        return LauncherEnv("SLURM", rank, tasks, tasks // (whole_number(environ, "SLURM_NNODES") or 1))
     return None
 
 
-def is_first(place: RankPlace | None) -> bool:
+def is_first(place: LauncherEnv | None) -> bool:
     """Whether this process writes and speaks: it starts the ranks, or is the first of them."""
     return place is None or place.rank == 0
 
@@ -49,7 +49,7 @@ def whole_number(environ: Mapping[str, str], name: str) -> int | None:
 class ExternalLauncher(Launcher):
     """Runs the job's target here, as the rank that this process is; the launcher that started it watches it."""
 
-    place: RankPlace
+    place: LauncherEnv
 
     @override
     def launch(self, job: Job) -> Result:

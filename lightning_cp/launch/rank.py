@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from lightning_cp import channel
+from lightning_cp.comm import channel
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
 from lightning_cp.launch.machine import free_port

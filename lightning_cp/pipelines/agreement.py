@@ -12,12 +12,12 @@ from torch import Tensor
 
 from lightning_cp.engine.peers import Digest, difference, digest
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 
 _RANDOM = "generator"
 
 
-def agree(arguments: Mapping[str, Any], sample: Groups) -> None:
+def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) -> None:
     """Before a call of a pipeline: refuse unequal arguments, and give all ranks the random states of the first.
 
     That is the state of each `torch.Generator` in the argument `generator`, and of torch's own generators of the CPU

@@ -16,9 +16,11 @@ from lightning_cp.config import ContextParallelConfig, check_degree, context_con
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
-from lightning_cp.pipelines.agreement import agree
+from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
-from lightning_cp.pipelines.calling import (
+from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
+from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.patching import (
     Around,
     Undo,
     arguments_by_name,
@@ -27,16 +29,14 @@ from lightning_cp.pipelines.calling import (
     only_one_shows_progress,
     undo_all,
 )
-from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
     layers_to_shard,
+    mark_unusable,
     rank_device,
     shard_layers,
-    spoil_if_sharded,
 )
-from lightning_cp.pipelines.promise import keep_all
 from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
 
 _INSTALLED = "_lightning_cp"
@@ -135,10 +135,10 @@ def parallelize_pipeline(
         shard_layers(layers, components, found, ranks)  # last, since there is no way back
     except BaseException as error:
         undo_all(undo)
-        spoil_if_sharded(pipe, layers, error)
+        mark_unusable(pipe, layers, error)
         raise
     if staged is not None:
-        staged.go_home()
+        staged.offload_all()
     pipe.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
     _describe(pipe, config)
 
@@ -177,7 +177,7 @@ def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
 
 
 def _with_kept_promises(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call(*keep_all(args), **keep_all(kwargs))
+    return call(*resolve_all(args), **resolve_all(kwargs))
 
 
 def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
@@ -187,11 +187,11 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         check()
-        agree(given, calls.branches.sample)
+        sync_rng_and_check_inputs(given, calls.branches.sample)
         calls.begin(may_wait=guidance_may_wait(pipe, given))
         try:
             with nullcontext() if stages is None else stages.call(given):
-                return keep_all(call(*args, **kwargs))
+                return resolve_all(call(*args, **kwargs))
         finally:
             calls.end()
 

@@ -20,7 +20,7 @@ from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.promise import Ledger, keep_all
+from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
 _LONELY_STEPS = 2
@@ -59,7 +59,7 @@ class BranchCalls:
 
     name: str
     branches: Branches
-    ledger: Ledger = field(init=False)
+    ledger: PendingGathers = field(init=False)
     forms: dict[Any, _Form] = field(default_factory=dict)
     lonely: int = 0
     shared: int = 0
@@ -67,7 +67,7 @@ class BranchCalls:
     may_wait: bool = False
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger(self.branches, self._settled)
+        self.ledger = PendingGathers(self.branches, self._settled)
 
     def call(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -79,7 +79,7 @@ class BranchCalls:
                 "recorded: use torch.no_grad(), or cfg=1"
             )
         refuse_tangents(f"a pipeline with cfg={self.branches.cfg}", *_tensors((args, kwargs)))
-        args, kwargs = keep_all((args, kwargs))
+        args, kwargs = resolve_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._take_turns(module, compute, args, kwargs)

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches, Groups
-from lightning_cp.pipelines.calling import intercept_calls, intercept_method
+from lightning_cp.mesh import Branches, MeshGroups
+from lightning_cp.pipelines.patching import intercept_calls, intercept_method
 
 # diffusers' hooks that keep what blocks computed in earlier steps, by how their names begin.
 _CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")
@@ -210,7 +210,7 @@ def _refuse_changes(name: str, module: nn.Module) -> None:
         intercept_method(module, method, refuse)
 
 
-def spoil_if_sharded(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:
+def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:
     """After a failure: a pipeline of which a part was spread over ranks says so whenever it is called."""
     if not any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers):
         return
@@ -241,7 +241,7 @@ def _of_other_types(layer: nn.Module) -> set[nn.Parameter]:
     return {x for x in layer.parameters() if x.dtype != main}
 
 
-def _mesh_over(groups: Groups, device_type: str) -> DeviceMesh:
+def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
     assert groups.context is not None, "a group of one is left alone"
     ranks = dist.get_process_group_ranks(groups.context)
     return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("shard",))

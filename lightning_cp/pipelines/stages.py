@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from lightning_cp.errors import PlanError
-from lightning_cp.pipelines.calling import Around, Undo, intercept_calls, intercept_method
+from lightning_cp.pipelines.patching import Around, Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.placement import is_vae
 
 Setting = Literal["together", "offload", "release"]
@@ -70,13 +70,13 @@ class Stages:
             yield
         finally:
             self.now = None
-            self.go_home()
+            self.offload_all()
 
-    def go_home(self) -> None:
+    def offload_all(self) -> None:
         """Between calls: all components to the host, if they are offloaded."""
         if self.setting == "offload":
             for name in self.components:
-                self._send_home(name)
+                self._offload(name)
             _empty_cache(self.device)
 
     def enter(self, stage: Stage) -> None:
@@ -105,7 +105,7 @@ class Stages:
         for name in self.components:
             other = self.stages.get(name)
             if self.setting == "offload" and other is not stage:
-                self._send_home(name)
+                self._offload(name)
             elif self.setting == "release" and other is not None and other < stage and name not in self.released:
                 free(self.components[name])
                 self.released.append(name)
@@ -114,7 +114,7 @@ class Stages:
     def _bring(self, name: str) -> None:
         self.components[name].to(self.device)
 
-    def _send_home(self, name: str) -> None:
+    def _offload(self, name: str) -> None:
         self.components[name].to(_HOST)
 
     def _check(self, arguments: Mapping[str, Any]) -> None:

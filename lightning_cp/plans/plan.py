@@ -115,7 +115,7 @@ class Attention:
         ragged: the model's own code drops tokens (padding) before it attends, so ranks tell each other how many are
             left, at every call.
         form: "softmax"; "linear": without one, `engine/linear.py`; "block_causal": `engine/segments.py`.
-        stands_for: names of the processors that do what a form other than "softmax" does.
+        replaces_processors: names of the processors that do what a form other than "softmax" does.
     """
 
     queries: Streams
@@ -123,7 +123,7 @@ class Attention:
     mask: Literal["given", "padded", "keys", "outer"] = "given"
     ragged: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
-    stands_for: tuple[str, ...] = ()
+    replaces_processors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,9 @@ PLANS = {
                 "key_valid": kept("key_valid"),
             },
         },
-        attention={"attn": Attention(("image",), form="block_causal", stands_for=("QwenImage21AttnProcessor",))},
+        attention={
+            "attn": Attention(("image",), form="block_causal", replaces_processors=("QwenImage21AttnProcessor",))
+        },
         gather={"transformer_blocks.-1": split(1, "image")},
         refused={"kv_cache": _CACHE, "kv_cache_mode": _CACHE},
     ),

@@ -5,7 +5,9 @@ Pictures are cut between rows and videos between frames, so that each convolutio
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, rows, split
 
-_SELF = Attention(("image",), form="linear", stands_for=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0"))
+_SELF = Attention(
+    ("image",), form="linear", replaces_processors=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0")
+)
 PLANS = {
     "SanaTransformer2DModel": Plan(
         inputs={

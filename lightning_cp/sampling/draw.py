@@ -6,11 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.data import Stream
+from lightning_cp.data import RandomStream
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
-from lightning_cp.training.ranks import Ranks
-from lightning_cp.training.run import DataPlace
+from lightning_cp.training.ranks import DataShard, Ranks
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ def draw_samples(
     *,
     settings: SamplingSettings,
     num_classes: int,
-    place: DataPlace,
+    data_shard: DataShard,
     labels: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Samples:
@@ -52,16 +51,16 @@ def draw_samples(
         shape: of one sample.
         settings: how many and how.
         num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
-        place: of this rank in the data; each data rank draws an equal share.
+        data_shard: of this rank in the data; each data rank draws an equal share.
         labels: of the samples, [settings.count]; all classes in turn if left out.
         between: see `integrate_flow`.
     """
-    share = -(-settings.count // place.size)
-    first = place.rank * share
+    share = -(-settings.count // data_shard.size)
+    first = data_shard.rank * share
     everyones = torch.arange(settings.count) % num_classes if labels is None else labels
     own = everyones[torch.arange(first, first + share) % settings.count]
     noise = sample_noise(
-        (share, *shape), seed=settings.seed, step=0, first_index=first, stream=Stream.SAMPLE, device=ranks.device
+        (share, *shape), seed=settings.seed, step=0, first_index=first, stream=RandomStream.SAMPLE, device=ranks.device
     )
     was_training = model.training
     model.eval()
@@ -75,17 +74,17 @@ def draw_samples(
         between=between,
     )
     model.train(was_training)
-    gathered = gather_shares(ranks, pixels, place)
+    gathered = gather_shares(ranks, pixels, data_shard)
     return Samples(gathered[: settings.count].cpu(), everyones)
 
 
-def gather_shares(ranks: Ranks, share: Tensor, place: DataPlace) -> Tensor:
+def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
     """The shares of all data ranks, [n, ...] each, one after another, on every rank: [size * n, ...].
 
     Ranks: the whole world, with shares of one shape.
     """
-    everyone = torch.zeros(place.size, *share.shape, device=ranks.device, dtype=share.dtype)
-    if place.is_first:  # one rank of a context group speaks for it, so that the sum is exact
-        everyone[place.rank] = share
+    everyone = torch.zeros(data_shard.size, *share.shape, device=ranks.device, dtype=share.dtype)
+    if data_shard.is_first:  # one rank of a context group speaks for it, so that the sum is exact
+        everyone[data_shard.rank] = share
     gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
     return gathered.flatten(0, 1)

@@ -1,24 +1,13 @@
-"""Flow-matching training of class-conditioned transformers: the same losses at every degree of parallelism."""
+"""Parts of training loops: averaged weights, random numbers shared by context peers, checks for NaN and inf."""
 
-from lightning_cp.training.denoiser import ClassTokens, FluxDenoiser, WanDenoiser
 from lightning_cp.training.ema import WeightAverage
-from lightning_cp.training.flow import FlowBatch, FlowMatching
-from lightning_cp.training.loop import LoopSettings, StepReport, Steps, Watcher
+from lightning_cp.training.finite import StepGuard, find_nonfinite
 from lightning_cp.training.noise import sample_dropped, sample_noise, sample_times, sample_uniform
-from lightning_cp.training.state import TrainState
 
 __all__ = [
-    "ClassTokens",
-    "FlowBatch",
-    "FlowMatching",
-    "FluxDenoiser",
-    "LoopSettings",
-    "StepReport",
-    "Steps",
-    "TrainState",
-    "WanDenoiser",
-    "Watcher",
+    "StepGuard",
     "WeightAverage",
+    "find_nonfinite",
     "sample_dropped",
     "sample_noise",
     "sample_times",

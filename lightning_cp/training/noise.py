@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_cp.data import Stream, keyed_generator
+from lightning_cp.data import RandomStream, keyed_generator
 
 DeviceLike = torch.device | str | None
 
@@ -21,7 +21,7 @@ def sample_noise(
     seed: int,
     step: int,
     first_index: int = 0,
-    stream: int = Stream.NOISE,
+    stream: int = RandomStream.NOISE,
     device: DeviceLike = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -57,7 +57,9 @@ def sample_uniform(
 
 def sample_times(rows: int, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None) -> Tensor:
     """Times in (0, 1) of flow matching, logit-normal (Esser et al., arXiv:2403.03206), [rows]."""
-    normal = sample_noise((rows,), seed=seed, step=step, first_index=first_index, stream=Stream.TIME, device=device)
+    normal = sample_noise(
+        (rows,), seed=seed, step=step, first_index=first_index, stream=RandomStream.TIME, device=device
+    )
     return torch.sigmoid(normal)
 
 
@@ -65,5 +67,5 @@ def sample_dropped(
     rows: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None
 ) -> Tensor:
     """Which rows train without their condition, for classifier-free guidance; bool [rows]."""
-    drawn = sample_uniform(rows, seed=seed, step=step, first_index=first_index, stream=Stream.DROP, device=device)
+    drawn = sample_uniform(rows, seed=seed, step=step, first_index=first_index, stream=RandomStream.DROP, device=device)
     return drawn < probability

@@ -78,3 +78,27 @@ class TrainerRanks(Ranks):
     @override
     def barrier(self) -> None:
         self.trainer.strategy.barrier()
+
+
+@dataclass(frozen=True)
+class DataShard:
+    """Which share of each global batch is this rank's; all ranks of a context group have the same.
+
+    Args:
+        rank: index of the share.
+        size: number of shares.
+        is_first: of its context group; one rank a share is.
+    """
+
+    rank: int
+    size: int
+    is_first: bool = True
+
+    @classmethod
+    def of(cls, strategy: object) -> DataShard:
+        """As the strategy says; a strategy of one process has all the data."""
+        return cls(
+            rank=int(getattr(strategy, "data_rank", 0)),
+            size=int(getattr(strategy, "data_size", 1)),
+            is_first=int(getattr(strategy, "context_rank", 0)) == 0,
+        )

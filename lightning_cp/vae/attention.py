@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 
 
 def attend_all_rows(
@@ -19,7 +19,7 @@ def attend_all_rows(
     mask: Tensor | None,
     rest: tuple[tuple[Any, ...], dict[str, Any]],
     *,
-    groups: Groups,
+    groups: MeshGroups,
 ) -> Tensor:
     """Attention of this rank's positions to those of all ranks; keys come in rank order, which changes nothing.
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
 from lightning_cp.vae.deferred import Batch, settle
 from lightning_cp.vae.rows import by_rows, reach_of
@@ -24,7 +24,7 @@ _TILE_LOOPS = (
 )
 
 
-def parallelize_vae(vae: nn.Module, groups: Groups) -> Undo:
+def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     """Share a VAE's work over the ranks of `groups.context`.
 
     `vae.decode(z)` and `vae.encode(x)` keep their interface: whole tensors in, whole tensors out, on every rank, the
@@ -84,7 +84,7 @@ class _Session:
 
     vae: Any
     kind: VaeClass
-    groups: Groups
+    groups: MeshGroups
     batch: Batch | None = None
 
     def refuse_untiled(self) -> None:

@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_cp.comm.neighbours import border_rows
+from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, shard_sizes
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.statistics import group_norm_of_all_rows
 
 
-class Rows(TorchFunctionMode):
+class RowShardedOps(TorchFunctionMode):
     """While it is entered, tensors [..., height, width] are this rank's rows of them (columns, where `dim` is -1).
 
     Only functions that look beyond a row are replaced; everything else is computed on this rank's rows as it is.
@@ -27,7 +27,7 @@ class Rows(TorchFunctionMode):
     Ranks: all of the context group. Gradient: none, sampling only.
     """
 
-    def __init__(self, groups: Groups, dim: int) -> None:
+    def __init__(self, groups: MeshGroups, dim: int) -> None:
         super().__init__()
         self.groups, self.dim = groups, dim
 
@@ -56,7 +56,13 @@ def reach_of(module: nn.Module) -> int:
 
 
 def by_rows(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, groups: Groups, least: int, step: int
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    groups: MeshGroups,
+    least: int,
+    step: int,
 ) -> Any:
     """`forward(*args, **kwargs)`, whole, computed by rows: of its first argument, and of the result (or its first).
 
@@ -74,16 +80,16 @@ def by_rows(
     sizes = [size * step for size in shard_sizes(steps, ranks)]
     sizes[-1] += rest
     rank = groups.context_rank
-    with Rows(groups, dim):
+    with RowShardedOps(groups, dim):
         out = forward(x.narrow(dim, sum(sizes[:rank]), sizes[rank]), *args[1:], **kwargs)
     mine = out if isinstance(out, Tensor) else out[0]
     whole = gather_uneven(mine.contiguous(), dim, groups)
     return whole if isinstance(out, Tensor) else (whole, *out[1:])
 
 
-def _extend(rows: Rows, x: Tensor, before: int, after: int, zeros: tuple[int, int]) -> Tensor:
+def _extend(rows: RowShardedOps, x: Tensor, before: int, after: int, zeros: tuple[int, int]) -> Tensor:
     """`x` between its neighbours' rows; at the ends of the image between so many rows of zeros."""
-    above, below = border_rows(x, x.ndim + rows.dim, before, after, groups=rows.groups)
+    above, below = fetch_halo(x, x.ndim + rows.dim, before, after, groups=rows.groups)
     shape = list(x.shape)
     parts = [x]
     for piece, at_end, count, place in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
@@ -96,7 +102,7 @@ def _extend(rows: Rows, x: Tensor, before: int, after: int, zeros: tuple[int, in
 
 
 def _convolve(
-    rows: Rows,
+    rows: RowShardedOps,
     function: Callable[..., Tensor],
     input: Tensor,
     weight: Tensor,
@@ -122,7 +128,7 @@ def _convolve(
 
 
 def _pad(
-    rows: Rows,
+    rows: RowShardedOps,
     function: Callable[..., Tensor],
     input: Tensor,
     pad: Sequence[int],
@@ -144,7 +150,7 @@ def _pad(
 
 
 def _interpolate(
-    rows: Rows,
+    rows: RowShardedOps,
     function: Callable[..., Tensor],
     input: Tensor,
     size: Any = None,
@@ -164,7 +170,7 @@ def _interpolate(
 
 
 def _group_norm(
-    rows: Rows,
+    rows: RowShardedOps,
     function: Callable[..., Tensor],
     input: Tensor,
     num_groups: int,
@@ -176,7 +182,7 @@ def _group_norm(
 
 
 def _attend(
-    rows: Rows,
+    rows: RowShardedOps,
     function: Callable[..., Tensor],
     query: Tensor,
     key: Tensor,

@@ -7,11 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_cp.comm.shards import gather
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 
 
 def group_norm_of_all_rows(
-    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float, groups: Groups
+    x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float, groups: MeshGroups
 ) -> Tensor:
     """`F.group_norm` of this rank's positions, with mean and variance over those of all ranks.
 

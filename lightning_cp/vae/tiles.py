@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import packets_of_all
+from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -46,7 +46,7 @@ class TileWorker:
     Raises: RuntimeError: another rank failed; that rank raises its own error.
     """
 
-    groups: Groups
+    groups: MeshGroups
 
     def __call__(self, calls: list[UnitCall]) -> None:
         costs: dict[int, int] = {}
@@ -64,7 +64,7 @@ class TileWorker:
         tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in own]
         mine = pack(tiles) if tiles else torch.empty(0, dtype=torch.uint8, device=calls[0].tile.device)
         of_rank = [[layouts[id(call)].piece for call in theirs] for theirs in by_rank]
-        packets = packets_of_all(mine, [packet_bytes(layout) for layout in of_rank], group=self.groups.context)
+        packets = all_gather_packets(mine, [packet_bytes(layout) for layout in of_rank], group=self.groups.context)
         for rank, (packet, layout, theirs) in enumerate(zip(packets, of_rank, by_rank, strict=True)):
             if rank != self.groups.context_rank:
                 for call, tile in zip(theirs, unpack(packet, layout), strict=True):

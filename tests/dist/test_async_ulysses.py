@@ -87,7 +87,7 @@ def test_a_recomputed_block_sends_again(run_ranks: RankPool) -> None:
 def _order(rank: int, world: int) -> list[str]:
     """What happens when, in forward and in backward."""
     config, seen = ContextParallelConfig(ulysses_degree=world), []
-    start = messages.start_swap
+    start = messages.start_all_to_all
 
     def recorded(*arguments: Any, **settings: Any) -> Any:
         seen.append("start")
@@ -111,7 +111,7 @@ def _order(rank: int, world: int) -> list[str]:
             return grad * 2
 
     x = torch.randn(1, 4, world, 4, requires_grad=True)
-    with mock.patch("lightning_cp.attention.ulysses.start_swap", recorded):
+    with mock.patch("lightning_cp.attention.ulysses.start_all_to_all", recorded):
         q = start_ulysses(Projection.apply(x), parallel_config=config, lengths=[4] * world)
         k = start_ulysses(Projection.apply(x), parallel_config=config, lengths=[4] * world)
         out = context_parallel_attention(q, k, Projection.apply(x), parallel_config=config)

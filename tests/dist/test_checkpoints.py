@@ -11,14 +11,15 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.shards import has_shards
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.training import TrainState, WeightAverage
-from lightning_cp.training.run import DataPlace
+from lightning_cp.training import WeightAverage
+from lightning_cp.training.ranks import DataShard
 from tests.dist.lightning_ranks import fabric_of
 from tests.dist.module import Clips
 from tests.harness import RankPool
@@ -32,8 +33,8 @@ Snapshot = dict[str, Tensor]
 def _start(rank: int, world: int, kind: str, settings: dict[str, Any], seed: int = 0) -> tuple[Fabric, TrainState]:
     strategy = "auto" if world == 1 else KINDS[kind](**settings)
     fabric = fabric_of(rank, world, strategy)
-    place = DataPlace.of(fabric.strategy)
-    sampler = GlobalBatchSampler(len(Clips(8)), 4, seed=seed, data_rank=place.rank, data_size=place.size)
+    data_shard = DataShard.of(fabric.strategy)
+    sampler = GlobalBatchSampler(len(Clips(8)), 4, seed=seed, data_rank=data_shard.rank, data_size=data_shard.size)
     module = wan().build().float()
     model, optimizer = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.01))
     return fabric, TrainState(model, module, optimizer, WeightAverage(module, 0.9), sampler, seed)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.comm.messages import swap
+from lightning_cp.comm.messages import all_to_all
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.packets import exchange_packets
-from lightning_cp.comm.rotation import Homing, rotate
+from lightning_cp.comm.ring_exchange import RingGradReducer, rotate
 from lightning_cp.comm.transfer import all_gather_ints
 from tests.harness import RankPool
 
@@ -28,7 +28,7 @@ def _layout(owner: int) -> Layout:
 def _rotate(rank: int, world: int) -> list[int]:
     group = dist.group.WORLD
     assert group is not None
-    homing = Homing(_layout, group=group)
+    homing = RingGradReducer(_layout, group=group)
     owners = []
     for owner, chunk in rotate(_chunk(rank), _layout, group=group):
         owners.append(owner)
@@ -57,9 +57,9 @@ def _swap(rank: int, world: int) -> None:
     group = dist.group.WORLD
     assert group is not None
     expected = [message(source, rank) for source in range(world)]
-    landings = [[torch.empty(x.shape, dtype=x.dtype) for x in tensors] for tensors in expected]
-    swap([message(rank, target) for target in range(world)], landings, group=group)
-    for found, tensors in zip(landings, expected, strict=True):
+    recv_buffers = [[torch.empty(x.shape, dtype=x.dtype) for x in tensors] for tensors in expected]
+    all_to_all([message(rank, target) for target in range(world)], recv_buffers, group=group)
+    for found, tensors in zip(recv_buffers, expected, strict=True):
         for mine, theirs in zip(found, tensors, strict=True):
             assert torch.equal(mine, theirs)
     assert all_gather_ints([rank, -rank], group=group) == [[r, -r] for r in range(world)]

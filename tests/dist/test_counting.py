@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_cp.attention import call, context_parallel_attention, gathered, keys
-from lightning_cp.comm import messages, packets, rotation
+from lightning_cp.comm import messages, packets
+from lightning_cp.comm import ring_exchange as rotation
 from lightning_cp.comm.transfer import Pending
 from tests.dist.problems import Problem, cut, local_mask, whole
 from tests.harness import RankPool

@@ -139,7 +139,8 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
         model.enable_gradient_checkpointing()
     if how == "selective":
         model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
-    with mock.patch.object(operator, "agree", wraps=operator.agree) as attentions, counted() as traffic:
+    exchanges = mock.patch.object(operator, "exchange_lengths", wraps=operator.exchange_lengths)
+    with exchanges as attentions, counted() as traffic:
         _, found = outcome(model, arguments)
     sent = traffic.ring_bytes + traffic.ulysses_bytes
     return attentions.call_count, sent, worst(averaged(found, world), expected)

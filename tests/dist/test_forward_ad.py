@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import gathered
-from lightning_cp.comm.neighbours import margins, sum_over_ranks, with_margin
-from lightning_cp.comm.notes import NOTES
+from lightning_cp.comm.halo import halo_exchange, margins, sum_over_ranks
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
+from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import groups_for
 from tests.dist.problems import MASKS, Problem, cut, laid_out, local_mask, whole
 from tests.dist.test_exactness import HEADS, LENGTHS, ROTATED, lengths
@@ -166,7 +166,7 @@ def _linear(rank: int, world: int) -> None:
         cubes, seen = 3 * x.square() * change, {"gather": slice(None), "margin": slice(first, last)}
         for name, parallel in {
             "gather": lambda y: gather(y, 1, sizes, groups),  # noqa: B023 - called within this pass
-            "margin": lambda y: with_margin(y, 1, sizes, reach, groups),  # noqa: B023
+            "margin": lambda y: halo_exchange(y, 1, sizes, reach, groups),  # noqa: B023
             "sum": lambda y: sum_over_ranks(y.sum(1), groups),
         }.items():
             shard = x[:, own.start : own.stop].clone().requires_grad_()
@@ -217,10 +217,10 @@ def _traffic(rank: int, world: int, ring: int, ulysses: int, rotate: str) -> tup
     counts: list[int] = []
     sent: list[int] = []
     for call in (lambda: attend(x), lambda: torch.func.jvp(attend, (x,), (x,))):
-        before = NOTES.collectives, NOTES.sent_bytes
+        before = STATS.collectives, STATS.sent_bytes
         call()
-        counts.append(NOTES.collectives - before[0])
-        sent.append(NOTES.sent_bytes - before[1])
+        counts.append(STATS.collectives - before[0])
+        sent.append(STATS.sent_bytes - before[1])
     return counts, sent
 
 

@@ -27,7 +27,7 @@ from lightning_cp.pipelines import (
     split,
 )
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
-from lightning_cp.pipelines.promise import Promise
+from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -60,7 +60,7 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
             for branch in range(world):
                 out, word = calls.call(model, model, (x + step + branch,), {})
                 assert word == "kept"
-                assert isinstance(out, Promise)
+                assert isinstance(out, LazyTensor)
                 if how == "views":
                     out = out[:, 2:].reshape(2, 2).unsqueeze(0).transpose(1, 2)
                 if how == "copies":

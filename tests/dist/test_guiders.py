@@ -13,7 +13,7 @@ from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.engine.seam import Seam, release
+from lightning_cp.engine.attention_patch import AttentionPatch, release
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from tests.harness import RankPool
@@ -127,7 +127,7 @@ def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
             return torch.nn.functional.scaled_dot_product_attention(x, y, y)
 
     module, x, y = Cross(), torch.randn(1, 2, 5, 4), torch.randn(1, 2, 3, 4)
-    Seam(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
+    AttentionPatch(torch.add, lambda *_: torch.zeros(())).intercept(module, mark=None)
     assert not module(x, y).any()
     with AttentionScoreSkipFunctionMode():
         assert module(y, y) is y

@@ -12,9 +12,9 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, context_parallel_attention
+from lightning_cp.app.benchmark.peers import diffusers_attention
+from lightning_cp.app.benchmark.trace import Trace, read_trace, record
 from lightning_cp.attention import gathered
-from lightning_cp.benchmark.peers import diffusers_attention
-from lightning_cp.benchmark.trace import Trace, read_trace, record
 from lightning_cp.comm.buffers import BUFFERS
 from tests.harness import RankPool
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import Groups, groups_for
+from lightning_cp.mesh import MeshGroups, groups_for
 from tests.dist.problems import Problem, errors, expect, part_of, solve, whole
 from tests.harness import RankPool
 
@@ -96,7 +96,7 @@ def _two_worlds(rank: int, world: int) -> list[tuple[int, int]]:
     """Context size and a sum over the context group, in a world of three and then one of two."""
     facts = []
     store = dist.distributed_c10d._get_default_store()
-    previous: weakref.ref[Groups] | None = None
+    previous: weakref.ref[MeshGroups] | None = None
     for size in (3, 2):
         dist.destroy_process_group()
         if rank >= size:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.neighbours import margin_operator, margins, sum_operator, sum_over_ranks, with_margin
+from lightning_cp.comm.halo import halo_exchange, margin_operator, margins, sum_operator, sum_over_ranks
 from lightning_cp.mesh import groups_for
 from tests.harness import RankPool
 
@@ -31,7 +31,7 @@ def _margins(rank: int, world: int) -> None:
         start = sum(sizes[:rank])
         whole = _whole(2, tokens, 3)
         shard = whole[:, start : start + sizes[rank]].clone().requires_grad_()
-        out = with_margin(shard, 1, sizes, reach, groups)
+        out = halo_exchange(shard, 1, sizes, reach, groups)
         assert torch.equal(out, whole[:, first:last])
         # The adjoint: what every rank makes of a token comes back to its owner.
         weights = [_whole(2, b - a, 3) * (r + 1) for r, (a, b) in enumerate(margins(sizes, reach))]

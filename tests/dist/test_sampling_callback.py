@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.callbacks import SamplingCallback
+from lightning_cp.callbacks.sampling import SamplingCallback
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.sampling.tiles import tile
 from tests.dist.lightning_ranks import everyones, flat, trainer_of

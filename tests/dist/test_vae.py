@@ -15,7 +15,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.mesh import ALONE, Groups, groups_for
+from lightning_cp.mesh import ALONE, MeshGroups, groups_for
 from lightning_cp.vae import parallelize_vae
 from lightning_cp.vae.tiles import owners
 from tests.dist.vaes import ALL, QUICK, make_vae
@@ -31,7 +31,7 @@ def _run(vae: Any, name: str, way: str) -> Tensor:
     return whole
 
 
-def _groups(world: int) -> Groups:
+def _groups(world: int) -> MeshGroups:
     return groups_for(ContextParallelConfig(ring_degree=world))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_cp.training import WanDenoiser
+from lightning_cp.app.denoisers import WanDenoiser
 
 
 class FailingDenoiser(WanDenoiser):

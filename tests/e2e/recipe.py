@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
-from lightning_cp.training import StepReport
-from lightning_cp.training.records import read_metrics
+from lightning_cp.app.training.loop import StepReport
+from lightning_cp.app.training.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "train.py"

@@ -13,7 +13,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.launch import quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import quiet_overrides, run_recipe
 
 CONF = str(Path(__file__).parents[2] / "conf")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
-from lightning_cp.training.records import read_metrics
 from tests.e2e.recipe import ROOT, SMALL, ranks_of, run, started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")

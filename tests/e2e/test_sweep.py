@@ -15,7 +15,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_cp.launch.outcome import Outcome, Status, read_outcomes
+from lightning_cp.app.runs.outcome import Outcome, Status, read_outcomes
 from tests.e2e.recipe import ROOT, SMALL, started
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")

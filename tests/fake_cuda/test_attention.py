@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention import context_parallel_attention, operator, start_ulysses
 from lightning_cp.attention.call import Lengths
-from lightning_cp.attention.tangents import tangents_of_attention
+from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
 
@@ -85,7 +85,7 @@ def check(
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
         shapes = (list(q.shape), list(k.shape))
         rest = (with_lse, causal, 0.125, groups.name, rotate_method, wide, "auto")
-        changes = tangents_of_attention(q, k, v, *saved, seen, agreed, *shapes, *rest)
+        changes = attention_tangents(q, k, v, *saved, seen, agreed, *shapes, *rest)
         compare(changes, (out, lse))
     assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
     assert recorder.crossings == [], recorder.crossings

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_cp.attention import merge as merging
 from lightning_cp.comm import transfer
-from lightning_cp.kernels import Part
+from lightning_cp.kernels import PartialAttention
 
 WORLD, RANK = 4, 1
 
@@ -50,7 +50,7 @@ class CrossingRecorder(TorchDispatchMode):
         return result
 
 
-def _merge_in_place(a: Part, b: Part) -> Part:
+def _merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     """Check what the Triton kernel requires of its arguments; a launch needs a device."""
     assert a.out.dtype == a.lse.dtype == b.lse.dtype == torch.float32
     assert {x.device.type for x in (*a, *b)} == {"cuda"}

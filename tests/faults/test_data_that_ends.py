@@ -61,7 +61,7 @@ class Numbers(Dataset[int]):
         return list(range(10))[index]
 
 
-class Stream(IterableDataset[int]):
+class RandomStream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(10))
 
@@ -71,7 +71,7 @@ def test_a_sampler_or_stream_that_ends_early_is_an_error() -> None:
     with pytest.raises(DataError, match="the data ended after 2 batches of this run"):
         given += [batch.tolist() for batch in EndlessLoader(Numbers(), batch_sampler=[[0, 1], [2, 3]])]
     with pytest.raises(DataError, match="the data ended after 3 batches of this run"):
-        given += [batch.tolist() for batch in EndlessLoader(Stream(), batch_size=4)]
+        given += [batch.tolist() for batch in EndlessLoader(RandomStream(), batch_size=4)]
     assert given == []
     with pytest.raises(IndexError, match="out of range"):
         list(EndlessLoader(Numbers(), batch_size=4))

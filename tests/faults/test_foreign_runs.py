@@ -11,10 +11,12 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import InstantiationException
 from omegaconf import OmegaConf
 
+from lightning_cp.app.runs.recipe import check_config
+from lightning_cp.app.sampling.trained import load_denoiser
+from lightning_cp.app.settings.foreign import check_model_classes
+from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
-from lightning_cp.launch import Machine, SettingsError, check_config
-from lightning_cp.launch.foreign import check_model_classes
-from lightning_cp.sampling import load_denoiser
+from lightning_cp.launch import Machine
 from tests.e2e.recipe import ROOT, started
 
 RECIPE = ROOT / "recipes" / "sample.py"
@@ -30,17 +32,17 @@ def attacks(ran: Path, script: Path) -> dict[str, dict[str, Any]]:
         "evaluated": {"_target_": "builtins.eval", "_args_": [f"open({str(ran)!r}, 'w')"]},
         "a script": {"_target_": "runpy.run_path", "_args_": [str(script)]},
         "an argument of a listed class": {
-            "_target_": "lightning_cp.training.WanDenoiser",
+            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
             "num_classes": {"_target_": "subprocess.check_call", "_args_": [touch]},
         },
         "a list in an argument": {
-            "_target_": "lightning_cp.training.WanDenoiser",
+            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
             "transformer": [
                 [{"_target_": "pathlib.Path.touch", "self": {"_target_": "pathlib.Path", "_args_": [str(ran)]}}]
             ],
         },
         "a method of a listed class": {
-            "_target_": "lightning_cp.training.WanDenoiser",
+            "_target_": "lightning_cp.app.denoisers.WanDenoiser",
             "transformer": {
                 "_target_": "operator.methodcaller",
                 "_args_": [{"_target_": "os.open", "_args_": [str(ran), 64]}],

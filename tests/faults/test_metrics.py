@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from lightning_cp.app.training import records
+from lightning_cp.app.training.loop import StepReport
+from lightning_cp.app.training.records import MetricsFile, read_metrics
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
-from lightning_cp.training import StepReport, records
-from lightning_cp.training.records import MetricsFile, read_metrics
 from tests.e2e.recipe import SMALL, run, started
 
 STEPS = 7
@@ -51,9 +52,9 @@ def resume_and_die(path: Path, name: str, replacement: Callable[..., Any]) -> No
 @pytest.mark.parametrize(
     ("name", "replacement", "steps"),
     [
-        ("scratch_for", die, STEPS),
+        ("scratch_folder_for", die, STEPS),
         *(("_cells", dies_at(row), STEPS) for row in (1, 3, 5)),
-        ("take_place", die, STEPS),
+        ("replace_folder", die, STEPS),
         ("_cells", dies_at(6), 5),  # with the first step's row: the old file is replaced already
         ("_cells", dies_at(8), 7),
     ],

@@ -15,9 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_cp.launch import SettingsError
-from lightning_cp.launch.run_folder import LOCK, claim, hold, release
-from lightning_cp.training.records import read_metrics
+from lightning_cp.app.runs.run_folder import LOCK, claim, hold, release
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.training.records import read_metrics
 from tests.e2e.recipe import ROOT, ranks_of, started
 from tests.e2e.test_sweep import SWEEPING, TORCHRUN
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention.merge import merge
 from lightning_cp.errors import KernelError
-from lightning_cp.kernels import Part, PartGrad, attend, attend_backward, choose_kernel
+from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 from lightning_cp.kernels.choice import KERNELS
 from lightning_cp.kernels.protocol import Kernel
 from tests.reference import softmax_attention
@@ -66,10 +66,10 @@ def _check(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, mask_kind
     mask, scale = _mask(mask_kind, b, hq, sq, sk), d**-0.5
     part = attend(kernel, q, k, v, mask=mask, causal=causal, scale=scale)
     # As operators save it, and as slices of heads come: token-major, with gaps between tokens.
-    part = Part(*(torch.cat([x, torch.full_like(x, 7.0)], 2)[:, :, : x.shape[2]] for x in part))
+    part = PartialAttention(*(torch.cat([x, torch.full_like(x, 7.0)], 2)[:, :, : x.shape[2]] for x in part))
     assert part.out.shape == q.shape
     assert part.lse.shape == q.shape[:3]
-    grad = PartGrad(torch.randn_like(part.out), torch.randn_like(part.lse) if lse else None)
+    grad = PartialAttentionGrad(torch.randn_like(part.out), torch.randn_like(part.lse) if lse else None)
     grads = attend_backward(kernel, grad, q, k, v, part, mask=mask, causal=causal, scale=scale)
     inputs = [x.double().cpu().requires_grad_() for x in (q, k, v)]
     out, expected_lse = softmax_attention(*inputs, None if mask is None else mask.cpu(), causal=causal, scale=scale)
@@ -139,7 +139,9 @@ def test_parts_are_merged_in_place_by_one_kernel() -> None:
     pytest.importorskip("triton")
     generator = torch.Generator("cuda").manual_seed(0)
     a, b = (
-        Part(*(torch.randn(shape, generator=generator, device="cuda") for shape in ((2, 77, 3, 40), (2, 77, 3))))
+        PartialAttention(
+            *(torch.randn(shape, generator=generator, device="cuda") for shape in ((2, 77, 3, 40), (2, 77, 3)))
+        )
         for _ in range(2)
     )
     a.lse[:, 0] = float("-inf")

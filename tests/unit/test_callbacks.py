@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.callbacks import EMACallback, SamplingCallback
+from lightning_cp.callbacks.sampling import EMACallback, SamplingCallback
 
 
 @pytest.mark.parametrize("decay", [1, 1.5, -0.1, float("nan"), True, "0.9", None])

@@ -9,29 +9,15 @@ import lightning_cp
 
 PACKAGE = Path(lightning_cp.__file__).parent
 LAYERS = (
-    {"errors", "config", "mesh", "channel"},
-    {"comm", "kernels", "random_state"},
+    {"errors", "config", "mesh", "compat"},
+    {"comm", "kernels"},
     {"attention", "plans"},
     {"engine"},
     {"vae"},
-    {"data", "training", "checkpoint", "sampling", "planning", "launch", "pipelines"},
-    {"benchmark"},
-    {
-        *("strategy", "flavour", "sharded", "replicated", "fabric", "pytorch", "callbacks", "export", "_register"),
-        *(
-            "buckets",
-            "meta",
-            "checksum",
-            "initial_weights",
-            "replaced_weights",
-            "units",
-            "trainer_samplers",
-            "trainer_launcher",
-            "notebook",
-            "ema_callback",
-            "trainer_random_states",
-        ),
-    },
+    {"data", "training", "checkpoint", "sampling", "launch", "pipelines"},
+    {"strategies"},
+    {"fabric", "pytorch", "callbacks", "_register"},
+    {"app"},
     {"__init__"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import ALONE, Groups, branches_for, check_world, groups_by_name, groups_for
+from lightning_cp.mesh import ALONE, MeshGroups, branches_for, check_world, groups_by_name, groups_for
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int] | None:
     return None if group is None else dist.get_process_group_ranks(group)
 
 
-def _of_every_rank(size: int, config: Callable[[], ContextParallelConfig]) -> list[Groups]:
+def _of_every_rank(size: int, config: Callable[[], ContextParallelConfig]) -> list[MeshGroups]:
     """What each rank's groups say (members of the groups are checked here, while the world exists)."""
     everyone = []
     for rank in range(size):

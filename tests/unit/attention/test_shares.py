@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_cp.attention.heads import share_heads
+from lightning_cp.attention.heads import assign_heads
 
 
 @pytest.mark.parametrize("degree", [1, 2, 3, 4, 5, 7])
@@ -13,7 +13,7 @@ from lightning_cp.attention.heads import share_heads
 def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, degree: int) -> None:
     if degree > hq:
         pytest.skip("fewer heads than ranks are refused before")
-    shares = share_heads(hq, hk, degree)
+    shares = assign_heads(hq, hk, degree)
     assert [head for share in shares for head in range(share.query.start, share.query.stop)] == list(range(hq))
     sizes = [share.queries for share in shares]
     assert max(sizes) - min(sizes) <= 1
@@ -29,6 +29,6 @@ def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, d
 
 
 def test_heads_that_do_not_group_evenly_are_ragged() -> None:
-    assert [share.ragged for share in share_heads(9, 3, 2)] == [True, True]
-    assert [share.ragged for share in share_heads(8, 2, 3)] == [False, True, False]
-    assert [share.ragged for share in share_heads(8, 8, 3)] == [False, False, False]
+    assert [share.ragged for share in assign_heads(9, 3, 2)] == [True, True]
+    assert [share.ragged for share in assign_heads(8, 2, 3)] == [False, True, False]
+    assert [share.ragged for share in assign_heads(8, 8, 3)] == [False, False, False]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_cp.comm.neighbours import border_rows, sum_over_ranks, with_margin
+from lightning_cp.comm.halo import fetch_halo, halo_exchange, sum_over_ranks
 from lightning_cp.comm.shards import gather
 from lightning_cp.mesh import ALONE
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "gather": lambda x: gather(x, 1, [5], ALONE.name),
     "sum": lambda x: sum_over_ranks(x, ALONE.name),
-    "margin": lambda x: with_margin(x, 1, [5], 2, ALONE.name),
+    "margin": lambda x: halo_exchange(x, 1, [5], 2, ALONE.name),
 }
 each = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 
@@ -67,6 +67,6 @@ def test_jacobians_and_maps_over_samples_are_exact(operator: Callable[[Tensor], 
 
 def test_an_exchange_without_a_derivative_refuses_tangents() -> None:
     x, tangent = _pair()
-    border_rows(x, 1, 1, 1, groups=ALONE)
+    fetch_halo(x, 1, 1, 1, groups=ALONE)
     with pytest.raises(NotImplementedError, match="the exchange of rows of a parallel VAE has no forward derivative"):
-        torch.func.jvp(lambda y: border_rows(y, 1, 1, 1, groups=ALONE)[0] or y, (x,), (tangent,))
+        torch.func.jvp(lambda y: fetch_halo(y, 1, 1, 1, groups=ALONE)[0] or y, (x,), (tangent,))

@@ -16,9 +16,10 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.runs.recipe import check_config, conf_dir
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
-from lightning_cp.flavour import ContextParallelFlavour
-from lightning_cp.launch import Machine, check_config, conf_dir
+from lightning_cp.launch import Machine
+from lightning_cp.strategies.mixin import ContextParallelMixin
 
 ROOT = Path(__file__).parents[3]
 CONF = ROOT / "conf"
@@ -50,7 +51,7 @@ def test_every_trainer_is_built(name: str) -> None:
     assert built.world_size == 1
     assert built.strategy.root_device == torch.device("cpu")
     assert isinstance(built, Trainer if name == "lightning" else Fabric)
-    assert isinstance(built.strategy, ContextParallelFlavour)
+    assert isinstance(built.strategy, ContextParallelMixin)
 
 
 @pytest.mark.parametrize("data", options("data"))

@@ -8,15 +8,17 @@ import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_cp.data.peer_batches import FirstRanksOrder, is_foreign, prepare_loader, reordered
-from lightning_cp.mesh import Groups
+from lightning_cp.mesh import MeshGroups
 from tests.unit.data.test_group_batches import Buckets
 
 DATA: Any = list(range(8))
 
 
-def _groups(data_rank: int, data_size: int) -> Groups:
+def _groups(data_rank: int, data_size: int) -> MeshGroups:
     settings: dict[str, Any] = dict.fromkeys(("mesh", "ring", "ulysses", "context"))
-    return Groups(name="", context_shape=(1, 1), context_rank=0, data_rank=data_rank, data_size=data_size, **settings)
+    return MeshGroups(
+        name="", context_shape=(1, 1), context_rank=0, data_rank=data_rank, data_size=data_size, **settings
+    )
 
 
 def _backwards(order: Any) -> Any:

@@ -4,7 +4,7 @@ import random
 import numpy as np
 import torch
 
-from lightning_cp.data import Stream, keyed_generator, worker_init_fn
+from lightning_cp.data import RandomStream, keyed_generator, worker_init_fn
 
 
 def drawn_after(seed: int, data_rank: int, worker: int) -> tuple[float, float, float]:
@@ -26,8 +26,8 @@ def test_a_worker_is_seeded_by_seed_data_rank_and_worker_alone() -> None:
 
 
 def test_streams_steps_and_indices_are_independent() -> None:
-    keys = [(s, t, i) for s in Stream for t in (0, 1, 1 << 40) for i in (0, 1, 1 << 40)]
+    keys = [(s, t, i) for s in RandomStream for t in (0, 1, 1 << 40) for i in (0, 1, 1 << 40)]
     drawn = {keyed_generator(0, s, step=t, index=i).random() for s, t, i in keys}
     assert len(drawn) == len(keys)
-    long = keyed_generator(0, Stream.NOISE, index=0).random(100_000)
-    assert keyed_generator(0, Stream.NOISE, index=1).random() not in long
+    long = keyed_generator(0, RandomStream.NOISE, index=0).random(100_000)
+    assert keyed_generator(0, RandomStream.NOISE, index=1).random() not in long

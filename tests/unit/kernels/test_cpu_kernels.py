@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.kernels import Part, PartGrad, attend, attend_backward, wide_dtype
+from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of, attend, attend_backward
 from lightning_cp.kernels.choice import KERNELS
 from lightning_cp.kernels.protocol import Kernel
 from tests.reference import max_error, softmax_attention
@@ -46,10 +46,10 @@ def _errors(
 ) -> dict[str, float]:
     part = attend(kernel, q, k, v, mask=mask, causal=causal, scale=scale)
     assert part.out.dtype == q.dtype
-    assert part.lse.dtype == wide_dtype(q.dtype)
+    assert part.lse.dtype == accumulation_dtype_of(q.dtype)
     grad_out, grad_lse = torch.randn_like(part.out), torch.randn_like(part.lse)
     grads = attend_backward(
-        *(kernel, PartGrad(grad_out, grad_lse if use_lse else None), q, k, v, part),
+        *(kernel, PartialAttentionGrad(grad_out, grad_lse if use_lse else None), q, k, v, part),
         mask=mask,
         causal=causal,
         scale=scale,
@@ -117,7 +117,7 @@ def test_a_row_without_any_key_is_zero_and_gets_no_gradient(kernel: Kernel) -> N
     assert not part.out[:, empty].any()
     assert bool((part.lse[:, empty] == -torch.inf).all())
     assert bool(part.lse[:, 1].isfinite().all())
-    grad = PartGrad(torch.ones_like(part.out), torch.ones_like(part.lse))
+    grad = PartialAttentionGrad(torch.ones_like(part.out), torch.ones_like(part.lse))
     grads = attend_backward(kernel, grad, q, k, v, part, mask=mask, causal=False, scale=1.0)
     assert not grads.query[:, empty].any()
     assert all(bool(x.isfinite().all()) for x in grads)
@@ -132,7 +132,7 @@ def test_the_gradients_of_two_chunks_with_the_merged_part_add_up(kernel: Kernel)
     mask[..., 4:7] = False
     mask[..., 0] = True
     whole = attend(kernel, q, k, v, mask=mask, causal=False, scale=0.3)
-    grad = PartGrad(torch.randn_like(whole.out), torch.randn_like(whole.lse))
+    grad = PartialAttentionGrad(torch.randn_like(whole.out), torch.randn_like(whole.lse))
     expected = attend_backward(kernel, grad, q, k, v, whole, mask=mask, causal=False, scale=0.3)
     dq, dks, dvs = torch.zeros_like(q), [], []
     for chunk in (slice(0, 4), slice(4, 7), slice(7, 9)):
@@ -158,7 +158,7 @@ class _AtItsLimit:
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
-    ) -> Part:
+    ) -> PartialAttention:
         return CPU_KERNELS[0].forward(query, key, value, mask, causal=causal, scale=scale)
 
     def backward(self, *_: object, **__: object) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention.api import attend_across
 from lightning_cp.errors import KernelError
-from lightning_cp.kernels import Part, PartGrad, attend, attend_backward, choice
+from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choice
 from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, FlashAttnKernel
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel
@@ -35,8 +35,10 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
     assert all(x.is_contiguous() for x in (g, q, k, v, out, lse))
-    part = Part(out, lse.transpose(1, 2))
-    return tuple(attend_backward(MATH, PartGrad(g, None), q, k, v, part, mask=None, causal=causal, scale=scale))
+    part = PartialAttention(out, lse.transpose(1, 2))
+    return tuple(
+        attend_backward(MATH, PartialAttentionGrad(g, None), q, k, v, part, mask=None, causal=causal, scale=scale)
+    )
 
 
 def _flash_attn_2() -> dict[str, Any]:
@@ -180,8 +182,12 @@ def test_a_package_is_called_as_it_expects(_kernel: Kernel, causal: bool, d: int
     torch.testing.assert_close(part.lse, expected.lse)
     if isinstance(_kernel, SageKernel):
         return
-    of_expected = attend_backward(MATH, PartGrad(grad, None), q, k, v, expected, mask=None, causal=causal, scale=0.3)
-    grads = attend_backward(_kernel, PartGrad(grad, None), q, k, v, part, mask=None, causal=causal, scale=0.3)
+    of_expected = attend_backward(
+        MATH, PartialAttentionGrad(grad, None), q, k, v, expected, mask=None, causal=causal, scale=0.3
+    )
+    grads = attend_backward(
+        _kernel, PartialAttentionGrad(grad, None), q, k, v, part, mask=None, causal=causal, scale=0.3
+    )
     for mine, exact in zip(grads, of_expected, strict=True):
         torch.testing.assert_close(mine, exact)
 

@@ -10,8 +10,8 @@ from typing import IO
 
 from omegaconf import DictConfig
 
-from lightning_cp import channel
-from lightning_cp.launch import SettingsError
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.comm import channel
 from lightning_cp.launch.stalls import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))

@@ -3,10 +3,10 @@
 import pytest
 
 from lightning_cp import ContextParallelConfig
+from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.launch.job import FailureKind
 from lightning_cp.launch.rank import failure_of
-from lightning_cp.training.records import read_metrics
 
 
 def _caught(action: object, *args: object) -> BaseException:

@@ -10,9 +10,11 @@ import torch
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_cp.data import load_scans
-from lightning_cp.sampling import SamplingSettings, draw_grid, draw_samples, integrate_flow, recognise_digits
-from lightning_cp.training.run import DataPlace
+from lightning_cp.app.digits import load_scans
+from lightning_cp.app.sampling.picture import draw_grid
+from lightning_cp.app.sampling.recognise import recognise_digits
+from lightning_cp.sampling import SamplingSettings, draw_samples, integrate_flow
+from lightning_cp.training.ranks import DataShard
 
 
 def exact_velocity(target: Tensor):  # type: ignore[no-untyped-def]
@@ -105,10 +107,12 @@ class FakeWorld:
             return torch.stack(self.given).sum(dim=0)
 
         data_rank = self.data_ranks[rank]
-        place = DataPlace(data_rank, max(self.data_ranks) + 1, is_first=self.data_ranks.index(data_rank) == rank)
+        data_shard = DataShard(data_rank, max(self.data_ranks) + 1, is_first=self.data_ranks.index(data_rank) == rank)
         fabric: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce=all_reduce)
         settings = SamplingSettings(count, 3, 2.0, seed=0)
-        return draw_samples(fabric, ScaledNoise(), (1, 1, 2, 2), settings=settings, num_classes=10, place=place).pixels
+        return draw_samples(
+            fabric, ScaledNoise(), (1, 1, 2, 2), settings=settings, num_classes=10, data_shard=data_shard
+        ).pixels
 
 
 class ScaledNoise(torch.nn.Module):
@@ -125,7 +129,7 @@ def test_samples_do_not_depend_on_the_number_of_data_ranks(data_ranks: list[int]
         (1, 1, 2, 2),
         settings=SamplingSettings(count, 3, 2.0, seed=0),
         num_classes=10,
-        place=DataPlace(0, 1),
+        data_shard=DataShard(0, 1),
     )
     assert expected.labels.tolist() == [i % 10 for i in range(count)]
     for pixels in FakeWorld(data_ranks).draw(count):

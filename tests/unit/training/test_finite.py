@@ -12,15 +12,18 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
+from lightning_cp.app.training.loop import LoopSettings, StepReport, Steps
+from lightning_cp.app.training.run import Run, RunFolder
+from lightning_cp.app.training.state import TrainState
+from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped, StopRequest
-from lightning_cp.training import LoopSettings, StepReport, Steps, TrainState, WeightAverage
+from lightning_cp.training import WeightAverage
 from lightning_cp.training.finite import MOST_SKIPPED_IN_A_ROW, StepGuard, find_nonfinite
-from lightning_cp.training.run import DataPlace, Run, RunFolder
-from lightning_cp.training.tracing import StepTrace
+from lightning_cp.training.ranks import DataShard
 
 NAN, INF = math.nan, math.inf
 ALONE: Any = SimpleNamespace(
@@ -43,7 +46,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
-        run = Run(ALONE, self.state, RunFolder(folder), DataPlace(0, 1), self.request)
+        run = Run(ALONE, self.state, RunFolder(folder), DataShard(0, 1), self.request)
         self.reports: list[StepReport] = []
         watcher: Any = SimpleNamespace(watch=self.reports.append)
         self.steps = Steps(

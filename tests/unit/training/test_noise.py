@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from lightning_cp.data import Stream
-from lightning_cp.training import FlowMatching, sample_dropped, sample_noise, sample_times, sample_uniform
+from lightning_cp.app.training.flow import FlowMatching
+from lightning_cp.data import RandomStream
+from lightning_cp.training import sample_dropped, sample_noise, sample_times, sample_uniform
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
@@ -34,7 +35,7 @@ def test_noise_is_standard_normal_and_differs_by_seed_step_row_and_stream() -> N
         sample_noise((64, 1000), seed=1, step=0),
         sample_noise((64, 1000), seed=0, step=1),
         sample_noise((64, 1000), seed=0, step=0, first_index=1),
-        sample_noise((64, 1000), seed=0, step=0, stream=Stream.SAMPLE),
+        sample_noise((64, 1000), seed=0, step=0, stream=RandomStream.SAMPLE),
     ]
     assert all(not torch.equal(noise, other) for other in others)
 

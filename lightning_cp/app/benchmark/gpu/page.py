@@ -1,0 +1,121 @@
+"""Write the results as a Markdown page with plots."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
+from lightning_cp.app.benchmark.report import Row, draw, machine_name
+
+_ABOUT = {
+    "tests": "The tests in `tests/gpu`: every CUDA kernel against float64; a step without host synchronisation,"
+    " captured in a CUDA graph and compiled with `fullgraph=True`; several gloo ranks that share the GPU; float16 with"
+    " a gradient scaler.",
+    "errors": "Every kernel against softmax attention in float64.",
+    "merge": "The Triton kernel that merges two partial results, against the bandwidth of a plain copy.",
+    "one_rank": "What one rank computes in each mode, while collectives send nothing, against one attention call with"
+    " the same FLOPs. A ratio above 1 is our overhead: merges, sums, packing, and kernels on smaller chunks.",
+    "memory": "Peak allocation of attention on one rank, against the sum of the buffers that are alive at once.",
+    "main_job": "`python recipes/train.py` on one GPU.",
+}
+
+
+def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: Path, *, device: str) -> list[Path]:
+    """Write `gpu.md` and its plots into `folder`. Returns: their paths.
+
+    Args:
+        results: by stage; a stage that is missing is listed as not run.
+        stages: all stages, in order.
+        device: "cuda", or "cpu" for a rehearsal.
+    """
+    plots = _plots(results, folder)
+    checks = [(name, check) for name, found in results.items() for check in found.checks]
+    failed = [(name, check) for name, check in checks if check.passed is False]
+    met = sum(check.passed is True for _, check in checks)
+    lines = ["# One GPU", ""]
+    lines += [f"Measured on {_machine()} with", "", "    python recipes/bench.py bench=gpu", ""]
+    if device == "cpu":
+        lines += ["**A rehearsal on CPU in small: these numbers say nothing about a GPU.**", ""]
+    lines += [f"{met} goals met, {len(failed)} missed.", ""]
+    lines += _table(["stage", "result", "seconds"], [_summary(name, results.get(name)) for name in stages])
+    if failed:
+        lines += ["", "## Goals missed", ""]
+        lines += _table(["stage", "check", "value", "goal"], [[n, c.name, c.value, c.goal] for n, c in failed])
+    for name, found in results.items():
+        lines += ["", f"## Stage `{name}`", "", _ABOUT.get(name, ""), ""]
+        lines += [f"![{path.stem}]({path.name})" for path in plots.get(name, [])]
+        for table in [*_ratio_tables(found), *found.tables]:
+            lines += ["", f"### {table.title}", "", *_table(table.columns, table.rows)]
+    page = folder / "gpu.md"
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return [page, *(path for paths in plots.values() for path in paths)]
+
+
+def _summary(name: str, found: StageResult | None) -> list[str]:
+    if found is None:
+        return [name, "not run", ""]
+    missed = sum(check.passed is False for check in found.checks)
+    told = found.error or (f"{missed} goals missed" if missed else "all goals met" if _goals(found) else "no goals")
+    return [name, told.replace("|", "/").replace("\n", " ")[:300], f"{found.seconds:.0f}"]
+
+
+def _goals(found: StageResult) -> list[Check]:
+    return [check for check in found.checks if check.passed is not None]
+
+
+def _ratio_tables(found: StageResult) -> Iterable[ResultTable]:
+    """The checks of the stage that has rows for `bench.csv`, as one table."""
+    if found.rows:
+        yield ResultTable("Ratios", ["case", "ratio", "goal"], [[c.name, c.value, c.goal] for c in found.checks])
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+
+
+def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path]]:
+    """The plots of each stage that has some."""
+    plots: dict[str, list[Path]] = {}
+    ratios = results.get("one_rank")
+    if ratios is not None and ratios.rows:
+        for workload in dict.fromkeys(row["workload"] for row in ratios.rows):
+            path = folder / f"gpu_{workload.replace(' ', '_')}.png"
+            draw([cast(Row, row) for row in ratios.rows if row["workload"] == workload], path)
+            plots.setdefault("one_rank", []).append(path)
+    memory = results.get("memory")
+    if memory is not None and memory.tables:
+        plots["memory"] = [folder / "gpu_memory.png"]
+        _draw_memory(memory.tables[0], plots["memory"][0])
+    return plots
+
+
+def _draw_memory(table: ResultTable, path: Path) -> None:
+    """Bars of measured and expected peak memory."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.5 * len(table.rows) + 1.4), layout="constrained")
+    axis: Any = figure.subplots()
+    labels = [f"{row[0]}, {row[1]}" for row in table.rows]
+    measured, expected = ([float(row[i].replace(",", "")) for row in table.rows] for i in (2, 3))
+    at = range(len(labels))
+    axis.barh([y + 0.2 for y in at], measured, height=0.4, label="measured")
+    axis.barh([y - 0.2 for y in at], expected, height=0.4, label="formula", color="lightgray")
+    axis.set_yticks(list(at), labels)
+    axis.invert_yaxis()
+    axis.set(xlabel="peak MB", title=table.title)
+    axis.legend(frameon=False)
+    figure.savefig(path, dpi=110)
+
+
+def _machine() -> str:
+    import diffusers
+    import torch
+
+    versions = f"diffusers {diffusers.__version__}, Python {platform.python_version()}"
+    if torch.cuda.is_available():
+        versions += f", CUDA {torch.version.cuda}"
+    return f"{machine_name()}, {versions}"

@@ -1,0 +1,231 @@
+"""From a composed configuration to a finished job: what every recipe's `main` does."""
+
+import hashlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.app.runs import slurm, sweep
+from lightning_cp.app.runs.run_folder import check_writable, held
+from lightning_cp.app.settings.consistency import check_consistency, check_trainer
+from lightning_cp.app.settings.table import SettingsError, check_values, read, show
+from lightning_cp.app.settings.world import World, resolve_world
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest, sweep_partials
+from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
+from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
+from lightning_cp.launch.local import LocalLauncher
+from lightning_cp.launch.machine import Machine
+from lightning_cp.launch.scratch import temporary_folder
+
+_REFUSED_EXIT_CODE = 2
+_failed: set[Path] = set()  # sweeps of which this process has seen a job fail
+_FIRST_TELLS_S = 30.0  # within which the first rank has told a refusal, however busy the machine
+_SHOW_CURSOR = "\x1b[?25h"
+
+
+def conf_dir(recipe: str, *, part: str = "") -> str:
+    """Where a recipe's configuration is: `conf` beside its folder, as in a clone, else the installed package.
+
+    Args:
+        recipe: the recipe's `__file__`.
+        part: a folder within; "" for all of it.
+    """
+    beside = Path(recipe).resolve().parent.parent / "conf"
+    if (beside / "train.yaml").is_file():
+        return str(beside / part)
+    return f"pkg://lightning_cp.conf.{part}".rstrip(".")
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A configuration that can be run, and the world it runs on."""
+
+    config: DictConfig
+    world: World
+
+
+def check_config(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
+    """Checks all that can be known before ranks start, and puts values in the place of "auto" and "last".
+
+    Raises: SettingsError, CheckpointError: the first thing that is wrong.
+    """
+    check_values(config)
+    world = resolve_world(config, machine, place)
+    check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
+    settled = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
+    resolved = resolve(settled)
+    check_trainer(resolved)
+    return CheckedRun(resolved, world)
+
+
+Check = Callable[[DictConfig, Machine, LauncherEnv | None], CheckedRun]
+
+
+def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) -> float | None:
+    """What a recipe's `main` does: checks the configuration, runs the target on all ranks, says what went wrong.
+
+    In a multirun it records the job and returns the objective, NaN for a job that failed or was skipped.
+
+    Args:
+        config: as Hydra composed it.
+        target: the function every rank calls with the resolved configuration; see `Job`.
+        check: of the configuration.
+    Raises: SystemExit: a single run failed, or a sweep was interrupted.
+    """
+    place = launcher_env(os.environ)
+    if not sweep.in_sweep():
+        result = attempt(config, place, target=target, check=check)
+        if not result.began and not is_first(place):
+            result = _refused_after_the_first(result, place)
+        exit_code = report(result, str(config.get("run_dir")))
+        if exit_code:
+            sys.exit(exit_code)
+        return None
+    folder, started = sweep.this_sweep(), time.monotonic()
+    # Ranks of a launcher all see their own refusals; the first one's files may not be there yet for the others.
+    failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
+    if read(config, "sweep.on_error") == "stop" and failed_before:
+        return sweep.record(config, None, started).loss if is_first(place) else math.nan
+    result = attempt(config, place, target=target, check=check)
+    report(result, HydraConfig.get().runtime.output_dir)
+    if result.failure is not None:
+        _failed.add(folder)
+    outcome = sweep.record(config, result, started) if is_first(place) else None
+    if result.was_stopped or (place is not None and result.failure is not None and result.began):
+        if is_first(place):
+            sweep.summarise(folder)  # Hydra is not asked again: under a launcher, peers may wait for ever
+        sys.exit(result.exit_code)
+    return math.nan if outcome is None else outcome.loss
+
+
+def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check: Check = check_config) -> Result:
+    """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
+    with ExitStack() as stack:
+        try:
+            sweep.check_launcher()
+            run = check(config, Machine.this(), place)
+            run_dir = Path(run.config.run_dir)
+            sweep.check_folder(run_dir)
+            check_writable(run_dir, "run_dir")
+            locks = (stack.enter_context(held(run_dir, "run_dir")),) if is_first(place) else ()
+            if is_first(place):
+                slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
+        except (SettingsError, CheckpointError) as error:
+            return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
+        hidden = run_dir / ".hydra"
+        if not is_first(place):  # the first rank's folder is the run's
+            hidden = stack.enter_context(temporary_folder())
+        else:
+            sweep_partials(Path(run.config.output_root))
+            if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
+                print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
+        hidden.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(run.config, hidden / sweep.RESOLVED)
+        threads = threads_per_rank(run.world, Machine.this())
+        resolved, logs = hidden / sweep.RESOLVED, run_dir / "logs"
+        job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
+        launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
+        result = launcher.launch(job)
+        return _queued_again(result) if is_first(place) else result
+
+
+def _refused_after_the_first(result: Result, place: LauncherEnv | None) -> Result:
+    """A refusal that the first rank tells for all of them, unless it does not refuse: its node may be another.
+
+    torchrun's agent ends all ranks once one has ended, so the others wait for that; one still there tells its own.
+    """
+    if place is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return result
+    time.sleep(_FIRST_TELLS_S)
+    told = f"{result.failure.message} (rank {place.rank})"
+    return replace(result, failure=replace(result.failure, rank=place.rank, message=told))
+
+
+def _queued_again(result: Result) -> Result:
+    """Under SLURM, a job that was stopped because its time is up is run again, and goes on where it was."""
+    failure = result.failure
+    if failure is None or not result.was_stopped or failure.exit_code != 128 + signal.SIGUSR1:
+        return result
+    if not slurm.requeue(os.environ):
+        return result
+    return replace(result, failure=replace(failure, message=f"{failure.message}; SLURM will run this job again"))
+
+
+def threads_per_rank(world: World, machine: Machine) -> int:
+    """CPU threads a rank may use, so that all ranks of this node together use its cores."""
+    return max(1, machine.cores // world.devices)
+
+
+def report(result: Result, run_dir: str) -> int:
+    """Tells the user why a job failed. Returns: its exit code."""
+    failure = result.failure
+    if failure is None:
+        return 0
+    place = launcher_env(os.environ)
+    if failure.rank < 0 and not is_first(place):
+        return failure.exit_code  # all ranks refuse alike, and the first one says so
+    if sys.stdout.isatty():
+        sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it
+    sys.stdout.flush()
+    print(f"error: {failure.describe()}", file=sys.stderr)
+    if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
+        print(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}", file=sys.stderr)
+    return failure.exit_code
+
+
+def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
+    """Overrides for ranks that a launcher started, so that only the first leaves a `.hydra` folder."""
+    return [] if is_first(launcher_env(environ)) else ["hydra.output_subdir=null"]
+
+
+def _resume(config: DictConfig) -> str | None:
+    asked = read(config, "resume")
+    run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
+    earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
+    asked = next((str(folder) for folder in earlier if folder is not None), asked)
+    if asked is None:
+        return None
+    if root not in run_dir.absolute().parents:
+        root = run_dir.parent  # hydra.run.dir was given: the runs beside it are its siblings
+    folder = find_checkpoint(asked, root)
+    manifest, wanted = read_manifest(folder), read(config, "max_steps")
+    done, sampler = manifest.step, manifest.facts.get("sampler", {})
+    for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
+        if saved is not None and saved != read(config, key):
+            raise SettingsError(
+                f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint that is resumed, {folder}: "
+                "use that, or the order of the data would be another"
+            )
+    if done > wanted:
+        raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: cannot be less to resume={show(asked)}")
+    traced = read(config, "trace_step")
+    if traced is not None and traced <= done and asked == read(config, "resume"):  # not where SLURM runs the job again
+        raise SettingsError(f"trace_step={traced}, and {folder} has done {done}: must be more to resume={show(asked)}")
+    return str(folder.absolute())
+
+
+def _identity(config: DictConfig) -> str:
+    """The same for the same settings of the same job of a sweep, wherever it runs."""
+    settings = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("resume", "run_dir")])
+    text = f"{sweep.job_number()} {OmegaConf.to_yaml(settings)}"
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def resolve(config: DictConfig | ListConfig) -> DictConfig:
+    """With nothing left open. Raises: SettingsError: a value is missing, or refers to none."""
+    try:
+        resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+    except OmegaConfBaseException as error:
+        raise SettingsError(" ".join(str(error).split())) from error
+    assert isinstance(resolved, DictConfig), "a recipe's configuration is a mapping"
+    return resolved

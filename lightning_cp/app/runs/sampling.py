@@ -1,0 +1,161 @@
+"""What the settings of `python recipes/sample.py` mean: a checkpoint of a run, or a pipeline of diffusers.
+
+Imports neither torch nor diffusers.
+"""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from lightning_cp.app.runs import sweep
+from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
+from lightning_cp.app.settings.foreign import read_foreign_run
+from lightning_cp.app.settings.table import SettingsError, check_values, read, show
+from lightning_cp.app.settings.world import is_single, resolve_world
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint
+from lightning_cp.launch.external import LauncherEnv
+from lightning_cp.launch.machine import Machine
+
+_PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
+_BRANCHES = 2  # of a flow with guidance: with the class, and without
+_WHOLE_PRECISIONS = ("32-true", "bf16-true", "16-true")
+_BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # whose prompts are classes
+# Settings that a checkpoint has no use for, and their values in conf/sample.yaml.
+_OF_PIPELINES: dict[str, Any] = {
+    **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
+    **{"vae": "auto", "stages": "together", "per_call": 1},
+}
+
+
+def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
+    """Checks all that can be known before ranks start; finds out what is sampled. See `check_config`.
+
+    Raises: SettingsError, CheckpointError: the first thing that is wrong.
+    """
+    check_values(config)
+    world = resolve_world(config, machine, place)
+    check_device(config, world.accelerator)
+    if config.format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise SettingsError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
+    found = _source(config)
+    settled: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
+    if not is_single(config):  # to a strategy, the branches of guidance are data groups
+        settled.strategy.data_parallel = world.data_parallel * world.cfg
+    resolved: Any = OmegaConf.merge(resolve(settled), OmegaConf.create(found))
+    check_trainer(resolved)
+    if resolved.prompts == []:
+        raise SettingsError("prompts=[] is not valid: a list must have an entry; null is none")
+    if resolved.trained is None:
+        _check_pipeline(resolved)
+    else:
+        _check_trained(resolved)
+    if not _is_file(resolved.prompts):
+        resolved.prompts = _entries(resolved.prompts)
+    return CheckedRun(resolved, world)
+
+
+def _source(config: DictConfig) -> dict[str, Any]:
+    """`checkpoint` and `trained` (the configuration of its run), or `pipeline`; None for what it is not."""
+    source, root = str(read(config, "source")), Path(read(config, "output_root")).absolute()
+    folder = Path(source)
+    if any((folder / name).is_file() for name in _PIPELINE_FILES):
+        return {"pipeline": str(folder.absolute()), "checkpoint": None, "trained": None}
+    if source != "last" and not folder.exists():
+        if source.count("/") == 1 and not source.startswith((".", "/", "~")):
+            return {"pipeline": source, "checkpoint": None, "trained": None}  # of a hub
+        raise SettingsError(
+            f"source={source} does not exist: must be `last` (the newest checkpoint under output_root), the folder of "
+            "a checkpoint, of a run or of a pipeline, or the id of a pipeline on the hub (organisation/name)"
+        )
+    try:
+        checkpoint = find_checkpoint(source, root).absolute()
+    except CheckpointError as error:
+        raise SettingsError(str(error).replace("resume=", "source=", 1)) from error
+    settings = checkpoint.parent.parent / ".hydra" / sweep.RESOLVED
+    if not settings.is_file():
+        raise SettingsError(f"source={source}: {settings} is not there, which says what model {checkpoint} is of")
+    trained = read_foreign_run(settings, trust=read(config, "trust", False))
+    return {"pipeline": None, "checkpoint": str(checkpoint), "trained": trained}
+
+
+def _check_trained(config: DictConfig) -> None:
+    trained = config.trained
+    degrees = {"ring": config.ring, "ulysses": config.ulysses}
+    check_model(OmegaConf.merge(trained, degrees))  # type: ignore[arg-type]
+    if config.cfg > _BRANCHES:
+        raise SettingsError(f"cfg={config.cfg} is not valid: a run's model has {_BRANCHES} branches of guidance")
+    for key, default in _OF_PIPELINES.items():
+        if config[key] != default:
+            raise SettingsError(
+                f"{key}={show(config[key])} is for pipelines; {config.checkpoint} is a checkpoint of a run"
+            )
+    classes, frames = trained.data.num_classes, trained.data.frames
+    for asked in _entries(config.prompts) or ():
+        if not _is_class(asked) or asked >= classes:
+            raise SettingsError(
+                f"prompts={show(config.prompts)}: of this run they are classes, from 0 to {classes - 1}"
+            )
+    formats = ("auto", "png", "gif", "mp4") if frames == 1 else ("auto", "gif", "mp4")
+    if config.format not in formats:
+        what = "pictures" if frames == 1 else f"clips of {frames} frames"
+        raise SettingsError(
+            f"format={config.format} is not valid: samples of this run are {what}: must be one of {', '.join(formats)}"
+        )
+
+
+def _check_pipeline(config: DictConfig) -> None:
+    if config.precision not in _WHOLE_PRECISIONS:
+        raise SettingsError(f"precision={config.precision} is not valid for a pipeline: {', '.join(_WHOLE_PRECISIONS)}")
+    _check_prompts(config.prompts, _pipeline_class(config.pipeline))
+    image = config.call.get("image", config.image)
+    if image is not None and not Path(image).is_file():
+        raise SettingsError(f"image={image} is no file")
+    if image is not None and config.per_call > 1:
+        raise SettingsError(f"per_call={config.per_call} is not valid with an image: must be 1")
+
+
+def _check_prompts(asked: Any, kind: str | None) -> None:
+    """Raises: SettingsError: prompts that a pipeline of this class (None: not known) does not take."""
+    if asked is None or (isinstance(asked, str) and not asked.strip()):
+        raise SettingsError('prompts must be given for a pipeline: a text, a list ("prompts=[a cat,a dog]"), or a file')
+    if isinstance(asked, str) and _looks_like_path(asked) and not _is_file(asked):
+        raise SettingsError(f"prompts={asked} is no file; if it is a text, give it in a list: prompts=[{asked}]")
+    takes_classes, takes_texts = kind is None or kind in _BY_CLASS, kind not in _BY_CLASS
+    for entry in _entries(asked) or ():
+        if not (_is_class(entry) and takes_classes) and not (isinstance(entry, str) and takes_texts):
+            valid = """texts (a number needs quotes: 'prompts=["7"]')""" if takes_texts else "classes, whole numbers"
+            raise SettingsError(f"prompts={show(asked)} is not valid: of {kind or 'a pipeline'} they are {valid}")
+
+
+def _looks_like_path(text: str) -> bool:
+    return text.endswith(".txt") or (os.sep in text and not any(letter.isspace() for letter in text))
+
+
+def _is_class(entry: Any) -> bool:
+    return isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
+
+
+def _is_file(asked: Any) -> bool:
+    return isinstance(asked, str) and os.path.isfile(asked)
+
+
+def _entries(asked: Any) -> Any:
+    """A list, also of a single one; None for none."""
+    return asked if asked is None or isinstance(asked, ListConfig) else [asked]
+
+
+def _pipeline_class(source: str) -> str | None:
+    """The name of its class, where its folder is here and says so."""
+    found = next((path for name in _PIPELINE_FILES if (path := Path(source) / name).is_file()), None)
+    if found is None:
+        return None
+    try:
+        kind = json.loads(found.read_text(encoding="utf-8")).get("_class_name")
+    except ValueError as error:
+        raise SettingsError(f"source={source}: {found} is not JSON: {error}") from error
+    return kind if isinstance(kind, str) else None  # a class of one's own is a list

@@ -1,0 +1,229 @@
+"""Hydra's multirun: each job recorded beside what it left, and a table, a CSV file and plots of all at the end.
+
+A job is as good as a fresh start, because its ranks are processes of its own; all that is kept between two jobs is the
+outcome of each. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.experimental.callback import Callback
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.table import Table
+from typing_extensions import override
+
+from lightning_cp.app.runs import slurm
+from lightning_cp.app.runs.outcome import Outcome, Status, differing, forget_outcomes, read_outcomes, read_rows
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.launch.external import is_first, launcher_env
+from lightning_cp.launch.job import Result
+
+RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
+_LAST_ROWS = 25  # of metrics.csv, whose mean loss is the objective
+
+
+def in_sweep() -> bool:
+    """Whether this job is one of a multirun."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+
+
+def job_number() -> int | None:
+    """Of this job in its multirun; None for a single run."""
+    return int(HydraConfig.get().job.num) if in_sweep() else None
+
+
+def check_launcher() -> None:
+    """Raises: SettingsError: a launcher of sweeps was chosen for a single run, where Hydra would pass over it."""
+    chosen = HydraConfig.get().runtime.choices.get("launcher") if HydraConfig.initialized() else None
+    if chosen is not None and not in_sweep():
+        raise SettingsError(f"launcher={chosen} is for jobs of a sweep: add -m, also for a single job")
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raises: SettingsError: a job of a sweep was given a folder, which others would be given too."""
+    if in_sweep() and run_dir.absolute() != Path(HydraConfig.get().runtime.output_dir).absolute():
+        raise SettingsError(f"run_dir={run_dir}: each job of a sweep has a folder of its own; give hydra.sweep.dir")
+
+
+def this_sweep() -> Path:
+    """The folder of the multirun that this job belongs to."""
+    return Path(HydraConfig.get().sweep.dir).absolute()
+
+
+def is_stopped(sweep: Path) -> bool:
+    """Whether a job before this one failed."""
+    return any(outcome.status is Status.FAILED for outcome in read_outcomes(sweep))
+
+
+def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
+    """Writes down what came of a job; `result` None: it was skipped. started: `time.monotonic()` before it."""
+    hydra = HydraConfig.get()
+    run = Path(hydra.runtime.output_dir)
+    ran = result is not None and result.began
+    metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
+    rows = list(read_rows(metrics)) if ran and _is_newer(metrics, started) else []
+    settled = OmegaConf.load(resolved) if ran and resolved.is_file() else config
+    failure = None if result is None else result.failure
+    status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
+    outcome = Outcome(
+        job=int(hydra.job.num),
+        overrides=list(hydra.overrides.task),
+        degrees={key: _degree(settled, key) for key in ("data_parallel", "ring", "ulysses")},
+        status=status,
+        message="" if failure is None else " ".join(failure.message.split()),
+        exit_code=0 if result is None else result.exit_code,
+        steps=int(rows[-1]["step"]) if rows else 0,
+        loss=_mean([row["loss"] for row in rows[-_LAST_ROWS:]]) if status is Status.FINISHED else math.nan,
+        step_time_s=_median([row["step_time_s"] for row in rows]),
+        tokens_per_s=_median([row["tokens_per_s"] for row in rows]),
+        seconds=time.monotonic() - started,
+        folder=str(run.absolute()),
+    )
+    outcome.write(this_sweep())
+    return outcome
+
+
+def summarise(sweep: Path) -> int:
+    """Writes `sweep.csv` and `sweep.png`, and prints a table. Returns: the exit code, 1 where a job failed."""
+    outcomes = read_outcomes(sweep)
+    if not outcomes:
+        print(f"error: no job of the sweep left its outcome in {sweep}", file=sys.stderr)
+        return 1
+    with (sweep / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(asdict(outcomes[0]))
+        for outcome in outcomes:
+            cells = asdict(outcome) | {"overrides": " ".join(outcome.overrides), "degrees": _spread(outcome)}
+            writer.writerow(cells.values())
+    drawn = any(outcome.steps for outcome in outcomes)
+    if drawn:
+        draw_sweep(outcomes, sweep / "sweep.png")
+    Console(width=None if Console().is_terminal else 160).print(_table(outcomes))
+    failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
+    for outcome in failed:
+        print(f"job {outcome.job} failed: {outcome.message}")
+    print(f"{sweep}\n  sweep.csv{'  sweep.png' if drawn else ''}", flush=True)
+    return 1 if failed else 0
+
+
+class SweepSummary(Callback):
+    """Hydra's callback: forgets an earlier sweep in the same folder, and sums up this one."""
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        if not is_first(launcher_env(os.environ)):
+            return
+        forget_outcomes(Path(config.hydra.sweep.dir))
+        try:
+            slurm.check_sweep(config)
+        except SettingsError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2) from None
+
+    @override
+    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if not is_first(launcher_env(os.environ)):
+            return
+        exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+        if exit_code:
+            raise SystemExit(exit_code)
+
+
+def _is_newer(path: Path, started: float) -> bool:
+    """Whether a file was written since `started`, by `time.monotonic`."""
+    began_s = time.time() - (time.monotonic() - started)
+    return path.is_file() and path.stat().st_mtime >= began_s - 1
+
+
+def _degree(config: Any, key: str) -> Any:
+    try:
+        return OmegaConf.select(config, key)
+    except OmegaConfBaseException:  # it refers to what is not there, for which the job was refused
+        return "?"
+
+
+def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
+    """Draws the loss curves of all jobs, and step time and tokens/s by degree, as one PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot: no state, no display
+
+    named = {outcome.job: settings for outcome, settings in zip(outcomes, differing(outcomes), strict=True)}
+    trained = [outcome for outcome in outcomes if outcome.steps]
+    figure = Figure(figsize=(14, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    for i, outcome in enumerate(trained):
+        rows = list(read_rows(Path(outcome.folder) / "metrics.csv"))
+        steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
+        label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
+        if outcome.status is Status.FAILED:
+            label += " (failed)"
+        curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal runs lie on each other
+    curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
+    curves.legend(frameon=False, fontsize=8)
+    places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]
+    for axes, values, name in (
+        (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
+        (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
+    ):
+        axes.barh(places, values, color="tab:blue")
+        axes.set(xlabel=name, yticks=places, yticklabels=labels)
+        axes.invert_yaxis()
+    for axes in (curves, times, speeds):
+        axes.grid(alpha=0.3)
+        axes.set_axisbelow(True)
+    figure.savefig(picture, dpi=110)
+
+
+def _table(outcomes: list[Outcome]) -> Table:
+    table = Table(title="sweep", title_justify="left")
+    for name in ("job", "settings", "degrees", "status"):
+        table.add_column(name)
+    for name in ("steps", "loss", "ms/step", "tokens/s", "seconds"):
+        table.add_column(name, justify="right")
+    colours = {Status.FINISHED: "green", Status.FAILED: "red", Status.SKIPPED: "yellow"}
+    for outcome, settings in zip(outcomes, differing(outcomes), strict=True):
+        table.add_row(
+            str(outcome.job),
+            settings,
+            _spread(outcome),
+            f"[{colours[outcome.status]}]{outcome.status}",
+            str(outcome.steps),
+            _shown(outcome.loss, ".4f"),
+            _shown(outcome.step_time_s * 1000, ".0f"),
+            _shown(outcome.tokens_per_s, ",.0f"),
+            f"{outcome.seconds:.0f}",
+        )
+    return table
+
+
+def _spread(outcome: Outcome) -> str:
+    return (
+        " × ".join(f"{key} {value}" for key, value in outcome.degrees.items() if value not in (1, "auto")) or "one rank"
+    )
+
+
+def _shown(value: float, spec: str) -> str:
+    return "–" if math.isnan(value) else format(value, spec)
+
+
+def _mean(values: list[float]) -> float:
+    return statistics.fmean(values) if values else math.nan
+
+
+def _median(values: list[float]) -> float:
+    return statistics.median(values) if values else math.nan

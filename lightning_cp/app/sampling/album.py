@@ -1,0 +1,80 @@
+"""All samples of a run: a file each, written by whoever has it, and one contact sheet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import interpolate
+
+from lightning_cp.app.sampling.media import frames_of, is_sound, write_sample
+from lightning_cp.sampling.tiles import tile, write_png
+
+_FRAMES = 8
+_MARGIN = 6
+_PIXELS = 128  # of a thumbnail's longer side
+
+
+@dataclass(eq=False)
+class Album:
+    """Where samples go, by number. Ranks write their own into the same folder.
+
+    Args: folder: of the files. format, fps, rate_hz: see `write_sample`.
+    """
+
+    folder: Path
+    format: str = "auto"
+    fps: int = 16
+    rate_hz: int = 44100
+    thumbnails: dict[int, Tensor] = field(default_factory=dict)
+
+    def add(self, number: int, sample: Any) -> Path:
+        """Writes a sample, `<number>.<suffix>`. Returns: the file. Raises: MediaError: see `write_sample`."""
+        stem = self.folder / f"{number:04d}"
+        path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
+        if not is_sound(sample):
+            self.thumbnails[number] = thumbnail(frames_of(sample))
+        return path
+
+    def draw_sheet(self, path: Path) -> bool:
+        """One picture of all ranks' samples, in the order of their numbers; clips are rows of frames.
+
+        Ranks: the whole world; the first one draws. Returns: whether there is one; sounds have none.
+        """
+        everyone: list[Any] = [self.thumbnails]
+        if dist.is_initialized():
+            everyone = [None] * dist.get_world_size()
+            dist.all_gather_object(everyone, self.thumbnails)
+        found = {number: picture for theirs in everyone for number, picture in theirs.items()}
+        if not found or (dist.is_initialized() and dist.get_rank() != 0):
+            return bool(found)
+        pictures = _alike([found[number] for number in sorted(found)])  # [n, c, f, h, w]
+        samples = pictures[:, :, 0] if pictures.shape[2] == 1 else pictures
+        write_png(tile(samples, value_range=(0, 255), margin=_MARGIN), path)
+        return True
+
+
+def thumbnail(frames: Tensor) -> Tensor:
+    """At most eight frames of at most 128 pixels, small pictures enlarged: [f, h, w, c] -> [3, f, h, w], uint8."""
+    chosen = torch.linspace(0, len(frames) - 1, min(_FRAMES, len(frames))).round().long()
+    pixels = frames[chosen][..., :3].movedim(-1, 1).float()
+    scale = _PIXELS / max(pixels.shape[-2:])
+    if scale < 1:
+        pixels = interpolate(pixels, scale_factor=scale, mode="area", recompute_scale_factor=True)
+    elif scale >= 2:
+        pixels = interpolate(pixels, scale_factor=float(int(scale)), mode="nearest")
+    return pixels.round().to(torch.uint8).expand(-1, 3, -1, -1).transpose(0, 1).contiguous()
+
+
+def _alike(pictures: list[Tensor]) -> Tensor:
+    """Of one size, with white at the right and at the bottom of smaller ones, and the last frame again."""
+    frames, height, width = (max(x.shape[dim] for x in pictures) for dim in (1, 2, 3))
+    sheet = torch.full((len(pictures), 3, frames, height, width), 255, dtype=torch.uint8)
+    for place, x in zip(sheet, pictures):
+        place[:, : x.shape[1], : x.shape[2], : x.shape[3]] = x
+        place[:, x.shape[1] :, : x.shape[2], : x.shape[3]] = x[:, -1:]
+    return sheet

@@ -1,0 +1,175 @@
+"""What the settings of a recipe mean together: contradictions are refused before anything slow begins.
+
+Imports neither torch nor diffusers.
+"""
+
+import importlib.util
+import math
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.app.settings.table import KERNELS, SettingsError, read, show
+
+_CPU_KERNELS = ("auto", "flash", "math")
+_PACKAGES = {
+    "flash_attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "flash_attn_4": "flash_attn",
+    "sage": "sageattention",
+}
+# What data sets say of themselves, whatever else is asked for.
+_FIXED: dict[str, dict[str, Any]] = {
+    "lightning_cp.app.digits.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
+    "lightning_cp.app.digits.MovingDigits": {"channels": 1},
+}
+_ALL_DIGITS = {"num_samples": 1797, "num_classes": 10}
+_SMALLEST = 8  # pixels of a digit
+
+
+def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: str) -> None:
+    """Raises: SettingsError: the first contradiction."""
+    check_data(config)
+    check_batch(config, data_parallel)
+    check_trace(config)
+    check_model(config)
+    check_device(config, accelerator)
+    if read(config, "kernel") == "sage":
+        raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
+
+
+def check_trainer(config: DictConfig) -> None:
+    """Raises: SettingsError: the trainer was given another value than the recipe; config: with all values resolved."""
+    for key in ("accelerator", "devices", "num_nodes", "precision"):
+        asked = read(config, f"trainer.{key}", read(config, key))
+        if asked != read(config, key):
+            raise SettingsError(
+                f"trainer.{key}={show(asked)} contradicts {key}={show(read(config, key))}: set {key}, and leave the "
+                "trainer's alone"
+            )
+
+
+def check_device(config: DictConfig, accelerator: str) -> None:
+    """Raises: SettingsError: a kernel or a precision that this accelerator or strategy cannot run."""
+    kernel, precision = read(config, "kernel"), str(read(config, "precision"))
+    if read(config, "strategy._target_") == "builtins.str" and kernel != "auto":
+        raise SettingsError(f"kernel={kernel} has no effect with strategy=single: leave it out, or use strategy=cp")
+    if accelerator == "cpu" and kernel not in _CPU_KERNELS:
+        raise SettingsError(f"kernel={kernel} is not valid on CPU: must be one of {', '.join(_CPU_KERNELS)}")
+    package = _PACKAGES.get(kernel)
+    if package is not None and importlib.util.find_spec(package) is None:
+        usable = [name for name in KERNELS if name not in _PACKAGES]
+        raise SettingsError(f"kernel={kernel} needs the package {package}, which is not installed: {', '.join(usable)}")
+    if accelerator == "cpu" and precision.startswith("16"):
+        raise SettingsError(
+            f"precision={precision} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
+        )
+
+
+def check_data(config: DictConfig) -> None:
+    """Raises: SettingsError: a size that the data set does not have, or that holds no digit."""
+    kind = read(config, "data.dataset._target_")
+    if kind not in _FIXED:
+        return
+    for key, value in {**_FIXED[kind], **_ALL_DIGITS}.items():
+        if read(config, f"data.{key}", value) != value:
+            raise SettingsError(
+                f"data.{key}={show(read(config, f'data.{key}'))} cannot be chosen: {kind} has {value}"
+                + ("; data=moving_digits has clips of any size" if key in ("frames", "height", "width") else "")
+            )
+    for key in ("height", "width"):
+        pixels = read(config, f"data.{key}", _SMALLEST)
+        if pixels < _SMALLEST:
+            raise SettingsError(f"data.{key}={pixels} is not valid: must be at least {_SMALLEST}, the size of a digit")
+
+
+def check_batch(config: DictConfig, data_parallel: int) -> None:
+    """Raises: SettingsError: the global batch does not fit the data set or the data ranks."""
+    batch, samples = read(config, "batch_size"), read(config, "data.num_samples")
+    if samples is not None and batch > samples:
+        raise SettingsError(f"batch_size={batch} is more than the data set has: must be at most {samples}")
+    if batch % data_parallel:
+        raise SettingsError(
+            f"batch_size={batch} is the global batch and must be a multiple of data_parallel={data_parallel}: "
+            f"{batch - batch % data_parallel or data_parallel} or {batch + data_parallel - batch % data_parallel}"
+        )
+
+
+def check_trace(config: DictConfig) -> None:
+    """Raises: SettingsError: the step to be traced is never taken."""
+    step, last = read(config, "trace_step"), read(config, "max_steps")
+    if step is not None and step > last:
+        raise SettingsError(f"trace_step={step} is never taken: must be at most max_steps={last}")
+
+
+def check_model(config: DictConfig) -> None:
+    """Raises: SettingsError: the model cannot be spread over that many ranks, or does not take the data."""
+    _check_transformer(config)
+    ring, ulysses = read(config, "ring"), read(config, "ulysses")
+    heads = read(config, "model.transformer.num_attention_heads")
+    if heads is not None and ulysses > heads:
+        raise SettingsError(
+            f"ulysses={ulysses} needs as many query heads: model.transformer.num_attention_heads={heads}; "
+            f"use ulysses from 1 to {heads}, or ring for the rest"
+        )
+    tokens = sequence_length(config)
+    if tokens is not None and tokens < ring * ulysses:
+        raise SettingsError(
+            f"ring={ring} × ulysses={ulysses} spreads a sequence over {ring * ulysses} ranks, and a sample of this "
+            f"data has {tokens} tokens: the product must be at most {tokens}"
+        )
+
+
+def sequence_length(config: DictConfig) -> int | None:
+    """Tokens of one sample, from the data's size and patch; None where the data does not say.
+
+    Raises: SettingsError: the patch does not divide the size.
+    """
+    grid = _token_grid(config)
+    return None if grid is None else math.prod(grid)
+
+
+def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
+    """Frames, rows and columns of tokens; None and errors as `sequence_length`."""
+    size = [read(config, f"data.{name}") for name in ("frames", "height", "width")]
+    patch = read(config, "data.patch_size")
+    if patch is None or None in size:
+        return None
+    if any(length % part for length, part in zip(size, patch, strict=True)):
+        raise SettingsError(
+            f"data.patch_size={patch} must divide data.frames={size[0]}, data.height={size[1]}, data.width={size[2]}"
+        )
+    width = read(config, "data.token_width")
+    if width is not None and width != read(config, "data.channels", 1) * math.prod(patch):
+        raise SettingsError(
+            f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the "
+            f"pixels of data.patch_size={patch}"
+        )
+    return tuple(length // part for length, part in zip(size, patch, strict=True))
+
+
+def _check_transformer(config: DictConfig) -> None:
+    """What diffusers' classes ask of their arguments, for those that the recipes build."""
+    kind = str(read(config, "model.transformer._target_", "")).rpartition(".")[2]
+    width, head = read(config, "data.channels", 1), read(config, "model.transformer.attention_head_dim")
+    if kind == "WanTransformer3DModel":
+        for key in ("in_channels", "out_channels"):
+            channels = read(config, f"model.transformer.{key}", width)
+            if channels != width:
+                raise SettingsError(f"model.transformer.{key}={channels} is not valid: must be data.channels={width}")
+        if head is not None and head % 2:
+            raise SettingsError(f"model.transformer.attention_head_dim={head} is not valid: must be even")
+        longest = max(_token_grid(config) or (1,))
+        table = read(config, "model.transformer.rope_max_seq_len", longest)
+        if table < longest:
+            raise SettingsError(
+                f"model.transformer.rope_max_seq_len={table} is not valid: must be at least {longest}, the tokens of "
+                "a sample along its longest axis"
+            )
+    axes = read(config, "model.transformer.axes_dims_rope")
+    known = kind == "FluxTransformer2DModel" and axes is not None and head is not None
+    if known and (sum(axes) != head or any(axis % 2 for axis in axes)):
+        raise SettingsError(
+            f"model.transformer.axes_dims_rope={axes} is not valid: must be even numbers whose sum is "
+            f"model.transformer.attention_head_dim={head}"
+        )

@@ -1,0 +1,160 @@
+"""Configurations of runs that may be somebody else's: read as plain data, before anything of them is built.
+
+Imports neither torch nor diffusers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.app.settings.table import SettingsError, check_values
+
+# Classes that a configuration may name without trust=true. Full names only: a prefix such as `lightning_cp.` would let
+# in functions that run a file or a command.
+MODEL_CLASSES = (
+    "lightning_cp.app.denoisers.FluxDenoiser",
+    "lightning_cp.app.denoisers.WanDenoiser",
+    "diffusers.FluxTransformer2DModel",
+    "diffusers.WanTransformer3DModel",
+)
+# What sampling reads. All other keys (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
+_READ: dict[str, tuple[str, ...] | None] = {
+    "model": None,
+    "data": ("channels", "frames", "height", "width", "num_classes", "num_samples", "patch_size", "token_width"),
+    "sampling": ("count", "num_steps", "guidance"),
+}
+_NEEDED = (
+    "model._target_",
+    *("data.channels", "data.frames", "data.height", "data.width", "data.num_classes"),
+    *("sampling.count", "sampling.num_steps", "sampling.guidance"),
+)
+_MAX_BYTES = 1 << 18
+_MAX_DEPTH = 16
+_MAX_VALUES = 5000
+_PLAIN = (dict, list, str, int, float, bool, type(None))
+
+
+def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
+    """Read the configuration of a run that is used as a source.
+
+    The file is read with a safe YAML loader under limits of size, depth and number of values, without anchors and tags.
+
+    Args:
+        path: `.hydra/resolved.yaml` of the run.
+        trust: accept any class and any interpolation, as for a configuration of one's own, and keep all keys.
+    Returns: `model`, `data` (without its data set) and `sampling`; with `trust` the whole configuration.
+    Raises: SettingsError: the file is damaged or beyond the limits, holds what only `trust` allows, or lacks a key.
+    """
+    config = _load(path)
+    if not trust:
+        _refuse_interpolations(config, "", path)
+        check_model_classes(config.get("model"), path)
+        config = {name: _picked(config.get(name), keys) for name, keys in _READ.items()}
+    try:
+        made: Any = OmegaConf.create(
+            OmegaConf.to_container(OmegaConf.create(config), resolve=True, throw_on_missing=True)
+        )
+        absent = [key for key in _NEEDED if OmegaConf.select(made, key) is None]
+        if absent:
+            raise SettingsError(f"it is not the configuration of a training run, because it lacks {', '.join(absent)}")
+        check_values(made)
+    except (OmegaConfBaseException, SettingsError) as error:
+        raise SettingsError(f"{path} cannot be used: {' '.join(str(error).split())}") from error
+    return cast(DictConfig, made)
+
+
+def check_model_classes(node: Any, path: Path | str, key: str = "model") -> None:
+    """Refuse a model's configuration that names anything but `MODEL_CLASSES`.
+
+    Args:
+        node: the model's configuration: mappings, lists and plain values.
+        path: where it was read, for the error.
+        key: of the node, for the error.
+    Raises: SettingsError: a `_target_`, at any depth, is not in the list.
+    """
+    if isinstance(node, Mapping) and "_target_" in node and node["_target_"] not in MODEL_CLASSES:
+        raise SettingsError(
+            f"{path}: {key}._target_={node['_target_']!s:.200} would be called, but without trust=true it must be one "
+            f"of {', '.join(MODEL_CLASSES)}. Set trust=true if you trust the authors of this run"
+        )
+    for name, value in _children(node, key):
+        check_model_classes(value, path, name)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if not path.is_file():
+            raise SettingsError(f"{path} is not a file")
+        with path.open("rb") as file:
+            data = file.read(_MAX_BYTES + 1)
+        if len(data) > _MAX_BYTES:
+            raise SettingsError(f"{path} is too large for the configuration of a run: more than {_MAX_BYTES} bytes")
+        text = data.decode()
+        _check_structure(text, path)
+        config = yaml.load(text, Loader=yaml.SafeLoader)
+    except OSError as error:
+        raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a number or date that Python refuses
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error
+    if not isinstance(config, dict):
+        raise SettingsError(f"{path} is damaged: expected a mapping, got {type(config).__name__}")
+    _check_plain(config, "", path)
+    return config
+
+
+def _check_structure(text: str, path: Path) -> None:
+    """Walk over the parser's events, which needs no recursion, before anything is built from them."""
+    depth = values = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        for what in ("anchor", "tag"):
+            name = getattr(event, what, None)
+            if name is not None:  # an alias, as `*name`, counts as an anchor
+                raise SettingsError(f"{path} is damaged: a run's configuration has no {what} of YAML, got {name:.100}")
+        values += isinstance(event, yaml.ScalarEvent)
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH or values > _MAX_VALUES:
+            limits = f"at most {_MAX_DEPTH} levels and {_MAX_VALUES} keys and values"
+            raise SettingsError(f"{path} is too large for the configuration of a run: {limits}")
+
+
+def _check_plain(node: Any, key: str, path: Path) -> None:
+    """Raises: SettingsError: a key is no text, or a value is a date, a set or bytes, which the loader also makes."""
+    if isinstance(node, dict) and (other := [name for name in node if not isinstance(name, str)]):
+        raise SettingsError(f"{path} is damaged: {key or 'the file'} has the key {other[0]!r}; keys must be texts")
+    if not isinstance(node, _PLAIN):
+        raise SettingsError(f"{path} is damaged: {key}={node!s:.100} is neither a text, a number, true, false nor null")
+    for name, value in _children(node, key):
+        _check_plain(value, name, path)
+
+
+def _refuse_interpolations(node: Any, key: str, path: Path) -> None:
+    """Raises: SettingsError: a key or a value holds `${`, which could read variables of the environment."""
+    for name, value in _children(node, key):
+        if "${" in name or (isinstance(value, str) and "${" in value):
+            raise SettingsError(
+                f"{path}: {name}={value!s:.200} is an interpolation, and a run's resolved configuration has none. Set "
+                "trust=true if you trust the authors of this run"
+            )
+        _refuse_interpolations(value, name, path)
+
+
+def _picked(section: Any, keys: tuple[str, ...] | None) -> Any:
+    if keys is None or not isinstance(section, dict):
+        return section
+    return {key: section[key] for key in keys if key in section}
+
+
+def _children(node: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The dotted keys and the values inside a mapping or a list; none in another value."""
+    if isinstance(node, Mapping):
+        for name, value in node.items():
+            yield f"{key}.{name}".removeprefix("."), value
+    elif isinstance(node, Sequence) and not isinstance(node, str):
+        for i, value in enumerate(node):
+            yield f"{key}[{i}]", value

@@ -1,0 +1,126 @@
+"""What a setting may be, as data: each rule says whether a value passes, and in words what would."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+
+class Rule(Protocol):
+    """A test of one value."""
+
+    def passes(self, value: Any) -> bool:
+        """Whether the value is valid."""
+        ...
+
+    def describe(self) -> str:
+        """What would be valid, to follow "must be"."""
+        ...
+
+
+@dataclass(frozen=True)
+class Integer(Rule):
+    """A whole number; 2.0 is none."""
+
+    minimum: int
+    most: int | None = None
+
+    @override
+    def passes(self, value: Any) -> bool:
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return whole and value >= self.minimum and (self.most is None or value <= self.most)
+
+    @override
+    def describe(self) -> str:
+        if self.most is not None:
+            return f"a whole number from {self.minimum} to {self.most}"
+        return f"a whole number, at least {self.minimum}"
+
+
+@dataclass(frozen=True)
+class Number(Rule):
+    """A finite number within bounds; `above` and `below` are not themselves in."""
+
+    minimum: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float | None = None
+
+    @override
+    def passes(self, value: Any) -> bool:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+            return False
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.below is None or value < self.below)
+            and (self.most is None or value <= self.most)
+        )
+
+    @override
+    def describe(self) -> str:
+        bounds = {"at least": self.minimum, "more than": self.above, "less than": self.below, "at most": self.most}
+        return "a number " + " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
+
+
+@dataclass(frozen=True)
+class OneOf(Rule):
+    """One of a few values."""
+
+    choices: Sequence[Any]
+
+    @override
+    def passes(self, value: Any) -> bool:
+        return any(value == choice and type(value) is type(choice) for choice in self.choices)
+
+    @override
+    def describe(self) -> str:
+        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in self.choices)
+
+
+@dataclass(frozen=True)
+class Text(Rule):
+    """A text that is not empty."""
+
+    @override
+    def passes(self, value: Any) -> bool:
+        return isinstance(value, str) and bool(value.strip())
+
+    @override
+    def describe(self) -> str:
+        return "a text"
+
+
+@dataclass(frozen=True)
+class Either(Rule):
+    """What one of two rules lets pass."""
+
+    first: Rule
+    second: Rule
+
+    @override
+    def passes(self, value: Any) -> bool:
+        return self.first.passes(value) or self.second.passes(value)
+
+    @override
+    def describe(self) -> str:
+        return f"{self.first.describe()} or {self.second.describe()}"
+
+
+@dataclass(frozen=True)
+class Each(Rule):
+    """A list of so many values, each of which passes."""
+
+    rule: Rule
+    count: int
+
+    @override
+    def passes(self, value: Any) -> bool:
+        is_list = isinstance(value, Sequence) and not isinstance(value, str)
+        return is_list and len(value) == self.count and all(self.rule.passes(x) for x in value)
+
+    @override
+    def describe(self) -> str:
+        return f"a list of {self.count}, each {self.rule.describe()}"

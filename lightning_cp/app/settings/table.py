@@ -1,0 +1,138 @@
+"""The settings of a recipe, each checked by a table before anything slow begins.
+
+Imports neither torch nor diffusers.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_cp.app.settings.rules import Each, Either, Integer, Number, OneOf, Rule, Text
+from lightning_cp.checkpoint import CHECKPOINT_FORMATS
+from lightning_cp.config import ROTATE_METHODS
+
+PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
+KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "flash_attn_4", "sage", "math")
+ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
+_AUTO = OneOf(("auto",))
+_ABSENT = object()
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be run: the message names it, its value and what would be valid."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of the configuration and what it may be."""
+
+    key: str
+    rule: Rule
+
+    def check(self, config: DictConfig) -> None:
+        """Raises: SettingsError: the key is there, and its value does not pass."""
+        value = read(config, self.key, _ABSENT)
+        if value is not _ABSENT and not self.rule.passes(value):
+            raise SettingsError(f"{self.key}={show(value)} is not valid: must be {self.rule.describe()}")
+
+
+SETTINGS = (
+    Setting("ring", Integer(1)),
+    Setting("ulysses", Integer(1)),
+    Setting("data_parallel", Either(_AUTO, Integer(1))),
+    Setting("rotate_method", OneOf(ROTATE_METHODS)),
+    Setting("kernel", OneOf(KERNELS)),
+    Setting("precision", OneOf(PRECISIONS)),
+    Setting("activation_checkpointing", OneOf(("none", "full", "selective"))),
+    Setting("accelerator", OneOf(ACCELERATORS)),
+    Setting("devices", Either(_AUTO, Integer(1))),
+    Setting("num_nodes", Either(_AUTO, Integer(1))),
+    Setting("max_steps", Integer(1)),
+    Setting("batch_size", Integer(1)),
+    Setting("seed", Integer(0, (1 << 63) - 1)),
+    Setting("resume", Either(OneOf((None,)), Text())),
+    Setting("output_root", Text()),
+    Setting("run_dir", Text()),
+    Setting("export", OneOf((True, False))),
+    Setting("progress", OneOf((True, False))),
+    Setting("num_workers", Integer(0)),
+    Setting("log_every", Integer(1)),
+    Setting("trace_step", Either(OneOf((None,)), Integer(1))),
+    Setting("checkpoint_every", Integer(1)),
+    Setting("checkpoint_format", OneOf(CHECKPOINT_FORMATS)),
+    Setting("checkpoint_async", OneOf((True, False))),
+    Setting("keep_checkpoints", Integer(1)),
+    Setting("source", Text()),
+    Setting("trust", OneOf((True, False))),
+    Setting("cfg", Integer(1)),
+    Setting("count", Either(OneOf((None,)), Integer(1))),
+    Setting("num_steps", Either(OneOf((None,)), Integer(1))),
+    Setting("guidance", Either(OneOf((None,)), Number(minimum=0))),
+    Setting("per_call", Integer(1)),
+    Setting("format", OneOf(("auto", "png", "gif", "mp4", "wav"))),
+    Setting("fps", Integer(1)),
+    Setting("vae", OneOf(("auto", True, False))),
+    Setting("stages", OneOf(("together", "offload", "release"))),
+    Setting("sweep.on_error", OneOf(("continue", "stop"))),
+    Setting("optim.lr", Number(above=0)),
+    Setting("optim.betas", Each(Number(minimum=0, below=1), 2)),
+    Setting("optim.eps", Number(above=0)),
+    Setting("optim.weight_decay", Number(minimum=0)),
+    Setting("warmup_steps", Integer(0)),
+    Setting("clip_norm", Number(above=0)),
+    Setting("on_nonfinite", OneOf(("error", "skip", "ignore"))),
+    Setting("ema_decay", Number(minimum=0, below=1)),
+    Setting("drop_probability", Number(minimum=0, most=1)),
+    Setting("sampling.count", Integer(1)),
+    Setting("sampling.num_steps", Integer(1)),
+    Setting("sampling.guidance", Number(minimum=0)),
+    Setting("sampling.every", Either(OneOf((None,)), Integer(1))),
+    Setting("data.num_samples", Integer(1)),
+    Setting("data.num_classes", Integer(1)),
+    Setting("data.channels", Integer(1)),
+    Setting("data.patch_size", Each(Integer(1), 3)),
+    Setting("data.dataset.max_speed", Integer(0)),
+    Setting("data.frames", Integer(1)),
+    Setting("data.height", Integer(1)),
+    Setting("data.width", Integer(1)),
+    Setting("model.num_tokens", Integer(2)),
+    Setting("model.transformer.num_attention_heads", Integer(1)),
+    Setting("model.transformer.attention_head_dim", Integer(2)),
+    Setting("model.transformer.in_channels", Integer(1)),
+    Setting("model.transformer.ffn_dim", Integer(1)),
+    Setting("model.transformer.rope_max_seq_len", Integer(1)),
+    Setting("model.transformer.num_layers", Integer(0)),
+    Setting("model.transformer.axes_dims_rope", Each(Integer(2), 3)),
+    Setting("strategy.convert_to_fp32", OneOf((True, False))),
+    Setting("strategy.replicate", Integer(1)),
+    Setting("strategy.reshard_after_forward", OneOf((True, False))),
+    Setting("strategy.stall_s", Either(OneOf((None,)), Number(above=0))),
+    Setting("strategy.check_peers", OneOf(("sampled", "first", "always", "off"))),
+)
+
+
+def read(config: DictConfig, key: str, default: Any = None) -> Any:
+    """The value of a dotted key, or the default where the configuration does not have it.
+
+    Raises: SettingsError: it refers to a key that does not exist.
+    """
+    try:
+        value = OmegaConf.select(config, key, default=default)
+        return OmegaConf.to_container(value, resolve=True) if isinstance(value, ListConfig) else value
+    except OmegaConfBaseException as error:
+        raise SettingsError(f"{key} cannot be read: {' '.join(str(error).split())}") from error
+
+
+def show(value: Any) -> str:
+    """A value as it is written on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_values(config: DictConfig) -> None:
+    """Raises: SettingsError: the first setting of the table whose value is not valid."""
+    for setting in SETTINGS:
+        setting.check(config)

@@ -1,0 +1,131 @@
+"""The world of a run: how many ranks there are, on what, and who starts them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.app.settings.table import SettingsError, read
+from lightning_cp.launch.external import LauncherEnv
+from lightning_cp.launch.machine import Machine
+
+
+@dataclass(frozen=True)
+class World:
+    """Ranks = data_parallel × cfg × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
+
+    data_parallel: int
+    ring: int
+    ulysses: int
+    accelerator: str
+    devices: int
+    num_nodes: int
+    cfg: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.data_parallel * self.cfg * self.ring * self.ulysses
+
+    def settings(self) -> dict[str, Any]:
+        """What "auto" in the configuration stands for, by key."""
+        return {
+            "data_parallel": self.data_parallel,
+            "accelerator": self.accelerator,
+            "devices": self.devices,
+            "num_nodes": self.num_nodes,
+        }
+
+
+def resolve_world(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> World:
+    """The world that the settings ask for.
+
+    Args:
+        config: checked by `check_values`.
+        machine: this one.
+        place: this process' own, where torchrun or SLURM started the ranks; else they are started here.
+    Raises: SettingsError: they contradict each other, the machine, or the launcher.
+    """
+    check_single(config, place)
+    accelerator = _accelerator(read(config, "accelerator"), machine)
+    ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
+    group = ring * ulysses * cfg
+    devices, num_nodes = _given(read(config, "devices")), _given(read(config, "num_nodes"))
+    if place is not None:
+        available: int | None = place.world_size
+        source = f"the {place.world_size} ranks that {place.launcher} started"
+        num_nodes = num_nodes or place.world_size // place.ranks_per_node
+    else:
+        if num_nodes not in (None, 1):
+            raise SettingsError(f"num_nodes={num_nodes} needs torchrun, SLURM or another launcher; without one it is 1")
+        num_nodes = 1
+        available = devices
+        source = f"devices={devices}"
+    data_parallel = _data_parallel(config, group, available, source)
+    size = group * data_parallel
+    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg)
+    if devices is not None and devices != world.devices:
+        raise SettingsError(f"devices={devices} is not valid: {num_nodes} × devices must be the {size} ranks")
+    _check_room(world, machine)
+    return world
+
+
+def check_single(config: DictConfig, place: LauncherEnv | None) -> None:
+    """Raises: SettingsError: `strategy=single` with more than one rank."""
+    if not is_single(config):
+        return
+    for key in ("ring", "ulysses", "cfg", "data_parallel", "devices", "num_nodes"):
+        value = read(config, key, 1)
+        if value not in (1, "auto"):
+            raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
+    if place is not None and place.world_size > 1:
+        raise SettingsError(
+            f"strategy=single is one process, but {place.launcher} started {place.world_size}; use strategy=cp"
+        )
+
+
+def is_single(config: DictConfig) -> bool:
+    """Whether the chosen strategy is Fabric's own for one device."""
+    strategy = read(config, "strategy")
+    return isinstance(strategy, str) or read(config, "strategy._target_") == "builtins.str"
+
+
+def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
+    asked = read(config, "data_parallel")
+    degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
+    degrees += f" × cfg={read(config, 'cfg')}" if read(config, "cfg", 1) > 1 else ""
+    if asked == "auto":
+        if available is None:
+            return 1
+        if available % group:
+            raise SettingsError(f"{degrees} = {group} must divide {source}")
+        return available // group
+    if available is not None and asked * group != available:
+        raise SettingsError(f"data_parallel={asked} × {degrees} = {asked * group} must be {source}")
+    return int(asked)
+
+
+def _accelerator(asked: str, machine: Machine) -> str:
+    if asked == "cpu":
+        return "cpu"
+    if machine.gpus:
+        return "cuda"
+    if asked == "auto":
+        return "cpu"
+    raise SettingsError(f"accelerator={asked} is not valid: torch sees no CUDA device here; use cpu or auto")
+
+
+def _check_room(world: World, machine: Machine) -> None:
+    branches = f" × cfg={world.cfg}" if world.cfg > 1 else ""
+    degrees = f"ring={world.ring} × ulysses={world.ulysses}{branches} × data_parallel={world.data_parallel}"
+    makeup = f"{degrees} = {world.size} ranks"
+    if world.accelerator == "cuda" and world.devices > machine.gpus:
+        raise SettingsError(
+            f"{makeup} need a device each: at most {machine.gpus} on the GPUs here, or use accelerator=cpu"
+        )
+    if world.accelerator == "cpu" and world.devices > machine.max_cpu_ranks:
+        raise SettingsError(f"{makeup} are too many for {machine.cores} cores: at most {machine.max_cpu_ranks} here")
+
+
+def _given(value: int | str) -> int | None:
+    return value if isinstance(value, int) else None

@@ -1,0 +1,169 @@
+"""From a composed configuration to the parts of a run."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cp.app.settings.consistency import sequence_length
+from lightning_cp.app.training.flow import FlowMatching
+from lightning_cp.app.training.loop import Batch, LoopSettings, Steps, Watcher
+from lightning_cp.app.training.records import MetricsFile, ProgressBar
+from lightning_cp.app.training.run import Run, open_run_folder
+from lightning_cp.app.training.state import TrainState
+from lightning_cp.app.training.tracing import StepTrace
+from lightning_cp.checkpoint.writer import CheckpointWriter
+from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
+from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.training.ema import WeightAverage
+from lightning_cp.training.finite import StepGuard
+from lightning_cp.training.ranks import DataShard, Ranks
+
+
+@dataclass(frozen=True)
+class TrainingSetup:
+    """What a configuration describes, and what is made of it once there are ranks.
+
+    Args:
+        config: of a recipe, resolved.
+        dataset: all of the data.
+        flow: the objective.
+    """
+
+    config: DictConfig
+    dataset: Any
+    flow: FlowMatching
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "TrainingSetup":
+        """Loads the data."""
+        flow = FlowMatching(config.seed, config.data.num_classes, config.drop_probability)
+        dataset = instantiate(config.data.dataset)
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise ValueError(
+                f"data.dataset._target_={config.data.dataset._target_} must have a length and samples by index "
+                "(__len__, __getitem__): steps are repeated and resumed by index"
+            )
+        return cls(config, dataset, flow)
+
+    def denoiser(self) -> nn.Module:
+        """With weights from torch's random numbers."""
+        module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
+        if self.config.activation_checkpointing == "full":
+            module.transformer.enable_gradient_checkpointing()
+        if self.config.activation_checkpointing == "selective":
+            module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
+        made: nn.Module = module
+        return made
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+        """Of the denoiser."""
+        made: Optimizer = instantiate(self.config.optim, params=list(parameters))
+        return made
+
+    def sampler(self, data_shard: DataShard) -> GlobalBatchSampler:
+        """This data rank's share of each batch."""
+        config = self.config
+        return GlobalBatchSampler(
+            len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
+        )
+
+    def loader(self, sampler: GlobalBatchSampler, data_shard: DataShard) -> DataLoader[Batch]:
+        """Batches without end, from where the sampler stands."""
+        return EndlessLoader(
+            self.dataset,
+            batch_sampler=EndlessBatches(sampler),
+            num_workers=self.config.num_workers,
+            worker_init_fn=worker_init_fn(self.config.seed, data_shard.rank),
+            generator=torch.Generator().manual_seed(self.config.seed),  # iter() draws from it
+        )
+
+    def start(
+        self,
+        ranks: Ranks,
+        data_shard: DataShard,
+        sampler: GlobalBatchSampler,
+        *,
+        model: nn.Module,
+        module: nn.Module,
+        optimizer: Optimizer,
+        request: StopRequest,
+    ) -> Run:
+        """The run, resumed where the configuration says so. Call it on every rank; see `TrainState`."""
+        size, first_size = len(self.dataset), ranks.broadcast(len(self.dataset))
+        if size != first_size:
+            raise ValueError(f"the data set has {size} samples on rank {ranks.global_rank}, and {first_size} on rank 0")
+        folder = open_run_folder(ranks, self.config.run_dir)
+        average = WeightAverage(module, self.config.ema_decay)
+        state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
+        if self.config.resume is not None:
+            state.load(Path(self.config.resume))
+            if ranks.is_global_zero:
+                print(f"Goes on after step {state.step}, from {self.config.resume}", flush=True)
+        return Run(ranks, state, folder, data_shard, request)
+
+    def steps(
+        self,
+        run: Run,
+        stack: ExitStack,
+        *,
+        scaler: GradScaler | None = None,
+        after_step: Callable[[Run], None] | None = None,
+    ) -> Steps:
+        """With metrics and a progress bar on the first rank, until `stack` ends.
+
+        Args: scaler: of precision 16-mixed.
+        """
+        config = self.config
+        settings = LoopSettings(
+            max_steps=config.max_steps,
+            lr=config.optim.lr,
+            warmup_steps=config.warmup_steps,
+            checkpoint_every=config.checkpoint_every,
+            tokens=sequence_length(config) or 0,
+        )
+        watchers: list[Watcher] = []
+        if run.is_first:
+            done = run.state.step
+            metrics = MetricsFile(run.folder.metrics, resumed_at=done, every=config.log_every)
+            watchers.append(stack.enter_context(metrics))
+            if config.progress:
+                watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=done)))
+        writer = CheckpointWriter(
+            run.folder.checkpoints,
+            format=config.checkpoint_format,
+            later=config.checkpoint_async,
+            keep=config.keep_checkpoints,
+            is_first=run.is_first,
+        )
+        trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
+        open_writer = stack.enter_context(writer)
+        guard = StepGuard(config.on_nonfinite, scaler)
+        return Steps(run, settings, open_writer, trace=trace, guard=guard, watchers=watchers, after_step=after_step)
+
+
+def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """Trains as the configuration says, with Fabric or with Lightning's Trainer. Call it on every rank.
+
+    Args:
+        config: of a recipe, resolved.
+        after_step: called on every rank.
+        at_end: called on every rank, while the model is still where it was trained.
+    """
+    from lightning_cp.app.training.with_fabric import fit_with_fabric
+    from lightning_cp.app.training.with_trainer import fit_with_trainer
+
+    fit = {"fabric": fit_with_fabric, "pytorch": fit_with_trainer}[config.flavour]
+    fit(config, after_step, at_end)

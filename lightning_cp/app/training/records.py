@@ -1,0 +1,136 @@
+"""What is left of a run to read: metrics.csv, the loss curve, the progress bar."""
+
+import csv
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from typing_extensions import override
+
+from lightning_cp.app.runs.outcome import read_rows
+from lightning_cp.app.training.loop import StepReport, Watcher
+from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+
+COLUMNS = tuple(field.name for field in fields(StepReport))
+
+
+class MetricsFile(Watcher):
+    """Writes a row for each step, at once.
+
+    A file of an earlier run in the same folder is continued: rows up to the resumed step are kept, later ones dropped.
+    The kept rows are written to a temporary file that then replaces the old one, so that a kill at any moment leaves
+    either the old file or the new one.
+
+    Args:
+        path: of the CSV file.
+        resumed_at: number of steps that the checkpoint has done; 0 for a new run.
+        every: steps between two rows; the first step of this process always has a row.
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int = 0, every: int = 1) -> None:
+        self._every, self._first = every, True
+        kept = [row for row in read_metrics(path) if row.step <= resumed_at] if path.exists() else []
+        scratch = scratch_folder_for(path)
+        with scratch.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([COLUMNS, *map(_cells, kept)])
+        replace_folder(scratch, path)
+        self._file = path.open("a", newline="", encoding="utf-8")
+        self._writer = csv.writer(self._file)
+
+    @override
+    def watch(self, report: StepReport) -> None:
+        if self._first or report.step % self._every == 0:
+            self._writer.writerow(_cells(report))
+            self._file.flush()
+        self._first = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def _cells(report: StepReport) -> list[int | str]:
+    return [value if isinstance(value, int) else f"{value:.8g}" for value in asdict(report).values()]
+
+
+def read_metrics(path: Path) -> list[StepReport]:
+    """Read the rows of a `metrics.csv`. Raises: FileNotFoundError, ValueError: it does not exist, or is damaged."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {path}")
+    rows = list(read_rows(path))
+    absent = [name for name in COLUMNS if rows and name not in rows[0] and name != "skipped"]
+    if absent:
+        raise ValueError(f"{path} has no column {', '.join(absent)}")
+    whole = ("step", "skipped")
+    cells = [{name: row.get(name, 0.0) for name in COLUMNS} for row in rows]
+    return [StepReport(**{name: int(x) if name in whole else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
+
+
+def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
+    """Draws the loss and its running mean over `window` rows as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure  # not pyplot: no state, no display
+
+    rows = read_metrics(metrics)
+    steps, losses = [row.step for row in rows], [row.loss for row in rows]
+    means = [sum(losses[max(0, i - window + 1) : i + 1]) / min(i + 1, window) for i in range(len(losses))]
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(steps, losses, color="0.75", linewidth=0.8, label="a step")
+    axes.plot(steps, means, color="tab:blue", linewidth=1.8, label=f"mean of {window}")
+    axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(picture, dpi=120)
+
+
+@dataclass
+class ProgressBar(Watcher):
+    """A line with the step, loss, step time and tokens/s. Where there is no terminal, a line now and then.
+
+    Args:
+        total: steps.
+        start: steps done before.
+        every: steps between two lines where there is no terminal.
+    """
+
+    total: int
+    start: int = 0
+    every: int = 50
+
+    def __post_init__(self) -> None:
+        self._console = Console()
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[facts]}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=self.total, completed=self.start, facts="")
+
+    def __enter__(self) -> Self:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    @override
+    def watch(self, report: StepReport) -> None:
+        facts = f"loss {report.loss:.4f}  {report.step_time_s * 1000:.0f} ms  {report.tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=report.step, facts=facts)
+        if not self._console.is_terminal and (report.step % self.every == 0 or report.step == self.total):
+            print(f"step {report.step}/{self.total}  {facts}", flush=True)

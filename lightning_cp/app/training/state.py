@@ -1,0 +1,141 @@
+"""All that a run must remember to go on exactly."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors
+from lightning_cp.checkpoint.shards import has_shards, load_shards
+from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
+from lightning_cp.data import GlobalBatchSampler
+from lightning_cp.data.random_state import random_states, restore_random_states
+from lightning_cp.training.ema import WeightAverage, whole_of
+
+
+@dataclass
+class TrainState:
+    """The parts of a run.
+
+    Args:
+        model: as Fabric wrapped it; call this one.
+        module: the same weights, unwrapped; its names are those of the checkpoint.
+        optimizer: as Fabric wrapped it.
+        average: of the module's weights.
+        sampler: of the data order.
+        seed: of noise, times and drop-out.
+        step: steps done.
+        skipped: steps of those whose update was left out, because a loss or gradient was not finite.
+        is_finite: whether all weights, averages and optimizer states were finite when last looked at.
+    """
+
+    model: nn.Module
+    module: nn.Module
+    optimizer: Optimizer
+    average: WeightAverage
+    sampler: GlobalBatchSampler
+    seed: int
+    step: int = 0
+    skipped: int = 0
+    is_finite: bool = True
+
+    def named_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yield what a checkpoint keeps for each parameter, with names: weight, average, optimizer state.
+
+        The names are the same on all ranks. DTensors are not gathered.
+        """
+        averages = self.average.state_dict()
+        for name, parameter in self.module.named_parameters():
+            state = self.bare_optimizer.state.get(parameter, {})
+            yield name, [parameter]
+            yield f"the average of {name}", [averages[name]] if name in averages else []
+            yield f"the optimizer state of {name}", [x for x in state.values() if isinstance(x, Tensor)]
+
+    def snapshot(self, *, shards: bool = False) -> Checkpoint:
+        """What a checkpoint of now holds. Call it on every rank.
+
+        Args: shards: DTensors as they are; else every tensor whole, on the CPU.
+        """
+        states = {**self._states(shards=shards), "random": self._random_states()}
+        facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
+        return Checkpoint(self.step, states, facts)
+
+    def load(self, folder: Path) -> None:
+        """Goes on from a checkpoint: the next step sees the weights, the data and the noise that it would have seen.
+
+        Call it on every rank. The number of ranks, and who holds which weights, may be other than then.
+
+        Raises: CheckpointError, ValueError: it is not complete, or belongs to another model, seed or data order.
+        """
+        is_sharded = has_shards(folder)
+        saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
+        absent = [name for name in ("seed", "sampler") if name not in saved.facts]
+        absent += [name for name in ("model", "average", "optimizer") if name not in saved.states]
+        if absent:
+            raise CheckpointError(f"{folder} is no checkpoint of a training run: it lacks {', '.join(absent)}")
+        if saved.facts["seed"] != self.seed:
+            raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
+        if not is_sharded:
+            here = {f"model.{name}": tuple(x.shape) for name, x in self.module.state_dict().items()}
+            there = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
+            check_same_tensors(here, there, folder)
+        self.sampler.load_state_dict(saved.facts["sampler"])
+        options = StateDictOptions(full_state_dict=not is_sharded)
+        set_model_state_dict(self.module, saved.states["model"], options=options)
+        self.average.load_state_dict(saved.states["average"])
+        chosen = [{key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups]
+        set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=options)
+        for group, own in zip(self.bare_optimizer.param_groups, chosen, strict=True):
+            group.update(own)  # the settings of this run, which may be others
+        restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
+        self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+
+    def _random_states(self) -> list[dict[str, Any]]:
+        return random_states(self.sampler.data_rank, self.sampler.data_size)
+
+    def _states(self, *, shards: bool) -> dict[str, Any]:
+        options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
+        if not self.bare_optimizer.state:
+            self._create_optimizer_state(options)
+        return {
+            "model": get_model_state_dict(self.module, options=options),
+            "average": self.average.state_dict() if shards else self._whole_average(),
+            "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
+        }
+
+    def _create_optimizer_state(self, options: StateDictOptions) -> None:
+        """Create the state of an optimizer that has not stepped yet, as before its first step.
+
+        torch creates it by a step on zero gradients, and would count that step in bias corrections.
+        """
+        get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
+        for state in self.bare_optimizer.state.values():
+            if isinstance(state.get("step"), Tensor):
+                state["step"].zero_()
+
+    def _whole_average(self) -> dict[str, Tensor]:
+        """On the first rank, on the CPU, one tensor gathered at a time; nothing on the others."""
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        average: dict[str, Tensor] = {}
+        for name, x in self.average.state_dict().items():
+            whole = whole_of(x)
+            if first:
+                average[name] = whole.cpu()
+        return average
+
+    @property
+    def bare_optimizer(self) -> Optimizer:
+        """The optimizer as the user built it, without Fabric's wrapper."""
+        found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return found

@@ -1,0 +1,47 @@
+"""A run whose loop is written out, with Lightning Fabric."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.fabric import Fabric
+from omegaconf import DictConfig
+
+from lightning_cp.app.training.assemble import TrainingSetup
+from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
+from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.training.ranks import DataShard
+
+
+def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """See `train_run`."""
+    fabric: Fabric = instantiate(config.trainer)
+    with quiet_lightning():
+        fabric.launch()
+    fabric.seed_everything(config.seed, verbose=False)  # all ranks alike, so that they build the same weights
+    parts = TrainingSetup.of(config)
+    data_shard = DataShard.of(fabric.strategy)
+    sampler = parts.sampler(data_shard)
+    loader: Any = fabric.setup_dataloaders(parts.loader(sampler, data_shard), use_distributed_sampler=False)
+    module = parts.denoiser()
+    model, optimizer = fabric.setup(module, parts.optimizer(module.parameters()))
+    model.train()
+    with ExitStack() as stack:
+        request = stack.enter_context(StopRequest())
+        run = parts.start(fabric, data_shard, sampler, model=model, module=module, optimizer=optimizer, request=request)
+        precision = fabric.strategy.precision
+        steps = parts.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
+        for data in () if steps.are_done else loader:
+            steps.begin()
+            loss = parts.flow.loss(model, parts.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
+            fabric.backward(loss)
+            precision.unscale_gradients(run.state.bare_optimizer)
+            steps.before_update(loss, max_norm=config.clip_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.end()
+            if steps.are_done:
+                break
+        check_is_done(run, config.max_steps)
+        at_end(run)

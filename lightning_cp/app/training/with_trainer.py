@@ -1,0 +1,132 @@
+"""The same run as a LightningModule, with Lightning's Trainer."""
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from hydra.utils import instantiate
+from lightning.fabric.utilities.seed import seed_everything
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from lightning_cp.app.training.assemble import TrainingSetup
+from lightning_cp.app.training.loop import Batch, Steps
+from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
+from lightning_cp.checkpoint import read_manifest
+from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.training.ranks import DataShard, TrainerRanks
+
+
+class FlowModule(LightningModule):
+    """A denoiser trained by flow matching.
+
+    Args:
+        parts: of the run.
+        stack: ends after the fit.
+        after_step, at_end: see `train_run`.
+    """
+
+    run: Run
+    steps: Steps
+    _loss: Tensor
+
+    def __init__(
+        self, parts: TrainingSetup, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
+    ) -> None:
+        super().__init__()
+        self.denoiser = parts.denoiser()
+        self._parts, self._stack, self._after_step, self._at_end = parts, stack, after_step, at_end
+        self._request = StopRequest()
+
+    @override
+    def configure_optimizers(self) -> Optimizer:
+        return self._parts.optimizer(self.denoiser.parameters())
+
+    @override
+    def on_fit_start(self) -> None:
+        trainer = self.trainer
+        data_shard = DataShard.of(trainer.strategy)
+        self.run = self._parts.start(
+            *(TrainerRanks(trainer), data_shard, self._parts.sampler(data_shard)),
+            model=_InPrecision(self.denoiser, trainer.precision_plugin),
+            module=self.denoiser,
+            optimizer=trainer.optimizers[0],
+            request=self._request,
+        )
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        self.steps = self._parts.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
+        if self.steps.are_done:
+            self.on_train_start()
+            self._at_end(self.run)  # the Trainer passes over a fit without steps
+
+    @override
+    def train_dataloader(self) -> DataLoader[Batch]:
+        return self._parts.loader(self.run.state.sampler, self.run.data_shard)
+
+    @override
+    def on_train_start(self) -> None:
+        self._stack.enter_context(self._request)  # not before: Lightning sets handlers of its own
+
+    @override
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.steps.begin()
+
+    @override
+    def training_step(self, data: Batch, _: int) -> Tensor:
+        state = self.run.state
+        batch = self._parts.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
+        loss = self._parts.flow.loss(self.denoiser, batch)
+        self._loss = loss.detach()
+        return loss
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        assert gradient_clip_val is not None, "the recipe's configuration gives it"
+        self.steps.before_update(self._loss, max_norm=gradient_clip_val)
+
+    @override
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps.end()
+
+    @override
+    def on_train_end(self) -> None:
+        check_is_done(self.run, self._parts.config.max_steps)
+        self._at_end(self.run)
+
+
+class _InPrecision(nn.Module):
+    """A module called outside of the Trainer's steps, in the precision of those."""
+
+    def __init__(self, module: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.module, self._precision = module, precision
+
+    @override
+    def forward(self, *args: Any) -> Tensor:
+        with self._precision.forward_context():
+            out = self.module(*self._precision.convert_input(args))
+        converted: Tensor = self._precision.convert_output(out)
+        return converted
+
+
+def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
+    """See `train_run`."""
+    done = 0 if config.resume is None else read_manifest(Path(config.resume)).step
+    seed_everything(config.seed, verbose=False)
+    with ExitStack() as stack, quiet_lightning(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*LeafSpec.*")
+        trainer: Trainer = instantiate(config.trainer, max_steps=config.max_steps - done)
+        trainer.fit(FlowModule(TrainingSetup.of(config), stack, after_step, at_end))

@@ -1,0 +1,136 @@
+"""Callbacks for Lightning's Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_cp.callbacks.ema import AveragingCallback, EMACallback
+from lightning_cp.sampling.draw import gather_shares
+from lightning_cp.sampling.tiles import tile, write_png
+from lightning_cp.training.ranks import DataShard, TrainerRanks
+
+__all__ = ["EMACallback", "SamplingCallback"]
+
+Sample = Callable[[Any, torch.Generator], Tensor]
+
+
+class SamplingCallback(AveragingCallback):
+    """Writes pictures of samples while training goes on, drawn on the training mesh with averaged weights.
+
+    Every rank draws: those of a context group the same samples together, each group others. The weights are the
+    averages of an `EMACallback` or `WeightAveraging` of the Trainer, where there is one, or of this callback itself
+    (`ema_decay`), else those of the last step. Training goes on as if nothing
+    had been drawn: random states, training modes and weights are put back.
+
+    Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and given to its TensorBoard and
+    W&B loggers.
+
+    Args:
+        sample: of the LightningModule and a generator (on the CPU; alike in a context group, new for each group and
+            the same at every step) makes pictures [n, c, h, w] or clips [n, c, f, h, w], whole on every rank; the same
+            n everywhere.
+        every_n_train_steps: optimizer steps from one picture to the next.
+        at_end: after the last step too.
+        ema_decay: decay of the callback's own average, as in `EMACallback`; None: no average of its own.
+        value_range: of the samples' black and white.
+        folder: in the place of the Trainer's log directory.
+        seed: of the generator.
+    """
+
+    def __init__(
+        self,
+        sample: Sample,
+        *,
+        every_n_train_steps: int,
+        at_end: bool = True,
+        ema_decay: float | None = None,
+        value_range: tuple[float, float] = (-1.0, 1.0),
+        folder: str | Path | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__("ema_decay", ema_decay)
+        if isinstance(every_n_train_steps, bool) or not isinstance(every_n_train_steps, int) or every_n_train_steps < 1:
+            raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be a number of steps, at least 1")
+        if len(value_range) != 2 or not value_range[0] < value_range[1]:
+            raise ValueError(f"value_range={value_range!r} must be black and white, as in (-1.0, 1.0)")
+        self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
+        self._range, self._folder, self._seed = value_range, folder, seed
+        self._drawn = -1  # the last step that was drawn
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # Behind the one that averages, whose step comes first. A new list: the Trainer is going through the old one.
+        trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        before = self._done
+        super().on_train_batch_end(trainer, pl_module)
+        step = trainer.global_step
+        if step != before and step % self._every == 0:
+            self._draw(trainer, pl_module)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._at_end and self._drawn != trainer.global_step:
+            self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._drawn = trainer.global_step
+        ranks, data_shard = TrainerRanks(trainer), DataShard.of(trainer.strategy)
+        with isolate_rng(), _evaluating(pl_module), self.averaged(trainer, pl_module), torch.no_grad():
+            generator = torch.Generator().manual_seed(self._seed + data_shard.rank)
+            with trainer.precision_plugin.forward_context():
+                own = self._sample(pl_module, generator)
+        _check_alike(own)
+        samples = gather_shares(ranks, own.detach().float(), data_shard)
+        folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
+        if trainer.is_global_zero:
+            self._write(trainer, tile(samples, value_range=self._range), folder)
+
+    def _write(self, trainer: Trainer, picture: Tensor, folder: Path) -> None:
+        step = trainer.global_step
+        write_png(picture, folder / "samples" / f"step_{step:08d}.png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("samples", picture.numpy(), step, dataformats="HWC")
+            if isinstance(logger, WandbLogger):
+                logger.log_image("samples", [picture.numpy()], step)
+
+
+def _check_alike(own: object) -> None:
+    """Raises, on every rank: ValueError: some rank drew no pictures, or others in number or size."""
+    shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+    shapes = [shape]
+    if dist.is_initialized():
+        shapes = [shape] * dist.get_world_size()
+        dist.all_gather_object(shapes, shape)
+    valid = isinstance(shape, tuple) and len(shape) in (4, 5) and shape[1] in (1, 3, 4) and all(shape)
+    if len(set(shapes)) > 1 or not valid:
+        told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(shapes))
+        raise ValueError(
+            f"sample(...) gave {told}; must be [n, c, h, w] or [n, c, f, h, w], c 1, 3 or 4, the same on all ranks"
+        )
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    training = [inner for inner in module.modules() if inner.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for inner in training:
+            inner.training = True

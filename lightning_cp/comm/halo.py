@@ -1,0 +1,165 @@
+"""What ranks need of each other where a model does not attend: a sum over all tokens, and a margin of neighbours'."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
+from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.comm.transfer import exchange
+from lightning_cp.comm.transforms import call_linear, refuse_tangents, register_adjoint
+from lightning_cp.mesh import MeshGroups, groups_by_name
+
+
+@torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())
+def sum_operator(x: Tensor, groups: str) -> Tensor:
+    """The operator of `sum_over_ranks`, without a forward derivative."""
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
+    packets = all_gather_packets(mine, [mine.numel()] * group.context_size, group=group.context)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for buffer in packets:
+        total += unpack(buffer, [piece])[0]
+    return total.to(x.dtype)
+
+
+@sum_operator.register_fake
+def _(x: Tensor, groups: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+register_adjoint(sum_operator, sum_operator)
+
+
+def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
+    """Sum `x` over the ranks, with the same bits on all of them: added in rank order, in float32 or wider.
+
+    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: the same, its own adjoint.
+    Forward derivative: the same, of the tangents.
+    """
+    return call_linear(sum_operator, x, groups)
+
+
+def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
+    """First and last global position that each rank sees: its own, and `reach` on both sides. Nothing for no tokens."""
+    total, seen, start = sum(sizes), [], 0
+    for size in sizes:
+        seen.append((max(0, start - reach), min(total, start + size + reach)) if size else (start, start))
+        start += size
+    return seen
+
+
+@torch.library.custom_op("lightning_cp::halo_exchange", mutates_args=())
+def margin_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """The operator of `halo_exchange`, without a forward derivative."""
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    parts = _swap(x, dim, *_overlaps(sizes, reach, group), group=group)
+    first = margins(sizes, reach)[group.context_rank][0]
+    parts.append((sum(sizes[: group.context_rank]) - first, x))
+    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim)
+
+
+@margin_operator.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    first, last = margins(sizes, reach)[groups_by_name(groups).context_rank]
+    shape = list(x.shape)
+    shape[dim] = last - first
+    return x.new_empty(shape)
+
+
+@torch.library.custom_op("lightning_cp::without_margin", mutates_args=())
+def margin_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """The adjoint of `margin_operator`, same arguments: margins go back to their owners, and are added there."""
+    group = groups_by_name(groups)
+    if group.context is None:
+        return x.clone(memory_format=torch.contiguous_format)
+    receives, sends = _overlaps(sizes, reach, group)
+    first, own = margins(sizes, reach)[group.context_rank][0], sum(sizes[: group.context_rank])
+    total = x.narrow(dim, own - first, sizes[group.context_rank]).clone(memory_format=torch.contiguous_format)
+    for start, part in _swap(x, dim, sends, receives, group=group):
+        total.narrow(dim, start, part.shape[dim]).add_(part)
+    return total
+
+
+@margin_adjoint.register_fake
+def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = sizes[groups_by_name(groups).context_rank]
+    return x.new_empty(shape)
+
+
+register_adjoint(margin_operator, margin_adjoint)
+
+
+def halo_exchange(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """Extend this rank's shard by up to `reach` of what comes before and after it (less at the ends of the sequence).
+
+    Args:
+        x: the shard. sizes: of every rank, along `dim`.
+    Ranks: all of the context group. Forward: sends to neighbours. Backward: their gradients come back and are added.
+    Forward derivative: the same, of the tangent.
+    """
+    return call_linear(margin_operator, x, dim, sizes, reach, groups)
+
+
+def fetch_halo(
+    x: Tensor, dim: int, before: int, after: int, *, groups: MeshGroups
+) -> tuple[Tensor | None, Tensor | None]:
+    """The last `before` rows of the rank before this one, and the first `after` rows of the rank after it.
+
+    No rank needs to know another's length, as `halo_exchange` does; what is asked for must lie with the next rank.
+
+    Args:
+        x: this rank's shard; other dims are equal on all ranks. Every rank has at least max(before, after) rows.
+    Returns: the two pieces; None at an end of the sequence, and where none are asked for.
+    Ranks: all of the context group, with equal `before` and `after`. Gradient: none, sampling only.
+    Raises: NotImplementedError: `x` has a tangent.
+    """
+    refuse_tangents("the exchange of rows of a parallel VAE", x)
+    rank, last, rows = groups.context_rank, groups.context_size - 1, x.shape[dim]
+    assert rows >= max(before, after), f"{rows} rows cannot give {max(before, after)} to a neighbour"
+    sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
+    receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from before, 1: from after
+    there = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
+    found = dict(_swap(x, dim, *there, group=groups)) if groups.context is not None else {}
+    return found.get(0), found.get(1)
+
+
+_Part = tuple[int, int, int]  # peer, start, length
+
+
+def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Part], list[_Part]]:
+    """What of this rank's own each peer sees (start within the shard), and what of theirs it sees (within its view)."""
+    rank, seen = group.context_rank, margins(sizes, reach)
+    own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
+    sends: list[_Part] = []
+    receives: list[_Part] = []
+    for peer in (r for r in range(len(sizes)) if r != rank):
+        for parts, owner, viewer, origin in (
+            (sends, rank, peer, own[rank][0]),
+            (receives, peer, rank, seen[rank][0]),
+        ):
+            start, stop = max(own[owner][0], seen[viewer][0]), min(own[owner][1], seen[viewer][1])
+            if start < stop:
+                parts.append((peer, start - origin, stop - start))
+    return sends, receives
+
+
+def _swap(
+    x: Tensor, dim: int, sends: list[_Part], receives: list[_Part], *, group: MeshGroups
+) -> list[tuple[int, Tensor]]:
+    """Sends slices of `x`; returns what comes, with where it belongs."""
+    assert group.context is not None, "a group of one has no neighbours"
+    pieces = [piece_of(x, dim, n) for _, _, n in receives]
+    out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
+    buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
+    peers = [peer for peer, _, _ in receives]
+    exchange(out, list(zip(peers, buffers, strict=True)), group=group.context).wait()
+    starts = [start for _, start, _ in receives]
+    return [(s, unpack(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]

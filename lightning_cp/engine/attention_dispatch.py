@@ -1,0 +1,256 @@
+"""Where intercepted attention calls arrive: diffusers' dispatcher and PyTorch's function, context-parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_cp.attention import attend_across
+from lightning_cp.comm.shards import gather
+from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
+from lightning_cp.engine.segments import attend_by_segments
+from lightning_cp.engine.session import Session
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError
+from lightning_cp.kernels import kernel_of_backend
+from lightning_cp.plans import LOCAL, Attention
+
+
+@dataclass(eq=False)
+class AttentionDispatcher:
+    """Attention of a session; `kinds` None: found out from the lengths (diffusers-format plans)."""
+
+    session: Session
+    kinds: tuple[Attention, ...] | None
+    original: Callable[..., Tensor] | None = None  # diffusers' dispatcher, where the model is one of diffusers'
+
+    def __deepcopy__(self, memo: object) -> AttentionDispatcher:
+        return self
+
+    def dispatch(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: object = None,
+    ) -> Tensor:
+        """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
+        # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
+        local = self.kinds is None and parallel_config is None
+        sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
+        if sizes is None:
+            self._touch()
+            assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
+            out: Tensor = self.original(
+                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
+                backend=backend,
+            )
+            return out
+        if attention_kwargs:
+            raise InterceptionError(
+                f"attention_kwargs {sorted(attention_kwargs)} are meant for one backend and would be lost in "
+                "context-parallel attention: leave them out"
+            )
+        settings = {"dropout_p": dropout_p, "causal": is_causal, "scale": scale, "backend": backend}
+        if self.kinds is not None and self.kinds[0].form == "block_causal":
+            return self._by_segments(query, key, value, attn_mask, sizes[0], settings)
+        return self._attend(query, key, value, attn_mask, sizes, **settings)
+
+    def _by_segments(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sizes: list[int],
+        settings: dict[str, Any],
+    ) -> Tensor:
+        """With the `segments` and `key_valid` that a plan keeps."""
+        call = self.session.current()
+        segments = call.kept.get("segments")
+        if mask is not None or segments is None:
+            raise InterceptionError("block-causal attention needs its segments, and no other mask")
+        return attend_by_segments(
+            *(query, key, value),
+            segments=segments,
+            key_valid=call.kept.get("key_valid"),
+            sizes=sizes,
+            rank=call.groups.context_rank,
+            attend=lambda q, k, v, m, lengths: self._attend(q, k, v, m, lengths, **settings),
+        )
+
+    def sdpa(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Stands for `F.scaled_dot_product_attention`: [b, h, s, d]."""
+        sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
+        if sizes is None:
+            self._touch()
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if query.ndim != 4:
+            raise InterceptionError(
+                f"scaled_dot_product_attention was called with a {query.ndim}-D query; context-parallel attention "
+                "needs [batch, heads, tokens, head_dim]"
+            )
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        out = self._attend(q, k, v, attn_mask, sizes, dropout_p=dropout_p, causal=is_causal, scale=scale, backend=None)
+        return out.transpose(1, 2)
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        sizes: Sizes,
+        *,
+        dropout_p: float,
+        causal: bool,
+        scale: float | None,
+        backend: Any,
+    ) -> Tensor:
+        session = self.session
+        self._touch()
+        if dropout_p:
+            raise InterceptionError(f"dropout_p={dropout_p} in attention is not computed context-parallel: set it to 0")
+        if mask is not None and not isinstance(mask, Tensor):
+            raise InterceptionError(
+                f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
+            )
+        if mask is not None and self._is_unsplit(mask, query, sizes):
+            raise InterceptionError(
+                f"a mask over {mask.shape[-1]} keys of several streams came whole: the plan must split it (`mask(...)`)"
+            )
+        out = attend_across(
+            *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
+            causal=causal,
+            scale=scale,
+            grouped=True,
+            lengths=sizes,
+            groups=session.groups.name,
+            config=session.config,
+            kernel=kernel_for(session, backend),
+        )
+        assert isinstance(out, Tensor), "no lse was asked for"
+        return out
+
+    def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
+        """Every rank's queries and keys, from this rank's; None where attention is over whole keys.
+
+        Args: contents: the keys and values.
+        Raises: PlanError: the plan's streams are not what came.
+        """
+        if self.kinds is None:
+            return find_sizes(self.session, queries, keys)
+        if self.kinds[0].ragged:
+            return [], []
+        call = self.session.current()
+        rank, wanted = call.groups.context_rank, []
+        if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
+            return None
+        for kind in self.kinds:
+            lengths = self._lengths(kind, keys)
+            if (queries, keys) == (lengths[0][rank], lengths[1][rank]):
+                self._check_distinct(kind, lengths, keys)
+                return None if kind.keys == LOCAL else lengths
+            to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
+            wanted.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
+        raise PlanError(
+            f"attention got {queries} queries and {keys} keys, but this rank holds {', or '.join(wanted)}: the plan "
+            "does not fit this model"
+        )
+
+    @property
+    def _has_local_among_others(self) -> bool:
+        """Whether calls with the same queries may have whole keys or split ones, which token counts cannot tell."""
+        kinds = self.kinds or ()
+        split = {kind.queries for kind in kinds if kind.keys != LOCAL}
+        return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
+
+    def _lengths(self, kind: Attention, keys: int) -> Sizes:
+        call = self.session.current()
+        if kind.keys == LOCAL:
+            return call.sizes(kind.queries), [keys] * call.groups.context_size
+        return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+
+    def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
+        """Raises: ShapeError: a rank's tokens are too few to tell this call from another kind."""
+        call, pairs = self.session.current(), list(zip(*lengths))
+        for kind in self.kinds or ():
+            streams = (*kind.queries, *(kind.keys or ()))
+            if kind == found or kind.keys == LOCAL or not all(call.lengths.get(stream) for stream in streams):
+                continue
+            other = list(zip(*self._lengths(kind, keys)))
+            if pairs != other and any(a == b for a, b in zip(pairs, other)):
+                raise ShapeError(
+                    f"a rank cannot tell attention of {' + '.join(found.queries)} from that of "
+                    f"{' + '.join(kind.queries)}, by {pairs} and {other} queries and keys: use lower degrees, or more "
+                    "tokens"
+                )
+
+    def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
+        """A mask of keys in the order of streams, where the order of ranks is meant."""
+        if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
+            return False
+        streams = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
+        several = len([s for s in streams if self.session.current().lengths.get(s)]) > 1
+        own = sizes[1][self.session.groups.context_rank]
+        return several and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
+
+    def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
+        """A mask that was made for local queries and keys, as one that goes with keys, or with rows of all keys."""
+        if self.kinds is None or self.kinds[0].mask == "given":
+            return mask
+        if self.kinds[0].mask == "keys":
+            return mask[..., :1, :]
+        if self.kinds[0].mask == "padded":
+            return mask[..., : sum(keys)]
+        own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
+        own = own.sqrt() if own.is_floating_point() else own
+        values = own if own.is_floating_point() else own.to(torch.uint8)
+        everyone = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
+        rows: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
+        return rows
+
+    def _touch(self) -> None:
+        self.session.current().intercepted = True
+
+
+def kernel_for(session: Session, backend: Any) -> str:
+    """The session's kernel, else the one of diffusers' backend: the processor's, or the one set for all.
+
+    Raises: InterceptionError: a backend that the model's own code treats in a way of its own.
+    """
+    if backend is None and session.backends is not None:
+        backend = session.backends._active_backend
+    name = getattr(backend, "value", backend)
+    refused = session.rules.refused_backends
+    if name in refused:
+        raise InterceptionError(
+            f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set another"
+        )
+    if session.kernel != "auto":
+        return session.kernel
+    return "auto" if backend is None else kernel_of_backend(name)

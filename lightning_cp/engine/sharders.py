@@ -1,0 +1,112 @@
+"""Hooks that split or join the arguments and outputs of modules, as a plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.comm.shards import gather
+from lightning_cp.comm.stats import STATS
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.hints import unplanned_shapes
+from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.lengths import find_sizes
+from lightning_cp.engine.rules import Arguments, Outputs
+from lightning_cp.engine.session import Session
+from lightning_cp.engine.sharding import check_dim, shard, shard_unconditionally, unshard
+from lightning_cp.errors import ShapeError
+from lightning_cp.plans import Spec, Split
+
+
+@dataclass(eq=False)
+class ArgumentHook(EngineHook):
+    """Splits arguments before a module's forward, or makes them whole."""
+
+    session: Session
+    rule: Arguments
+    refused: Mapping[str, str]
+    name: str
+    order: Sequence[str] = ()  # names of the forward's arguments
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        positional, named = list(args), dict(kwargs)
+        if not self.session.succeeded and not torch.compiler.is_compiling():
+            call = self.session.current()
+            call.block = self.name
+            call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)
+        if self.refused:
+            refuse(self.refused, {**dict(zip(self.order, args)), **named})
+        for name, spec in self.rule.specs.items():
+            position = self.rule.positions[name]
+            if name in named:
+                named[name] = self._cut(named[name], spec, name)
+            elif 0 <= position < len(positional):
+                positional[position] = self._cut(positional[position], spec, name)
+        return tuple(positional), named
+
+    def _cut(self, value: Any, spec: Spec, name: str) -> Any:
+        where = f"{self.name}({name})"
+        if self.rule.always:
+            return shard_unconditionally(value, spec, name=where, session=self.session)
+        if self.rule.joins:
+            return unshard(value, spec, name=where, session=self.session)
+        return shard(value, spec, name=where, session=self.session, strict=self.rule.is_block)
+
+
+@dataclass(eq=False)
+class OutputHook(EngineHook):
+    """Splits or gathers outputs after a module's forward."""
+
+    session: Session
+    rule: Outputs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        rule, session = self.rule, self.session
+        STATS.enter(module)
+        name = f"the output of {rule.path}"
+        if not rule.always and rule.gathers:
+            return unshard(output, rule.spec, name=name, session=session)
+        if not rule.always:
+            return shard(output, rule.spec, name=name, session=session, strict=True)
+        assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
+        values = [output] if isinstance(output, Tensor) else list(output)
+        if rule.gathers and len(values) != len(rule.spec):
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan gathers {len(rule.spec)}")
+        if len(values) < len(rule.spec):
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan splits number {len(rule.spec) - 1}")
+        for i, spec in enumerate(rule.spec):
+            if spec is None:
+                continue
+            if rule.gathers:
+                values[i] = self._gather(values[i], spec)
+            else:
+                values[i] = shard_unconditionally(values[i], spec, name=f"{rule.path}[{i}]", session=session)
+        return values[0] if isinstance(output, Tensor) else type(output)(values)
+
+    def _gather(self, x: Tensor, spec: Spec) -> Tensor:
+        assert isinstance(spec, Split), "rules hold one split for each gathered output"
+        if spec.ndim is not None and x.ndim != spec.ndim:
+            return x
+        check_dim(x, spec, self.rule.path)
+        call, own = self.session.current(), x.shape[spec.dim]
+        found = find_sizes(self.session, own, own)
+        if found is None:
+            raise ShapeError(
+                f"the output of {self.rule.path} has {own} tokens on every rank, so it was never split: the plan "
+                "gathers at the wrong place"
+            )
+        sizes = found[0]
+        if call.groups.context is None:
+            sizes = [own]
+        elif not sizes:
+            sizes = [n for (n,) in all_gather_ints([own], group=call.groups.context)]
+        if sum(sizes) < len(sizes):
+            raise ShapeError(
+                f"the output of {self.rule.path} has {sum(sizes)} tokens, fewer than the {len(sizes)} ranks of the "
+                "context group: use lower degrees or a longer sequence"
+            )
+        return gather(x, spec.dim % x.ndim, sizes, call.groups.name)

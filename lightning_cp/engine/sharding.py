@@ -1,0 +1,244 @@
+"""Specs carried out: values cut to this rank's tokens, and made whole again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.engine.session import Call, Session
+from lightning_cp.errors import PlanError
+from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
+
+
+def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool) -> Any:
+    """`value` (a tensor, an int that counts tokens, or a nest of them) with the tokens of this rank.
+
+    Args:
+        spec: where its tokens lie.
+        name: of the argument, for errors.
+        strict: within the blocks a stream's first tensor tells its length, and a length that is neither whole nor
+            local is an error; at the model's own arguments, a length of 1 is left for broadcasting where the stream is
+            known, or where the spec says how many dims the tensor has (a timestep for each token, or for each sample).
+    Gradient: a slice; backward pads with zeros.
+    Raises: PlanError: a length that fits neither. ShapeError: too few tokens.
+    """
+
+    def one(x: Any, spec: Leaf, name: str) -> Any:
+        if isinstance(spec, Kept):
+            session.current().kept[spec.name] = x
+            return None
+        if isinstance(spec, Rows) and isinstance(x, Tensor):
+            session.current().rows[spec.stream] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
+            return x
+        if isinstance(spec, (Count, Rows)):
+            return _shard_count(x, spec, name=name, session=session)
+        if isinstance(x, Tensor) and isinstance(spec, Mask):
+            return _shard_mask(x, spec, name=name, session=session)
+        if isinstance(x, Tensor) and isinstance(spec, Split):
+            return _shard_tensor(x, spec, name=name, session=session, strict=strict)
+        raise _undescribed(x, spec, name)
+
+    return _each(value, spec, name, one)
+
+
+def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
+    """`value` (an output, or a nest of them) made whole on every rank: the adjoint of `shard`.
+
+    Gradient: reduce-scatter (sum). Raises: PlanError: an output that does not hold this rank's tokens.
+    """
+
+    def one(x: Any, spec: Leaf, name: str) -> Any:
+        if isinstance(spec, Count):
+            return sum(session.current().lengths[stream] for stream in spec.streams)
+        if isinstance(spec, Rows):
+            return session.current().rows[spec.stream]
+        if not (isinstance(spec, Split) and isinstance(x, Tensor)):
+            raise _undescribed(x, spec, name)
+        return _unshard_tensor(x, spec, name, session.current())
+
+    return _each(value, spec, name, one)
+
+
+def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, str], Any]) -> Any:
+    """`one` on each leaf of a nest, with its spec; a single spec stands for all of a list."""
+    if isinstance(spec, Kept):
+        return one(value, spec, name)
+    if value is None or spec is None:
+        return value
+    if isinstance(spec, Leaf):
+        if isinstance(value, dict):
+            return {key: _each(x, spec, name, one) for key, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            return like(value, [_each(x, spec, name, one) for x in value])
+        return one(value, spec, name)
+    if isinstance(spec, Mapping) and isinstance(value, dict):
+        return {key: _each(x, spec.get(key), f"{name}[{key!r}]", one) for key, x in value.items()}
+    if isinstance(spec, tuple) and isinstance(value, (list, tuple)):
+        if len(spec) != len(value):
+            raise PlanError(f"{name} has {len(value)} elements, its plan {len(spec)}")
+        return like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
+    raise _undescribed(value, spec, name)
+
+
+def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
+    return PlanError(f"{name} is a {type(value).__name__}, which its plan's {type(spec).__name__} does not describe")
+
+
+def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
+    call = session.current()
+    if spec.ndim is not None and x.ndim != spec.ndim:
+        return x
+    check_dim(x, spec, name)
+    dim, n = spec.dim % x.ndim, x.shape[spec.dim]
+    if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.streams):
+        return x
+    _learn(n, spec, name=name, session=session)
+    rank, local = call.groups.context_rank, call.sizes(spec.streams)[call.groups.context_rank]
+    parts = [_local(call, s) if s in spec.local else call.shares(s) for s in spec.streams]
+    ranks = [0 if s in spec.local else rank for s in spec.streams]
+    whole = sum(map(sum, parts))
+    if spec.folded and whole and n % whole == 0:
+        batch = x.reshape(*x.shape[:dim], -1, whole, *x.shape[dim + 1 :])
+        return narrow(batch, dim + 1, parts, ranks).flatten(dim, dim + 1)
+    if n == whole:
+        return narrow(x, dim, parts, ranks)
+    if n in (local, 1) or (spec.folded and local and n % local == 0):
+        return x
+    raise PlanError(
+        f"{name} has {n} tokens in dim {spec.dim}, neither all {whole} of {' + '.join(spec.streams)} nor this rank's "
+        f"{local}: the plan does not fit this input"
+    )
+
+
+def _local(call: Call, stream: str) -> tuple[int, ...]:
+    return (call.shares(stream)[call.groups.context_rank],)
+
+
+def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
+    """The length of a stream that is met for the first time: all of `n`, or what the others leave of it."""
+    call = session.current()
+    unknown = [stream for stream in dict.fromkeys(spec.streams) if stream not in call.lengths]
+    if not unknown:
+        return
+    rest = n - sum(call.lengths[stream] for stream in spec.streams if stream in call.lengths)
+    aside = isinstance(spec, Split) and (spec.local or spec.folded)
+    if len(unknown) > 1 or spec.streams.count(unknown[0]) > 1 or rest < 0 or aside:
+        raise PlanError(f"{name} holds the streams {spec.streams}, but nothing told the length of {unknown} before it")
+    everywhere = unknown[0] == session.rules.main or (unknown[0] in session.rules.needed and rest > 0)
+    call.define(unknown[0], rest, everywhere=everywhere, name=name)
+
+
+def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> int:
+    if isinstance(n, bool) or not isinstance(n, int):
+        raise _undescribed(n, spec, name)
+    call = session.current()
+    rank = call.groups.context_rank
+    if isinstance(spec, Rows):
+        call.rows[spec.stream] = n
+        return call.row_lengths(spec.stream)[rank]
+    _learn(n, spec, name=name, session=session)
+    whole = sum(call.lengths[stream] for stream in spec.streams)
+    if n != whole:
+        raise PlanError(f"{name} is {n}, but {' + '.join(spec.streams)} have {whole} tokens: the plan does not fit")
+    return call.sizes(spec.streams)[rank]
+
+
+def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
+    """Of keys: split like its tokens. Of rows: those of this rank, their columns in the order of all ranks' keys."""
+    if x.ndim == 2 or (x.ndim in (3, 4) and x.shape[-2] == 1):
+        return _shard_tensor(x, Split(-1, spec.streams), name=name, session=session, strict=True)
+    call = session.current()
+    missing = [stream for stream in spec.streams if stream not in call.lengths]
+    if missing or x.ndim not in (3, 4):
+        raise PlanError(
+            f"{name} has shape {tuple(x.shape)}: a mask over {spec.streams} is [b, s], [..., 1, s] or [..., s, s]"
+            + (f", and nothing told the length of {missing} before it" if missing else "")
+        )
+    rank, whole = call.groups.context_rank, sum(call.lengths[stream] for stream in spec.streams)
+    local = call.sizes(spec.streams)[rank]
+    if x.shape[-1] != whole or x.shape[-2] not in (whole, local):
+        raise PlanError(
+            f"{name} has shape {tuple(x.shape)}, but {' + '.join(spec.streams)} have {whole} tokens: the plan does not "
+            "fit this input"
+        )
+    if x.shape[-2] != whole:
+        return x
+    rows = narrow(x, x.ndim - 2, [call.shares(stream) for stream in spec.streams], [rank] * len(spec.streams))
+    return rows if len(spec.streams) == 1 else rows[..., _order_of_keys(call, spec)]
+
+
+def _order_of_keys(call: Call, spec: Mask) -> list[int]:
+    """Where the keys of the first rank are, then those of the next, ..."""
+    order: list[int] = []
+    for rank in range(call.groups.context_size):
+        start = 0
+        for stream in spec.streams:
+            shares = call.shares(stream)
+            first = start + sum(shares[:rank])
+            order += range(first, first + shares[rank])
+            start += call.lengths[stream]
+    return order
+
+
+def check_dim(x: Tensor, spec: Split, name: str) -> None:
+    """Raises: PlanError: the tensor has no such dim."""
+    if not -x.ndim <= spec.dim < x.ndim:
+        raise PlanError(
+            f"{name} is split in dim {spec.dim}, but has shape {tuple(x.shape)}: give expected_dims, or mend it"
+        )
+
+
+def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], ranks: Sequence[int]) -> Tensor:
+    """A rank's slice of each segment of `x`, one after the other. Gradient: backward pads with zeros.
+
+    Args: segments: tokens of each rank. ranks: whose slice, for each segment.
+    """
+    pieces, start = [], 0
+    for sizes, rank in zip(segments, ranks, strict=True):
+        pieces.append(x.narrow(dim, start + sum(sizes[:rank]), sizes[rank]))
+        start += sum(sizes)
+    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
+
+
+def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
+    if spec.ndim is not None and x.ndim != spec.ndim:
+        return x
+    check_dim(x, spec, name)
+    own = call.sizes(spec.streams)[call.groups.context_rank]
+    if x.shape[spec.dim] != own:
+        raise PlanError(
+            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, not this rank's {own} of "
+            f"{' + '.join(spec.streams)}"
+        )
+    return gather(x, spec.dim % x.ndim, [n for s in spec.streams for n in call.shares(s)], call.groups.name)
+
+
+def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """`items` as a list or a tuple, as `value` is."""
+    return items if isinstance(value, list) else tuple(items)
+
+
+def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
+    """`shard` as diffusers' plans mean it: whatever comes is split, and a tensor's length is its stream's name."""
+    if value is None or spec is None:
+        return value
+    if isinstance(spec, tuple):
+        if not isinstance(value, (list, tuple)) or len(value) != len(spec):
+            raise PlanError(
+                f"{name} has {len(spec)} entries in the plan, but is a {type(value).__name__} of another length"
+            )
+        pairs = zip(value, spec)
+        return like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
+    if not (isinstance(spec, Split) and isinstance(value, Tensor)):
+        raise _undescribed(value, spec, name)
+    if spec.ndim is not None and value.ndim != spec.ndim:
+        return value
+    check_dim(value, spec, name)
+    call, n = session.current(), value.shape[spec.dim]
+    call.define(str(int(n)), n, everywhere=False, name=name)
+    sizes = shard_sizes(n, call.groups.context_size)
+    return narrow(value, spec.dim % value.ndim, [sizes], [call.groups.context_rank])

@@ -1,0 +1,51 @@
+"""Replicated weights: DistributedDataParallel over data x context ranks, on top of what both flavours share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.checkpoint.vetting import allows_code, check_file
+from lightning_cp.engine.apply import Installed
+from lightning_cp.strategies.mixin import ContextParallelMixin
+
+
+class DDPMixin(ContextParallelMixin):
+    """Tokens of each sample spread over ring x ulysses ranks; weights replicated, gradients averaged over all ranks.
+
+    Args: see `ContextParallelMixin`; what Lightning's DDPStrategy and PyTorch's DDP take, too.
+    """
+
+    _passes_on = (DistributedDataParallel,)
+
+    def _refuse_shards(self, path: Any) -> None:
+        """Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
+        if (Path(path) / ".metadata").is_file():
+            raise CheckpointError(
+                f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
+                "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
+            )
+
+    def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
+        """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
+
+        Raises: CheckpointError: it is a folder in DCP's format, damaged, or holds more than tensors and plain values.
+        """
+        self._refuse_shards(path)
+        io = self._lightning.checkpoint_io
+        reads_torch_files = isinstance(getattr(io, "checkpoint_io", io), TorchCheckpointIO)  # AsyncCheckpointIO has one
+        if allows_code(weights_only) or not reads_torch_files:
+            return weights_only
+        if Path(path).is_file():
+            check_file(Path(path))
+        return True  # None means False for an address (https://...)
+
+    def _wrap(self, module: nn.Module) -> list[Installed]:
+        if self.context.unused_parameters(module):
+            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        return super()._wrap(module)

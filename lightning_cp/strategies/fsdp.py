@@ -1,0 +1,206 @@
+"""Sharded weights: FSDP2 over data x context ranks, on top of what both flavours have in common."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.shards import reraise_as
+from lightning_cp.checkpoint.vetting import allows_code, without_code
+from lightning_cp.config import check_degree
+from lightning_cp.engine.apply import Installed
+from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
+from lightning_cp.strategies.initial_weights import move_values
+from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
+
+# What every other strategy of Lightning takes, but ModelParallelStrategy only has as attributes.
+_PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
+
+
+class FSDPMixin(ContextParallelMixin):
+    """Tokens of each sample spread over ring x ulysses ranks, and the weights over all of data x context.
+
+    Every block of a transformer is a unit of FSDP2: its weights are gathered for its forward and backward. Gradients
+    are averaged over all ranks, which is right for sharded sequences too.
+
+    Args:
+        replicate: groups of ranks that hold the weights in full, each sharding them inside (HSDP); 1: all ranks share.
+        reshard_after_forward: free a block's gathered weights until backward.
+        mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`, beside the precision of Fabric or Trainer.
+        mesh: may have an axis `fsdp`: weights are sharded along it and replicated along the others.
+        save_distributed_checkpoint: Lightning's own checkpoints hold a file a rank (torch DCP), else one whole file.
+        data_parallel_size, tensor_parallel_size: of Lightning's `device_mesh`, for modules that shard themselves with
+            it: the whole world ("auto"), and 1.
+        settings: see `ContextParallelMixin`.
+    """
+
+    def __init__(
+        self,
+        *,
+        replicate: int = 1,
+        reshard_after_forward: bool = True,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = True,
+        data_parallel_size: int | str = "auto",
+        tensor_parallel_size: int | str = 1,
+        **settings: Any,
+    ) -> None:
+        check_degree("replicate", replicate, default=1)
+        if tensor_parallel_size not in (1, "auto"):
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size!r}: its ranks would get different samples; leave it at 1, "
+                "and spread a sample with ring or ulysses"
+            )
+        taken = known_settings(type(self)) & settings.keys() & _PLUGINS
+        plugins = {name: settings.pop(name) for name in taken}
+        super().__init__(
+            **settings,
+            data_parallel_size=data_parallel_size,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+        )
+        for name, value in plugins.items():
+            setattr(self, name, value)
+        if replicate > 1 and "fsdp" in (getattr(self.context.mesh, "mesh_dim_names", None) or ()):
+            raise ValueError(f"replicate={replicate} and a mesh with an axis `fsdp` both say how weights are sharded")
+        self._replicate = replicate
+        self._weights_mesh: DeviceMesh | None = None
+        self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
+
+    def setup_environment(self) -> None:
+        """Joins the other ranks, and builds the meshes of the context and of the weights."""
+        if self._planned_world % self._replicate:
+            raise ValueError(f"replicate={self._replicate} must divide the world of {self._planned_world} ranks")
+        if self._lightning._data_parallel_size == "auto":
+            self._lightning._data_parallel_size = self._planned_world
+        super().setup_environment()
+        if dist.is_initialized():
+            self._weights_mesh = self._make_weights_mesh()
+
+    @property
+    def weights_mesh(self) -> DeviceMesh:
+        """Along which weights are sharded. Raises: RuntimeError: the ranks are not up yet."""
+        if self._weights_mesh is None:
+            raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
+        return self._weights_mesh
+
+    def load_checkpoint(self, path: Any, *args: Any, weights_only: bool | None = None, **settings: Any) -> Any:
+        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+
+        Raises: CheckpointError: it holds more than tensors and plain values, or is damaged.
+        """
+        path = Path(self._lightning.broadcast(path))  # before any rank looks at it, so that no rank goes on alone
+        if allows_code(weights_only):
+            with reraise_as(CheckpointError, f"{path} cannot be loaded"):
+                return super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
+        with without_code(path):
+            return super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
+
+    @contextmanager
+    def _all_or_nothing(self, path: Any) -> Iterator[Path]:
+        """Where to write a checkpoint, which then takes its place at once. Call it on every rank."""
+        target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
+        theirs = target.is_dir() and not all(map(_is_of_dcp, target.iterdir()))
+        if theirs or not dist.is_initialized():
+            yield target  # somebody's folder, into which Lightning writes or refuses to; or no ranks to agree with
+            return
+        scratch = scratch_folder_for(target)
+        if is_first:
+            remove(scratch)
+        self._lightning.barrier()
+        try:
+            yield scratch
+        except BaseException:  # DCP's errors are those of all ranks, and what comes after DCP is the first rank's alone
+            if is_first:
+                remove(scratch)
+            raise
+        self._lightning.barrier()
+        if is_first and scratch.exists():
+            replace_folder(scratch, target)
+        self._lightning.barrier()
+
+    def _make_weights_mesh(self) -> DeviceMesh:
+        """Of dims `replicate` and `shard`, or of `shard` alone. Ranks: the whole world."""
+        given = self.context.mesh
+        if given is not None and "fsdp" in given.mesh_dim_names:
+            ranks = given.mesh.movedim(given.mesh_dim_names.index("fsdp"), -1).flatten(0, -2)
+        else:
+            ranks = torch.arange(dist.get_world_size()).view(self._replicate, -1)
+        kind = self._lightning.root_device.type
+        if ranks.shape[0] == 1:
+            return DeviceMesh(kind, ranks[0], mesh_dim_names=("shard",))
+        return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
+
+    def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
+        """Block by block, then the rest, but for children that do not train: they may be called by any method.
+
+        A module that is sharded already, by an earlier fit or by itself, is left so.
+
+        Args: steps: methods of `module` that are called, and call its children, in the place of its forward.
+        """
+        with self._from_equal_weights(module):
+            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
+                self._check_sharded(module)
+            elif dist.is_initialized():
+                self._shard(module, installed, steps)
+
+    def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to outputs
+        frozen = frozen_children(module, installed)
+        whole = {parameter for child in frozen for parameter in child.parameters()}
+        for child in frozen:
+            move_values(child, self._lightning.root_device)
+        units = find_fsdp_units(module, installed, frozen, by_child=bool(steps))
+        for unit in units:
+            _check_one_dtype(unit, without=whole)
+            fully_shard(
+                unit,
+                mesh=self.weights_mesh,
+                reshard_after_forward=self._reshard,
+                mp_policy=self._mp_policy,
+                ignored_params=whole,
+            )
+        if module in units:
+            for name in steps:
+                register_fsdp_forward_method(module, name)
+
+    def _check_sharded(self, module: nn.Module) -> None:
+        """Raises: ValueError: gradients of weights that train would not be averaged over all ranks."""
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        for name, x in module.named_parameters():
+            ranks = x.device_mesh.size() if isinstance(x, DTensor) else 1
+            if x.requires_grad and ranks != world:
+                raise ValueError(
+                    f"{name} is sharded over {ranks} of {world} ranks by {type(module).__name__} itself: its gradient "
+                    "would not be averaged over all; shard with strategy.weights_mesh, or leave it to the strategy"
+                )
+
+
+def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
+    """Raises: ValueError: FSDP2 would refuse it in the first forward."""
+    kinds: dict[torch.dtype, str] = {}
+    for name, x in unit.named_parameters():
+        if x not in without and not isinstance(x, DTensor):
+            kinds.setdefault(x.dtype, name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+        raise ValueError(
+            f"{type(unit).__name__} holds weights of several types ({found}), which cannot be sharded together: bring "
+            "it to one with .to(dtype) (and leave lower precision to `precision` or `mp_policy`), or use strategy cp"
+        )
+
+
+def _is_of_dcp(path: Path) -> bool:
+    return path.name in (".metadata", "meta.pt") or path.suffix == ".distcp"

@@ -1,0 +1,83 @@
+"""Choose the units of FSDP2: the modules whose weights are gathered together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from lightning_cp.engine.apply import Installed
+
+
+def find_fsdp_units(
+    module: nn.Module, installed: Sequence[Installed], frozen: Sequence[nn.Module], *, by_child: bool
+) -> list[nn.Module]:
+    """List the modules to shard, inner ones first: blocks, then what is left of the module.
+
+    FSDP2 would give a tied weight one shard in each unit that holds it, and train them apart. So a unit holds all
+    places of its weights; else they are left to the module around it.
+
+    Args:
+        installed: the context-parallel transformers in `module`.
+        frozen: children that stay whole.
+        by_child: make a unit of each child, because its methods are called in the place of the module's forward.
+    """
+    blocks = [unit for unit in _blocks(module, installed, without=frozen) if _holds_all_places(unit, module)]
+    if not by_child:
+        return [*blocks, module]
+    children = [child for child in _called(module) if child not in frozen]
+    units = [child for child in children if _holds_all_places(child, module)]
+    has_rest = len(units) < len(children) or any(True for _ in module.parameters(recurse=False))
+    return [*blocks, *units, *([module] if has_rest else [])]
+
+
+def _holds_all_places(unit: nn.Module, module: nn.Module) -> bool:
+    """Whether no weight of `unit` is used elsewhere in `module`."""
+    own, inside = set(unit.parameters()), set(unit.modules())
+    outside = (inner for inner in module.modules() if inner not in inside)
+    return not any(parameter in own for inner in outside for parameter in inner.parameters(recurse=False))
+
+
+def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
+    """Children of a module that trains which do not train themselves: text encoders, VAEs."""
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return []
+    parallel = {one.module for one in installed}
+    return [
+        child
+        for child in module.children()
+        if not parallel & set(child.modules()) and not any(parameter.requires_grad for parameter in child.parameters())
+    ]
+
+
+def _called(module: nn.Module) -> list[nn.Module]:
+    """Children with weights; those of containers, which have no forward, in their place."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            found += _called(child)
+        elif any(True for _ in child.parameters()):
+            found.append(child)
+    return found
+
+
+def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
+    """What is gathered at a time: the blocks that plans name; elsewhere what stands in lists of modules."""
+    planned = [
+        one.module.get_submodule(path)
+        for one in installed
+        for rule in one.rules.arguments
+        if rule.is_block
+        for path in rule.paths
+    ]
+    beyond = {inner for one in installed if planned for inner in one.module.modules()}
+    beyond |= {inner for child in without for inner in child.modules()}
+    listed = [
+        block
+        for inner in module.modules()
+        if isinstance(inner, nn.ModuleList) and inner not in beyond
+        for block in inner
+        if any(True for _ in block.parameters())
+    ]
+    nested = {inner for block in (*planned, *listed) for inner in block.modules() if inner is not block}
+    return [block for block in (*planned, *listed) if block not in nested]

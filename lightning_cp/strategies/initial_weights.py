@@ -1,0 +1,227 @@
+"""Start training from rank 0's weights on every rank, wherever the ranks' own weights differ."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.strategies.checksum import checksum
+from lightning_cp.strategies.meta import materialize
+from lightning_cp.training.ema import copy_whole
+
+_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """Description of one parameter or buffer on one rank. `state`: "values", "meta" or "sharded"."""
+
+    name: str
+    kind: str  # shape, dtype, whether it trains
+    state: str
+    checksum: int
+
+
+@dataclass
+class MissingWeights:
+    """Weights that rank 0 holds and some other rank has on the meta device only.
+
+    Attributes:
+        names: their names, every name of a tied weight, the same on all ranks.
+        first_names: one name for each, in the order in which they are sent.
+        values: rank 0's values by name; empty on the other ranks.
+    """
+
+    names: frozenset[str] = frozenset()
+    first_names: tuple[str, ...] = ()
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    @torch.no_grad()
+    def send(self, module: nn.Module, device: torch.device) -> None:
+        """Broadcast rank 0's values, one tensor at a time, into the storage that all ranks have by now.
+
+        Args:
+            module: whole or sharded (DTensor) weights; a rank keeps its shard of what it receives.
+            device: where the collectives run.
+        Ranks: the whole world. Raises: ValueError: a weight has lost its name since the comparison.
+        """
+        found = dict(_named_tensors(module))
+        for name in self.first_names:
+            if name not in found:
+                raise ValueError(
+                    f"{name} cannot be sent from rank 0, because it is no longer a weight of {type(module).__name__}: "
+                    "keep the names of weights in parallelize_fn, or load the weights on every rank"
+                )
+            goal = found[name]
+            value = self.values.pop(name, None)
+            whole = torch.empty(goal.shape, dtype=goal.dtype, device=device) if value is None else value
+            copy_whole(_broadcast(whole, device), goal)
+
+
+@contextmanager
+def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give every rank rank 0's weights, and storage to what is on the meta device; shard the module inside.
+
+    Weights that all ranks hold are compared and sent on entry. Weights that only rank 0 holds are sent on exit, each
+    rank keeping its shard, so that no other rank ever holds the whole module. Weights that no rank holds are
+    initialised on exit, equally on all ranks that hold the same shard.
+
+    Args:
+        module: with the same parameters and buffers on every rank; those of rank 0 have values or are on the meta
+            device everywhere.
+        device: where storage is allocated and collectives run.
+    Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
+    """
+    missing = share_initial_weights(module, device)
+    unset = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
+    sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
+    yield
+    materialize(module, device, sent=missing.names)
+    missing.send(module, device)
+    if unset:
+        share_initial_weights(module, device)
+    if unset or sharded:
+        share_replicas(module)
+
+
+def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWeights:
+    """Compare all parameters and buffers between ranks, and broadcast rank 0's where they differ.
+
+    Equal weights cost one all-gather of three integers. Otherwise the tensors that differ are broadcast one by one, in
+    place, so that at most one more tensor is in memory. DTensors are left alone (see `share_replicas`), and so is what
+    DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`).
+
+    Args:
+        module: with the same parameters and buffers on every rank, on the meta device or not.
+        device: where the collectives run.
+    Returns: the weights still to be sent, after the ranks that lack them have allocated storage.
+    Ranks: the whole world.
+    Raises: ValueError: on every rank: the ranks hold different modules, or only ranks other than 0 hold a weight.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return MissingWeights()
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    tensors = {name: x for name, x in _distinct(module) if name not in ignored}
+    own = [_describe(name, x) for name, x in tensors.items()]
+    if _all_equal(own):
+        return MissingWeights()
+    everyone: list[list[_Entry]] = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    by_rank = [{entry.name: entry for entry in entries} for entries in everyone]
+    _check_same_module(by_rank, type(module).__name__)
+    differ, missing = [], []
+    for name in by_rank[0]:
+        entries = [entries[name] for entries in by_rank]
+        if len({entry.state for entry in entries}) > 1:
+            missing.append(name)
+        elif len({entry.checksum for entry in entries}) > 1:
+            differ.append(name)
+    for name in differ:
+        copy_whole(_broadcast(tensors[name].detach(), device), tensors[name])
+    if differ or missing:
+        rank_zero_only(_log.info)(
+            f"{type(module).__name__}: {len(differ) + len(missing)} of {len(own)} initial weights and buffers differ "
+            "between ranks; every rank starts from rank 0's"
+        )
+    kept = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
+    same = {id(tensors[name]) for name in missing}
+    return MissingWeights(frozenset(n for n, x in _named_tensors(module) if id(x) in same), tuple(missing), kept)
+
+
+@torch.no_grad()
+def share_replicas(module: nn.Module) -> None:
+    """Broadcast sharded weights (DTensors) along the mesh dims that replicate them, from the first rank of each.
+
+    Ranks: all ranks of the DTensors' meshes.
+    """
+    for _, x in _distinct(module):
+        if isinstance(x, DTensor):
+            for dim, placement in enumerate(x.placements):
+                if isinstance(placement, Replicate) and x.device_mesh.size(dim) > 1:
+                    local = x.to_local()
+                    values = local.contiguous()
+                    dist.broadcast(values, group=x.device_mesh.get_group(dim), group_src=0)
+                    local.copy_(values)
+
+
+def move_values(module: nn.Module, device: torch.device) -> None:
+    """Move parameters and buffers to a device; those on the meta device stay there."""
+    module._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor once, and the plain tensors inside quantised ones."""
+    seen: set[int] = set()
+    for name, x in _named_tensors(module):
+        if id(x) not in seen and not is_lazy(x):
+            seen.add(id(x))
+            yield from _plain(name, x)
+
+
+def _plain(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(x, DTensor) or not is_traceable_wrapper_subclass(x):
+        yield name, x
+        return
+    for attribute in x.__tensor_flatten__()[0]:
+        yield from _plain(f"{name}.{attribute}", getattr(x, attribute))
+
+
+def _describe(name: str, x: Tensor) -> _Entry:
+    kind = f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}{' trained' if x.requires_grad else ''}"
+    if isinstance(x, DTensor) or x.layout != torch.strided:
+        return _Entry(name, kind, "sharded", 0)
+    return _Entry(name, kind, "meta", 0) if x.is_meta else _Entry(name, kind, "values", checksum(x))
+
+
+def _all_equal(own: list[_Entry]) -> bool:
+    """Whether every rank has the same entries. Synchronises the host."""
+    digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
+    parts = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+    assert dist.group.WORLD is not None, "the caller has found the ranks up"
+    return all(theirs == parts for theirs in all_gather_ints(parts, group=dist.group.WORLD))
+
+
+def _check_same_module(by_rank: list[dict[str, _Entry]], module: str) -> None:
+    """Raises: ValueError: see `share_initial_weights`."""
+    first = by_rank[0]
+    for rank, other in enumerate(by_rank):
+        for name in dict.fromkeys([*first, *other]):
+            kinds = [entries[name].kind if name in entries else "no such weight" for entries in (first, other)]
+            if kinds[0] != kinds[1]:
+                raise ValueError(
+                    f"{module}: the ranks hold different modules: {name} is {kinds[0]} on rank 0 and {kinds[1]} on "
+                    f"rank {rank}. Build the same module, and freeze the same weights, on every rank"
+                )
+            here, there = first[name].state, other[name].state
+            if here != there and (here, there) != ("values", "meta"):
+                raise ValueError(
+                    f"{module}: {name} is {_STATES[here]} on rank 0 and {_STATES[there]} on rank {rank}. Load the "
+                    "weights on rank 0 or on every rank, and shard a module on every rank or on none"
+                )
+
+
+_STATES = {"values": "initialised", "meta": "on the meta device", "sharded": "sharded"}
+
+
+def _broadcast(x: Tensor, device: torch.device) -> Tensor:
+    """Rank 0's values of a whole tensor, on `device`."""
+    values = x.detach().to(device).contiguous()
+    dist.broadcast(values, src=0)
+    return values

@@ -1,0 +1,263 @@
+"""What our strategies for Fabric and for the Trainer have in common, put before Lightning's own in their bases."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning_utilities.core.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_cp.comm.stall import stop_watch
+from lightning_cp.config import RotateMethod
+from lightning_cp.data.peer_batches import prepare_loader
+from lightning_cp.data.random_state import RandomStates, share_random_state
+from lightning_cp.engine.apply import Installed
+from lightning_cp.strategies.initial_weights import equal_initial_weights
+from lightning_cp.strategies.notebook import check_start_method, choose_start_method
+from lightning_cp.strategies.replaced_weights import ReplacedWeights
+from lightning_cp.strategies.strategy import ContextParallel
+
+_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
+
+
+class ContextParallelMixin:
+    """Tokens of each sample spread over ring x ulysses ranks, gradients averaged over all ranks.
+
+    Args:
+        ring: ranks of a ring.
+        ulysses: ranks of a Ulysses group; context groups have ring x ulysses ranks, `ulysses` innermost.
+        data_parallel: number of context groups; "auto": what the world holds.
+        rotate_method, convert_to_fp32: see `lightning_cp.ContextParallelConfig`.
+        mesh: a DeviceMesh with axes `ring` and `ulysses`, others beside them; degrees are read from it.
+        plans: model classes, their names, or names of modules -> plans, before the registered ones.
+        modules: classes or names of the modules to wrap; default: every transformer that has a plan.
+        kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
+        check_peers: how often the arguments of transformers are compared between context peers: "first": in full, in
+            the first 2 forwards; "sampled": besides, samples of every later forward, in the background, so that a
+            difference is raised in the next one; "always": in full, in every forward; "off": never.
+        stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
+        timeout: of collectives.
+        start_method: how ranks are started: "popen", "spawn", "fork" or "forkserver", as in Lightning's DDPStrategy.
+            None: "fork" in a notebook or another interactive session, "popen" elsewhere.
+        kwargs: what Lightning's strategy below takes.
+    Raises: ValueError, TypeError: bad settings, before any rank is started.
+    """
+
+    _passes_on: tuple[type, ...] = ()  # beside Lightning's strategy, classes that take settings
+    _starts_processes_with: Any  # class of the launcher for other start methods than popen
+    _divides_batches = False  # whether batch samplers that Lightning cannot divide are divided here
+
+    def __init__(
+        self,
+        ring: int = 1,
+        ulysses: int = 1,
+        data_parallel: int | str = "auto",
+        rotate_method: RotateMethod = "allgather",
+        convert_to_fp32: bool = True,
+        mesh: Any = None,
+        plans: Mapping[Any, object] | None = None,
+        modules: Sequence[Any] | None = None,
+        kernel: str = "auto",
+        check_peers: str = "sampled",
+        stall_s: float | None = 60.0,
+        timeout: timedelta = timedelta(minutes=5),
+        start_method: str | None = None,
+        whole_world: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        _check_known(type(self), kwargs)
+        check_start_method(start_method)
+        super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
+        if whole_world not in (None, "ring", "ulysses"):
+            raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
+        self._whole_world, self._chosen_start_method = whole_world, start_method
+        self._settings: dict[str, Any] = {
+            "ring": ring,
+            "ulysses": ulysses,
+            "data_parallel": data_parallel,
+            "rotate_method": rotate_method,
+            "convert_to_fp32": convert_to_fp32,
+            "mesh": mesh,
+            "plans": plans,
+            "modules": modules,
+            "kernel": kernel,
+            "check_peers": check_peers,
+            "stall_s": stall_s,
+        }
+        self.context = ContextParallel(**self._settings)
+        self._replaced = ReplacedWeights()
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's context group."""
+        if self.context.groups is None and self.context.mesh is None:
+            return int(self._lightning.global_rank // self.context.size)
+        return self.context.up().data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of context groups."""
+        if self.context.groups is None and self.context.mesh is None:
+            return self._planned_world // self.context.size
+        return self.context.up().data_size
+
+    @property
+    def context_rank(self) -> int:
+        """Index of this rank in its context group."""
+        return self.context.up().context_rank
+
+    @property
+    def context_size(self) -> int:
+        """Ranks that share one sample."""
+        return self.context.size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """A context group is one replica."""
+        return {"num_replicas": self.data_size, "rank": self.data_rank}
+
+    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+        """This rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
+        return self.context.shard(batch, dims)
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole of a sharded tensor, on every rank; see `ContextParallel.gather`."""
+        return self.context.gather(x, dim)
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """Random numbers that context peers draw alike; see `ContextParallel.generator`."""
+        return self.context.generator(seed, device)
+
+    @property
+    def random_states(self) -> RandomStates:
+        """The random states of all data groups, to be saved and loaded as an entry of Fabric's state."""
+        return RandomStates(self.data_rank, self.data_size)
+
+    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
+        """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""
+        return self.context.local_mean(loss, tokens)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
+
+        Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone, or a
+            DistributedSampler for other replicas than the data groups.
+        """
+        dataset = getattr(dataloader, "dataset", None)
+        source = dataset if isinstance(dataloader, DataLoader) else dataloader
+        divided = any(getattr(one, "sharded_by_data_rank", False) for one in (dataloader, dataset))
+        by_index = isinstance(dataloader, DataLoader) and not isinstance(dataset, IterableDataset)
+        if self.data_size > 1 and not by_index and not divided:
+            raise ValueError(
+                f"{type(source).__name__} is iterable, so it cannot be divided over {self.data_size} data ranks from "
+                "outside: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
+                "sharded_by_data_rank = True on it"
+            )
+        if by_index and self.context.groups is not None:
+            dataloader = prepare_loader(dataloader, self.context.groups, divide=self._divides_batches)
+        if isinstance(dataloader, DataLoader):
+            chosen = dataloader.worker_init_fn
+            is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
+            if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
+                dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
+        return dataloader
+
+    def _configure_launcher(self) -> None:
+        world = self._planned_world
+        if self._whole_world is not None:
+            self.context = ContextParallel(**{**self._settings, self._whole_world: world})
+        self.context.check_world(world)
+        external = self._lightning.cluster_environment.creates_processes_externally
+        method = choose_start_method(self._chosen_start_method, ranks=world, external=external)
+        if method is None:
+            return  # the only rank is this process
+        super()._configure_launcher()  # type: ignore[misc]
+        if method != "popen":
+            self._launcher = self._starts_processes_with(self._lightning, start_method=method)
+
+    def setup_environment(self) -> None:
+        """Joins the other ranks, and builds the mesh."""
+        super().setup_environment()  # type: ignore[misc]
+        self.context.check_world(self._lightning.world_size)
+        self.context.set_up()
+        self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
+
+    def save_checkpoint(self, *args: Any, **settings: Any) -> None:
+        """As Lightning's. Raises: PeerMismatchError: context peers were given different data in the last forward."""
+        self.context.finish_checks()
+        super().save_checkpoint(*args, **settings)  # type: ignore[misc]
+
+    def teardown(self) -> None:
+        """End what watches the ranks, then what Lightning ends.
+
+        Raises: PeerMismatchError: context peers were given different data in the last forward.
+        """
+        stop_watch()
+        try:
+            self.context.finish_checks(within_s=0.0)
+        finally:
+            super().teardown()  # type: ignore[misc]
+
+    def _log_layout(self, installed: list[Installed]) -> None:
+        """One line on the first rank. Call it under the precision of the forward."""
+        line = self.context.describe(installed, ranks_per_node=self._lightning.num_processes)
+        if line is not None:
+            rank_zero_only(_log.info)(line)
+
+    def _wrap(self, module: nn.Module) -> list[Installed]:
+        """Makes transformers context-parallel."""
+        return self.context.wrap(module)
+
+    @contextmanager
+    def _from_equal_weights(self, module: nn.Module) -> Iterator[None]:
+        """Start from rank 0's weights on every rank; see `equal_initial_weights`. Shard the module inside.
+
+        From then on, the ranks of each context group draw the same random numbers.
+        """
+        with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
+            yield
+        self._share_random_state()
+
+    def _share_random_state(self) -> None:
+        """Give each context group the random states of its first rank."""
+        if self.context.groups is not None:
+            share_random_state(self.context.groups)
+
+    @property
+    def _planned_world(self) -> int:
+        return int(self._lightning.num_nodes * self._lightning.num_processes)
+
+    @property
+    def _lightning(self) -> Any:
+        """This object, as Lightning's strategy that it also is."""
+        return self
+
+
+def known_settings(strategy: type[ContextParallelMixin]) -> set[str]:
+    """What a strategy, or one of its bases, takes by name."""
+    return {
+        name
+        for kind in (*strategy.__mro__[:-1], *strategy._passes_on)
+        for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
+    }
+
+
+def _check_known(strategy: type[ContextParallelMixin], settings: Mapping[str, Any]) -> None:
+    """Raises: TypeError: a setting that neither we, nor Lightning's strategy, nor PyTorch's DDP below it knows."""
+    known = known_settings(strategy)
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{strategy.__name__} has no setting {name!r}{hint}")

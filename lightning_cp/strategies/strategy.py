@@ -1,0 +1,279 @@
+"""What the strategies of both flavours share: settings, the mesh, which modules are wrapped, sharding of batches."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_cp.comm.shards import gather_uneven, own_shard
+from lightning_cp.comm.stall import watch_stalls
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
+from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
+from lightning_cp.engine.peers import PeerCheck, forwards_to_check
+from lightning_cp.errors import PlanError
+from lightning_cp.kernels import check_kernel, choose_kernel
+from lightning_cp.mesh import MeshGroups, groups_for
+from lightning_cp.plans import Plan, refusal, registered_plan
+
+
+@dataclass
+class ContextParallel:
+    """The context-parallel part of a strategy. Settings are checked here; groups are made once ranks are up.
+
+    Attributes: as the arguments of `lightning_cp.fabric.ContextParallelStrategy`.
+    """
+
+    ring: int
+    ulysses: int
+    data_parallel: int | str
+    rotate_method: RotateMethod
+    convert_to_fp32: bool
+    mesh: Any
+    plans: Mapping[Any, object] | None
+    modules: Sequence[Any] | None
+    kernel: str
+    check_peers: str
+    stall_s: float | None
+    groups: MeshGroups | None = field(default=None, init=False)
+    described: set[str] = field(default_factory=set, init=False)
+    found: set[Any] = field(default_factory=set, init=False)  # keys of plans and modules
+    checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
+
+    def __post_init__(self) -> None:
+        check_degree("ring", self.ring, default=1)
+        check_degree("ulysses", self.ulysses, default=1)
+        if self.data_parallel != "auto":
+            check_degree("data_parallel", self.data_parallel, default=1)
+        if self.plans is not None and not isinstance(self.plans, Mapping):
+            raise TypeError(f"plans must map model classes or names to plans, not be a {type(self.plans).__name__}")
+        if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
+            raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
+        check_kernel(self.kernel)
+        forwards_to_check(self.check_peers)
+        if self.stall_s is not None and (isinstance(self.stall_s, bool) or not self.stall_s > 0):
+            raise ValueError(f"stall_s={self.stall_s!r} must be seconds above 0, or None for no watch")
+        self.config = self._config()
+        self.ring, self.ulysses = self.config.mesh_shape
+
+    def _config(self) -> ContextParallelConfig:
+        degrees: dict[str, Any] = (
+            {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()
+        )
+        return ContextParallelConfig(
+            **degrees, convert_to_fp32=self.convert_to_fp32, rotate_method=self.rotate_method, mesh=self.mesh
+        )
+
+    def _degrees(self) -> dict[str, int]:
+        return {"ring_degree": self.ring, "ulysses_degree": self.ulysses}
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sample."""
+        return self.ring * self.ulysses
+
+    def check_world(self, world: int) -> None:
+        """Raises: ValueError: the world is not data_parallel x ring x ulysses."""
+        if world % self.size or world < self.size:
+            raise ValueError(
+                f"ring={self.ring} x ulysses={self.ulysses} = {self.size} does not fit a world of {world} ranks: start "
+                f"a multiple of {self.size} (devices={self.size}, say), or lower a degree"
+            )
+        if self.data_parallel != "auto" and world != int(self.data_parallel) * self.size:
+            raise ValueError(
+                f"data_parallel={self.data_parallel} x ring={self.ring} x ulysses={self.ulysses} = "
+                f"{int(self.data_parallel) * self.size} ranks, but the world has {world}: leave data_parallel='auto' "
+                f"({world // self.size} here), or start as many ranks"
+            )
+
+    def set_up(self) -> MeshGroups:
+        """Build the groups. Ranks: the whole world."""
+        self.groups = groups_for(self.config)
+        return self.groups
+
+    def watch(self, *, host: str, timeout: timedelta | None) -> None:
+        """Tell of collectives that do not end. Args: as of `watch_stalls`. Ranks: the whole world."""
+        if self.stall_s is not None and dist.is_initialized():
+            timeout_s = math.inf if timeout is None else timeout.total_seconds()
+            watch_stalls(host=host, after_s=min(self.stall_s, timeout_s / 2), timeout_s=timeout_s)
+
+    def up(self) -> MeshGroups:
+        """The groups. Raises: RuntimeError: the ranks are not up yet."""
+        if self.groups is None:
+            raise RuntimeError("the ranks are not up yet: call fabric.launch() (or trainer.fit) first")
+        return self.groups
+
+    def wrap(self, module: nn.Module) -> list[Installed]:
+        """Make every selected transformer in `module` context-parallel. Returns: these, and those that already were."""
+        selected = self._selected(module)
+        if selected:
+            self.up()
+        installed = [
+            installed_on(inner)
+            or parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
+            for inner, plan in selected
+        ]
+        self.checks.update(one.session.peers for one in installed)
+        return installed
+
+    def finish_checks(self, *, within_s: float = 1.0) -> None:
+        """Raise what the comparisons in the background have found of each transformer's last forward.
+
+        Args: within_s: drop those that are not done after so many seconds.
+        Raises: PeerMismatchError: context peers were given different data, on all ranks of the context group.
+        """
+        for check in list(self.checks):
+            check.finish(within_s=within_s)
+
+    def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
+        inside = list(module.named_modules())
+        for setting, keys in (("plans", self.plans or {}), ("modules", self.modules or ())):
+            self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
+            absent = [key for key in keys if key not in self.found]  # neither here nor in a module before it
+            if absent:
+                transformers = sorted(
+                    {kind.__name__ for kind in map(class_of, module.modules()) if registered_plan(kind)}
+                )
+                raise PlanError(
+                    f"{setting}: there is no {absent[0]!r} in {type(module).__name__}; a key is a class, its name, or "
+                    f"the path of a module (transformers with a plan in there: {transformers or 'none'})"
+                )
+        found = []
+        for name, inner in inside:
+            if self.modules is not None and not any(_names(key, name, inner) for key in self.modules):
+                continue
+            plan = self._plan(name, inner)
+            if plan is not None or installed_on(inner) is not None:
+                found.append((inner, plan))
+            elif self.modules is not None:
+                raise PlanError(f"modules={self.modules!r} names {name!r}: {no_plan(class_of(inner))}")
+        if not found and self.modules is None and self.size > 1:  # it would run whole on every rank of a context group
+            for kind in map(class_of, module.modules()):
+                if refusal(kind) is not None:
+                    raise PlanError(no_plan(kind))
+        return found
+
+    def _plan(self, name: str, module: nn.Module) -> object:
+        given = [plan for key, plan in (self.plans or {}).items() if _names(key, name, module)]
+        return given[0] if given else registered_plan(type(module))
+
+    def unused_parameters(self, module: nn.Module) -> bool:
+        """Whether a selected transformer has parameters that never get a gradient."""
+        return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
+
+    def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
+        """One line for the log, to be asked for under the precision of the forward; None if it was said before."""
+        if self.groups is None and not installed:
+            return None  # no ranks to count
+        groups = self.up()
+        world = groups.data_size * groups.context_size
+        line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
+        for one in installed:
+            blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
+            line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"
+        if not installed and self.size > 1:
+            line += "; no transformer with a plan: only what calls context_parallel_attention is parallel"
+        if groups.ulysses is not None:
+            nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
+            if len(nodes) > 1:
+                line += (
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: within a node, with "
+                    "ring across nodes, it would be faster"
+                )
+        if line in self.described:
+            return None
+        self.described.add(line)
+        return line
+
+    def _kernel_of(self, module: nn.Module) -> str:
+        """The kernel that would be chosen here and now, without a mask."""
+        if self.kernel != "auto":
+            return self.kernel
+        parameter = next(module.parameters())
+        device, dtype = parameter.device, parameter.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device.type)
+        return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
+
+    def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
+        """This rank's shard of the named tensors of a (nested) batch; the others stay whole.
+
+        Args: dims: name -> dim along which it is split. Names are dict keys, at any depth.
+        Gradient: a slice; backward pads with zeros.
+        Raises: ValueError: a name that is not in the batch.
+        """
+        seen: set[str] = set()
+        result = self._shard(batch, dims, None, seen)
+        absent = [name for name in dims if name not in seen]
+        if absent:
+            raise ValueError(f"dims={dict(dims)} names {absent[0]!r}, which is not in the batch")
+        return result
+
+    def _shard(self, value: Any, dims: Mapping[str, int], dim: int | None, seen: set[str]) -> Any:
+        if isinstance(value, Mapping):
+            seen |= dims.keys() & value.keys()
+            return {name: self._shard(x, dims, dims.get(name, dim), seen) for name, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [self._shard(x, dims, dim, seen) for x in value]
+            return items if isinstance(value, list) else tuple(items)
+        if dim is None or not isinstance(value, Tensor):
+            return value
+        return own_shard(value, dim, self.up())
+
+    def gather(self, x: Tensor, dim: int) -> Tensor:
+        """The whole of a sharded tensor, on every rank; shards may be uneven.
+
+        Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+        """
+        return gather_uneven(x, dim, self.up())
+
+    def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
+        """A generator for what context peers must draw alike: noise, timesteps, condition drop-out.
+
+        Its numbers are the same on all ranks of a context group, and others for each group. Draw whole samples from
+        it, before they are split. Raises: RuntimeError: the ranks are not up yet.
+        """
+        mixed = hashlib.blake2b(f"{seed}/{self.up().data_rank}".encode(), digest_size=8).digest()
+        return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
+
+    def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
+        """The mean of a loss over this rank's tokens, weighted so that averaged gradients are those of the global mean.
+
+        Args:
+            loss: mean over the local tokens, a scalar (anything where there are none, even nan).
+            tokens: how many they are. Their number may differ between the ranks of a context group.
+        Returns: loss x context ranks x tokens / all tokens.
+        Ranks: all of the context group. Source: gradients are averaged over all ranks (see docs).
+        """
+        groups = self.up()
+        if groups.context is None:
+            return loss
+        counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]
+        if not sum(counts):
+            raise ValueError("local_mean: no rank of the context group has a token")
+        weight = groups.context_size * counts[groups.context_rank] / sum(counts)
+        return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """The class of a module as it was written: FSDP2 puts one of its own in front."""
+    found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return found  # type: ignore[no-any-return]
+
+
+def _names(key: Any, path: str, module: nn.Module) -> bool:
+    """Whether a key of `plans` or `modules` (a class, its name with or without module, a path) means this module."""
+    if isinstance(key, type):
+        return isinstance(module, key)
+    kind = class_of(module)
+    return key in (path or None, kind.__name__, f"{kind.__module__}.{kind.__qualname__}")

@@ -1,0 +1,59 @@
+"""Figures become rows, cells and pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_cp.app.benchmark.measure import Figures
+from lightning_cp.app.benchmark.report import draw, markdown_page, rows_of, tables, write_csv
+from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED
+
+FOUND = {
+    ONE_THREAD: Figures(times_s=[4.0, 5.0, 4.5], peak_bytes=10_000_000),
+    "ring": Figures(times_s=[1.2, 1.0, 2.0, 1.1], peak_bytes=3_000_000, sent_bytes=8, exchanges=3, waited=0.25),
+    "theirs": Figures(refused="ValueError: not | here"),
+}
+
+
+def test_times_become_multiples_of_the_limit() -> None:
+    one, ring, theirs = rows_of("attention", 512, 4, FOUND)
+    assert one["ratio"] == pytest.approx(4), "one process does the work of four ranks"
+    assert ring["ratio"] == pytest.approx(1.0 / (4.0 / 4))
+    assert ring["median_ratio"] == pytest.approx(1.15 / (4.5 / 4))
+    assert ring["spread"] == pytest.approx((2.0 - 1.1) / 1.15)
+    assert theirs["ratio"] is None
+    assert theirs["refused"] == "ValueError: not | here"
+
+
+def test_a_page_holds_the_command_and_every_subject(tmp_path: Path) -> None:
+    rows = rows_of("attention", 512, 4, FOUND)
+    page = markdown_page(rows, machine="a machine", command="python recipes/bench.py", pictures=["a.png"])
+    assert "Made on a machine by\n\n    python recipes/bench.py\n" in page
+    assert "| ring | 1000.0 | 1.00 | 1.02 | 78 % | 3.0 | 0.0 | 3 | 25 % |  |" in page
+    assert "| theirs | ValueError: not / here |" in page
+    ((title, cells),) = tables(rows)
+    assert title == "attention, 512 tokens, 4 ranks"
+    assert {len(line) for line in cells} == {10}
+    write_csv(rows, tmp_path / "bench.csv")
+    assert (tmp_path / "bench.csv").read_text().splitlines()[2].startswith("attention,512,4,ring,1.0,1.15,")
+
+
+def test_the_cost_of_comparing_peers_is_the_median_of_pairs() -> None:
+    unchecked = Figures(times_s=[1.0, 2.0, 4.0])
+    checked = Figures(times_s=[1.1, 2.02, 4.02])
+    rows = rows_of(
+        "training", 512, 2, {ONE_THREAD: Figures(times_s=[1.0]), "ring": checked, "ring" + UNCHECKED: unchecked}
+    )
+    assert [row["check_cost"] for row in rows] == [None, pytest.approx(0.01), None]
+    ((_, cells),) = tables(rows)
+    assert [line[-1] for line in cells] == ["", "+1.0 %", ""]
+
+
+@pytest.mark.parametrize("lengths", [(512,), (512, 1024)])
+def test_a_subject_refused_at_one_length_is_drawn_at_the_others(lengths: tuple[int, ...], tmp_path: Path) -> None:
+    rows = [row for ranks in (2, 4) for length in lengths for row in rows_of("attention", length, ranks, FOUND)]
+    rows += rows_of("attention", 2048, 4, FOUND | {"theirs": FOUND["ring"]})
+    draw(rows, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,106 @@
+import math
+from pathlib import Path
+
+import pytest
+
+from lightning_cp.app.training.loop import LoopSettings, StepReport
+from lightning_cp.app.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
+
+
+def report(step: int, loss: float = 0.5) -> StepReport:
+    return StepReport(step, loss, 1e-3, 1.0, 0.1, 640.0)
+
+
+def test_metrics_begin_with_step_and_loss_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.watch(report(step, 1 / 3))
+    assert path.read_text().splitlines()[0].startswith("step,loss,")
+    assert [row.step for row in read_metrics(path)] == [1, 2, 3]
+    assert read_metrics(path)[0].loss == pytest.approx(1 / 3, rel=1e-7)
+
+
+def test_resuming_in_the_same_folder_keeps_the_rows_before_and_drops_those_after(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in range(1, 6):
+            metrics.watch(report(step))
+    with MetricsFile(path, resumed_at=3) as metrics:
+        metrics.watch(report(4, 0.25))
+    assert [(row.step, row.loss) for row in read_metrics(path)][2:] == [(3, 0.5), (4, 0.25)]
+
+
+def test_a_last_row_that_was_cut_short_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.watch(report(step))
+    whole = path.read_bytes()
+    for cut in range(1, len(whole.splitlines()[-1])):
+        path.write_bytes(whole[:-cut])
+        assert [row.step for row in read_metrics(path)] == [1, 2]
+    with MetricsFile(path, resumed_at=3) as metrics:
+        metrics.watch(report(4))
+    assert [row.step for row in read_metrics(path)] == [1, 2, 4]
+    path.write_bytes(whole + bytes(100))  # a file system may leave zeros after a loss of power
+    assert [row.step for row in read_metrics(path)] == [1, 2, 3]
+    path.write_bytes(b"")
+    assert read_metrics(path) == []
+
+
+def test_another_row_that_is_damaged_is_an_error_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    with MetricsFile(path) as metrics:
+        for step in (1, 2, 3):
+            metrics.watch(report(step))
+    whole = path.read_text()
+    for damaged in (whole.replace("\n2,", "\n2,oops,", 1), whole.replace("\n2,0.5", "\nx2", 1)):
+        path.write_text(damaged)
+        with pytest.raises(ValueError, match=r"metrics\.csv is damaged in line 3"):
+            MetricsFile(path, resumed_at=3)
+        assert path.read_text() == damaged
+
+
+def test_a_file_without_skipped_steps_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss,lr,grad_norm,step_time_s,tokens_per_s\n1,0.5,0.1,1.0,0.1,64\n")
+    with MetricsFile(path, resumed_at=1) as metrics:
+        metrics.watch(StepReport(2, math.nan, 0.1, math.inf, 0.1, 64, skipped=1))
+    first, second = read_metrics(path)
+    assert first == StepReport(1, 0.5, 0.1, 1.0, 0.1, 64, skipped=0)
+    assert (second.skipped, second.grad_norm, math.isnan(second.loss)) == (1, math.inf, True)
+    draw_loss_curve(path, tmp_path / "loss.png")
+
+
+def test_rows_can_be_fewer_but_the_first_is_there(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.csv", every=5) as metrics:
+        for step in range(1, 11):
+            metrics.watch(report(step))
+    assert [row.step for row in read_metrics(tmp_path / "metrics.csv")] == [1, 5, 10]
+
+
+def test_the_loss_curve_is_a_png(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.csv") as metrics:
+        for step in range(1, 40):
+            metrics.watch(report(step, 1 / step))
+    draw_loss_curve(tmp_path / "metrics.csv", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_terminal_progress_is_a_line_now_and_then(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar(total=7, every=3) as bar:
+        for step in range(1, 8):
+            bar.watch(report(step))
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert [line.split()[1] for line in lines] == ["3/7", "6/7", "7/7"]
+    assert "loss 0.5000  100 ms  640 tokens/s" in lines[0]
+
+
+def test_the_learning_rate_does_not_depend_on_the_length_of_the_run() -> None:
+    def settings(max_steps: int) -> LoopSettings:
+        return LoopSettings(max_steps, 0.1, 10, 5, 64)
+
+    assert settings(5).lr_at(1) == pytest.approx(0.01)
+    assert settings(5).lr_at(10) == settings(5).lr_at(400) == 0.1
+    assert [settings(5).lr_at(s) for s in range(1, 30)] == [settings(900).lr_at(s) for s in range(1, 30)]

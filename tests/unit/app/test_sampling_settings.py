@@ -1,0 +1,175 @@
+"""Settings of recipes/sample.py: what is sampled, and what is refused before ranks start."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_cp.app.runs.recipe import CheckedRun, check_config
+from lightning_cp.app.runs.sampling import check_sampling
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.launch import Machine
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+class NoGpu(Machine):
+    gpus = 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of runs with a checkpoint each (of pictures, of clips, without settings), pipelines and a list."""
+    folder = tmp_path_factory.mktemp("runs")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        trained = check_config(compose("train", overrides=["run_dir=here"]), NoGpu(cores=2), None).config
+    for step, name, frames in ((3, "run", 1), (2, "clips", 8), (1, "bare", None)):
+        save_checkpoint(folder / name / "checkpoints", Checkpoint(step, {"model": {"x": torch.zeros(1)}}, {}))
+        if frames is not None:
+            (folder / name / ".hydra").mkdir()
+            settings = OmegaConf.merge(trained, {"data": {"frames": frames}})
+            OmegaConf.save(settings, folder / name / ".hydra" / "resolved.yaml")
+    for name, index in {
+        "pipe": {},
+        "wan": {"_class_name": "WanPipeline"},
+        "dit": {"_class_name": "DiTPipeline"},
+    }.items():
+        (folder / name).mkdir()
+        (folder / name / "model_index.json").write_text(json.dumps(index))
+    (folder / "a list.txt").write_text("a cat\n")
+    return folder
+
+
+@pytest.fixture
+def root(runs: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(runs, tmp_path / "runs"))
+
+
+def check(root: Path, *overrides: str) -> CheckedRun:
+    given = [override.replace("ROOT", str(root)) for override in overrides]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("sample", overrides=[f"output_root={root}", f"run_dir={root}/out", *given])
+    return check_sampling(config, NoGpu(cores=2), None)
+
+
+@pytest.mark.parametrize(
+    ("source", "checkpoint", "pipeline"),
+    [
+        ("ROOT/run", "run/checkpoints/step_00000003", None),
+        ("ROOT/run/checkpoints/step_00000003", "run/checkpoints/step_00000003", None),
+        ("ROOT/pipe", None, "pipe"),
+        ("someone/something", None, "someone/something"),
+    ],
+)
+def test_a_source_is_a_checkpoint_a_folder_or_an_id(
+    root: Path, source: str, checkpoint: str | None, pipeline: str | None
+) -> None:
+    config = check(root, f"source={source}", *([] if checkpoint else ["prompts=a cat"])).config
+    assert config.checkpoint == (checkpoint and str(root / checkpoint))
+    assert (config.pipeline and config.pipeline.removeprefix(f"{root}/")) == pipeline
+    assert (config.trained is None) == (checkpoint is None)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked", "prompts"),
+    [
+        ("run", "null", None),
+        ("run", "0", [0]),
+        ("run", "[3,0]", [3, 0]),
+        ("dit", "0", [0]),
+        ("wan", "a cat", ["a cat"]),
+        ("wan", "[a cat,'7']", ["a cat", "7"]),
+        ("wan", "cats/dogs on a roof", ["cats/dogs on a roof"]),
+        ("wan", "[none.txt]", ["none.txt"]),
+        ("wan", "cat" * 200, ["cat" * 200]),
+        ("wan", "ROOT/a list.txt", "ROOT/a list.txt"),
+        ("pipe", "[1,a cat]", [1, "a cat"]),
+    ],
+)
+def test_prompts_are_a_list_or_a_file(root: Path, source: str, asked: str, prompts: Any) -> None:
+    expected = prompts.replace("ROOT", str(root)) if isinstance(prompts, str) else prompts
+    assert check(root, f"source=ROOT/{source}", f"prompts={asked}").config.prompts == expected
+
+
+def test_last_is_the_newest_checkpoint(root: Path) -> None:
+    for name in ("bare/checkpoints/step_00000001", "clips/checkpoints/step_00000002"):
+        (root / name / "manifest.json").unlink()
+    assert check(root).config.checkpoint == str(root / "run/checkpoints/step_00000003")
+
+
+def test_branches_are_data_groups_to_the_strategy_and_ranks_of_the_world(root: Path) -> None:
+    run = check(root, "source=ROOT/run", "strategy=cp", "ring=2", "cfg=2", "data_parallel=2")
+    assert run.world.size == 8
+    assert run.config.strategy.data_parallel == 4
+    assert run.config.data_parallel == 2
+    assert check(root, "source=ROOT/run", "strategy=cp", "cfg=2", "devices=4").config.data_parallel == 2
+
+
+def test_mp4_needs_what_writes_it_before_anything_starts(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert check(root, "source=ROOT/run", "format=mp4").config.format == "mp4"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SettingsError, match=r"format=mp4 needs imageio"):
+        check(root, "source=ROOT/run", "format=mp4")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["source=nowhere"], "source=nowhere does not exist: must be `last`"),
+        (["source=ROOT/out"], "source=.*out does not exist"),
+        (["source=ROOT/bare"], r"source=.*bare: .*\.hydra/resolved.yaml is not there"),
+        (["source=ROOT/pipe"], "prompts must be given for a pipeline"),
+        (["source=ROOT/pipe", "prompts=a", "precision=bf16-mixed"], "precision=bf16-mixed is not valid for a pipeline"),
+        (["source=ROOT/pipe", "prompts=a", "image=none.png"], "image=none.png is no file"),
+        (["source=ROOT/pipe", "prompts=a", "cfg=2"], "strategy=single is one process, so cfg=2 must be 1"),
+        (["source=ROOT/run", "strategy=cp", "cfg=3"], "cfg=3 is not valid: a run's model has 2 branches"),
+        (["source=ROOT/run", "prompts=[12]"], r"prompts=\[12\]: of this run they are classes, from 0 to 9"),
+        (["source=ROOT/run", "prompts=a cat"], "of this run they are classes"),
+        (["source=ROOT/run", "image=x.png"], "image=x.png is for pipelines"),
+        (["source=ROOT/run", "shard=[transformer]"], r"shard=\['transformer'\] is for pipelines"),
+        (["source=ROOT/run", "+call.height=8"], r"call=\{'height': 8\} is for pipelines"),
+        (["source=ROOT/run", "negative_prompt=x"], "negative_prompt=x is for pipelines"),
+        (["source=ROOT/run", "stages=offload"], "stages=offload is for pipelines"),
+        (["source=ROOT/run", "vae=false"], "vae=false is for pipelines"),
+        (["source=ROOT/run", "per_call=2"], "per_call=2 is for pipelines"),
+        (["source=ROOT/run", "prompts=12"], "of this run they are classes"),
+        (["source=ROOT/run", "prompts=[]"], r"prompts=\[\] is not valid: a list must have an entry"),
+        (["source=ROOT/run", "format=wav"], "format=wav .* of this run are pictures: must be one of auto, png"),
+        (["source=ROOT/clips", "format=wav"], "format=wav .* are clips of 8 frames: must be one of auto, gif, mp4"),
+        (["source=ROOT/clips", "format=png"], "format=png .* are clips of 8 frames"),
+        (["source=ROOT/pipe", "prompts=[]"], r"prompts=\[\] is not valid: a list must have an entry"),
+        (["source=ROOT/pipe", "prompts=''"], "prompts must be given for a pipeline"),
+        (["source=ROOT/pipe", "prompts=no file.txt"], r"no file.txt is no file; .* in a list: prompts=\[no file.txt\]"),
+        (["source=ROOT/pipe", "prompts=ROOT/prompts"], "/prompts is no file"),
+        (
+            ["source=ROOT/wan", "prompts=[1,2]"],
+            r"prompts=\[1, 2\] is not valid: of WanPipeline they are texts \(a number",
+        ),
+        (["source=ROOT/wan", "prompts=3"], "of WanPipeline they are texts"),
+        (["source=ROOT/dit", "prompts=[1,a cat]"], "of DiTPipeline they are classes, whole numbers"),
+        (["source=ROOT/dit", "prompts=[-1]"], "of DiTPipeline they are classes"),
+        (["source=ROOT/dit", "prompts=ROOT/a list.txt"], "of DiTPipeline they are classes"),
+        (["source=some/thing", "prompts=[a cat,1.5]"], "of a pipeline they are texts"),
+        (
+            ["source=ROOT/pipe", "prompts=a", "image=ROOT/a list.txt", "per_call=2"],
+            "per_call=2 is not valid with an image",
+        ),
+        (["source=ROOT/run", "strategy=cp", "ulysses=5"], "ulysses=5 needs as many query heads"),
+        (["source=ROOT/run", "strategy=cp", "cfg=2", "devices=3"], "cfg=2 = 2 must divide devices=3"),
+        (["source=ROOT/run", "format=bmp"], "format=bmp is not valid: must be one of auto, png, gif, mp4"),
+        (["source=ROOT/run", "cfg=0"], "cfg=0 is not valid"),
+        (["source=ROOT/run", "kernel=cudnn", "strategy=cp"], "kernel=cudnn is not valid on CPU"),
+    ],
+)
+def test_what_cannot_be_sampled_is_refused_by_name(root: Path, overrides: list[str], told: str) -> None:
+    with pytest.raises(SettingsError, match=told):
+        check(root, *overrides)

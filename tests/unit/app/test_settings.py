@@ -1,0 +1,224 @@
+import os
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from lightning_cp.app.runs.recipe import CheckedRun, check_config, quiet_overrides, threads_per_rank
+from lightning_cp.app.settings.table import KERNELS, SETTINGS, SettingsError
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.kernels import KERNEL_NAMES
+from lightning_cp.launch import LauncherEnv, Machine, launcher_env
+
+CONF = Path(__file__).parents[3] / "conf"
+
+
+class TestMachine(Machine):
+    __test__ = False
+    gpus = 0
+
+
+class GpuMachine(Machine):
+    gpus = 2
+
+
+TWO_CORES = TestMachine(cores=2)
+
+
+def check(*overrides: str, machine: Machine = TWO_CORES, place: LauncherEnv | None = None) -> CheckedRun:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", overrides=["run_dir=/runs/here", "output_root=/runs", *overrides])
+    return check_config(config, machine, place)
+
+
+# what is given, and what the message must say: the setting with its value, and what would be valid
+REFUSED = [
+    ("strategy=cp ring=0", "ring=0 is not valid: must be a whole number, at least 1"),
+    ("strategy=cp ring=-2", "ring=-2 "),
+    ("strategy=cp ring=1.5", "ring=1.5 "),
+    ("strategy=cp ring=2.0", "ring=2.0 "),
+    ("strategy=cp ring=two", "ring=two "),
+    ("strategy=cp ring=true", "ring=true "),
+    ("strategy=cp ring=null", "ring=null "),
+    ("strategy=cp ulysses=0", "ulysses=0 "),
+    ("strategy=cp data_parallel=0", "data_parallel=0 is not valid: must be one of auto or a whole number, at least 1"),
+    ("strategy=cp data_parallel=many", "data_parallel=many "),
+    ("strategy=cp rotate_method=around", "rotate_method=around is not valid: must be one of allgather, alltoall"),
+    ("kernel=quick", "kernel=quick is not valid: must be one of auto, flash"),
+    ("precision=8", "precision=8 is not valid: must be one of 32-true"),
+    ("precision=16-mixed", "precision=16-mixed is not valid: float16 needs a GPU"),
+    ("accelerator=tpu", "accelerator=tpu is not valid: must be one of auto, cpu"),
+    ("accelerator=cuda", "accelerator=cuda is not valid: torch sees no CUDA device"),
+    ("devices=0", "devices=0 "),
+    ("num_nodes=x", "num_nodes=x "),
+    ("strategy=cp num_nodes=2", "num_nodes=2 needs torchrun"),
+    ("max_steps=0", "max_steps=0 "),
+    ("max_steps=1e3", "max_steps=1000.0 "),
+    ("batch_size=0", "batch_size=0 "),
+    ("batch_size=1798", "batch_size=1798 is more than the data set has: must be at most 1797"),
+    ("strategy=cp data_parallel=3", "batch_size=64 .*multiple of data_parallel=3: 63 or 66"),
+    ("strategy=cp data_parallel=3 batch_size=2", "batch_size=2 .*multiple of data_parallel=3: 3"),
+    ("max_steps=5 trace_step=6", "trace_step=6 is never taken: must be at most max_steps=5"),
+    ("trace_step=0", "trace_step=0 "),
+    ("seed=-1", "seed=-1 "),
+    ("optim.lr=0", "optim.lr=0 is not valid: must be a number more than 0"),
+    ("optim.lr=-0.1", "optim.lr=-0.1 "),
+    ("optim.lr=nan", "optim.lr=nan "),
+    ("optim.weight_decay=-1", "optim.weight_decay=-1 "),
+    ("warmup_steps=-1", "warmup_steps=-1 "),
+    ("clip_norm=0", "clip_norm=0 "),
+    ("ema_decay=1", "ema_decay=1 is not valid: must be a number at least 0 and less than 1"),
+    ("drop_probability=1.1", "drop_probability=1.1 "),
+    ("num_workers=-1", "num_workers=-1 "),
+    ("checkpoint_every=0", "checkpoint_every=0 "),
+    ("keep_checkpoints=0", "keep_checkpoints=0 "),
+    ("log_every=0", "log_every=0 "),
+    ("progress=maybe", "progress=maybe is not valid: must be one of True, False"),
+    ("sampling.count=0", "sampling.count=0 "),
+    ("optim.betas=0.9", "optim.betas=0.9 is not valid: must be a list of 2"),
+    ("optim.betas=[0.9,1.5]", "optim.betas="),
+    ("data.num_classes=3", "data.num_classes=3 cannot be chosen: lightning_cp.app.digits.Digits has 10"),
+    ("data.num_classes=0", "data.num_classes=0 "),
+    ("data.height=16", "data.height=16 cannot be chosen: .*data=moving_digits"),
+    ("data.frames=2", "data.frames=2 cannot be chosen"),
+    ("data.num_samples=5000", "data.num_samples=5000 cannot be chosen"),
+    ("data.patch_size=2", "data.patch_size=2 is not valid: must be a list of 3"),
+    ("data.patch_size=null", "data.patch_size=null "),
+    ("data=moving_digits data.dataset.max_speed=-3", "data.dataset.max_speed=-3 "),
+    ("data=moving_digits data.height=6", "data.height=6 is not valid: must be at least 8"),
+    ("model.transformer.attention_head_dim=7", "model.transformer.attention_head_dim=7 "),
+    ("model.transformer.in_channels=3", "model.transformer.in_channels=3 is not valid: must be data.channels=1"),
+    ("model.transformer.rope_max_seq_len=4", "model.transformer.rope_max_seq_len=4 is not valid: must be at least 8"),
+    ("model=flux_tiny model.transformer.axes_dims_rope=[4,8,8]", "model.transformer.axes_dims_rope="),
+    ("trainer.devices=2", "trainer.devices=2 contradicts devices=1"),
+    ("trainer.accelerator=tpu", "trainer.accelerator=tpu contradicts accelerator=cpu"),
+    ("trainer.precision=16-mixed", "trainer.precision=16-mixed contradicts precision=32-true"),
+    ("kernel=math", "kernel=math has no effect with strategy=single"),
+    ("strategy=cp kernel=cudnn", "kernel=cudnn is not valid on CPU: must be one of auto, flash, math"),
+    ("sweep.on_error=maybe", "sweep.on_error=maybe "),
+    ("sampling.num_steps=0", "sampling.num_steps=0 "),
+    ("sampling.guidance=-1", "sampling.guidance=-1 "),
+    ("model.num_tokens=1", "model.num_tokens=1 "),
+    ("strategy=cp strategy.check_peers=no", "strategy.check_peers=no "),
+    ("ring=2", "strategy=single is one process, so ring=2 must be 1; or use strategy=cp"),
+    ("ulysses=2", "ulysses=2 must be 1"),
+    ("data_parallel=2", "data_parallel=2 must be 1"),
+    ("devices=2", "devices=2 must be 1"),
+    ("strategy=cp ring=17", "ring=17 .* = 17 ranks are too many for 2 cores: at most 16"),
+    ("strategy=cp ring=4 ulysses=4 data_parallel=2", "= 32 ranks are too many"),
+    ("strategy=cp ulysses=5", "ulysses=5 needs as many query heads: model.transformer.num_attention_heads=4"),
+    ("strategy=cp ring=5 data.patch_size=[1,4,4] data.token_width=16", "ring=5 .* has 4 tokens: .* at most 4"),
+    ("strategy=cp ring=2 devices=3", "ring=2 × ulysses=1 = 2 must divide devices=3"),
+    ("strategy=cp ring=2 data_parallel=2 devices=3", "data_parallel=2 × ring=2 × ulysses=1 = 4 must be devices=3"),
+    ("data=moving_digits data.height=31", r"data.patch_size=\[1, 2, 2\] must divide .*data.height=31"),
+    ("data.patch_size=[2,2]", "data.patch_size=.2, 2. is not valid: must be a list of 3"),
+    ("data.patch_size=[1,2,2]", "data.token_width=1 "),
+    ("resume=/no/such/place", "resume=/no/such/place does not exist"),
+    ("resume=last", "resume=last: there is no complete checkpoint under /runs"),
+    ("resume=''", "resume= "),
+    ("max_steps=${nothing}", "max_steps cannot be read: Interpolation key 'nothing' not found"),
+    ("optim.betas=${nothing}", "Interpolation key 'nothing' not found"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), REFUSED, ids=[given for given, _ in REFUSED])
+def test_a_bad_setting_is_named_with_its_value_and_what_is_valid(given: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as caught:
+        check(*given.split())
+    assert "\n" not in str(caught.value)
+
+
+def test_the_world_is_the_product_of_the_degrees() -> None:
+    run = check("strategy=cp", "ring=2", "ulysses=2", "data_parallel=2")
+    assert run.world.size == 8
+    assert run.config.devices == run.config.trainer.devices == 8
+    assert run.config.trainer.accelerator == "cpu"
+    assert run.config.strategy.data_parallel == run.config.data_parallel == 2
+    assert (run.config.strategy.ring, run.config.trainer.strategy.ulysses) == (2, 2)
+
+
+@pytest.mark.parametrize(("cores", "ranks"), [(1, 16), (2, 16), (5, 20)])
+def test_the_most_ranks_on_cpu_follow_from_the_cores(cores: int, ranks: int) -> None:
+    assert check("strategy=cp", f"ring={ranks}", machine=TestMachine(cores)).world.size == ranks
+    with pytest.raises(SettingsError, match=f"at most {ranks}"):
+        check("strategy=cp", f"ring={ranks + 1}", machine=TestMachine(cores))
+
+
+def test_on_gpus_every_rank_needs_one() -> None:
+    assert check("strategy=cp", "ring=2", machine=GpuMachine(8)).world.accelerator == "cuda"
+    with pytest.raises(SettingsError, match=r"ring=3 .*at most 2 on the GPUs here, or use accelerator=cpu"):
+        check("strategy=cp", "ring=3", machine=GpuMachine(8))
+    assert check("strategy=cp", "ring=3", "accelerator=cpu", machine=GpuMachine(8)).world.size == 3
+    assert check("precision=16-mixed", machine=GpuMachine(8)).world.accelerator == "cuda"
+
+
+def test_devices_given_make_data_parallelism_of_what_is_left() -> None:
+    assert check("strategy=cp", "ring=2", "devices=4").world.data_parallel == 2
+
+
+def test_under_a_launcher_its_world_counts() -> None:
+    place = LauncherEnv("torchrun", rank=1, world_size=8, ranks_per_node=4)
+    world = check("strategy=cp", "ring=2", place=place).world
+    assert (world.data_parallel, world.devices, world.num_nodes) == (4, 4, 2)
+    with pytest.raises(SettingsError, match="ring=3 × ulysses=1 = 3 must divide the 8 ranks that torchrun started"):
+        check("strategy=cp", "ring=3", place=place)
+    with pytest.raises(SettingsError, match=r"data_parallel=2 × .* = 4 must be the 8 ranks"):
+        check("strategy=cp", "ring=2", "data_parallel=2", place=place)
+    with pytest.raises(SettingsError, match="strategy=single is one process, but torchrun started 8"):
+        check(place=place)
+    with pytest.raises(SettingsError, match="devices=8 is not valid"):
+        check("strategy=cp", "devices=8", place=place)
+
+
+def test_places_are_read_from_the_environment() -> None:
+    assert launcher_env({}) is None
+    torchrun = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    assert launcher_env(torchrun) == LauncherEnv("torchrun", 3, 4, 2)
+    slurm = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "train"}
+    assert launcher_env(slurm) == LauncherEnv("SLURM", 5, 8, 4)
+    assert launcher_env(slurm | {"SLURM_JOB_NAME": "interactive"}) is None
+    assert launcher_env(slurm | {"SLURM_NTASKS": "1"}) is None
+    assert quiet_overrides(torchrun) == ["hydra.output_subdir=null"]
+    assert quiet_overrides({}) == quiet_overrides(torchrun | {"RANK": "0"}) == []
+
+
+def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "a" / "checkpoints", Checkpoint(30, {}, {}))
+    here = (f"output_root={tmp_path}", f"run_dir={tmp_path / 'b'}", "resume=last")
+    assert check(*here, "max_steps=31").config.resume == str(folder)
+    assert check(*here, "max_steps=30").config.resume == str(folder)  # what comes after the steps may be missing
+    with pytest.raises(SettingsError, match=r"max_steps=29, and .*step_00000030 has done 30"):
+        check(*here, "max_steps=29")
+    assert check(*here, "max_steps=31", "trace_step=31").config.trace_step == 31
+    with pytest.raises(SettingsError, match=r"trace_step=30, and .*step_00000030 has done 30: must be more"):
+        check(*here, "max_steps=31", "trace_step=30")
+    os.truncate(folder / "manifest.json", 5)
+    with pytest.raises(ValueError, match="cut short"):
+        check(f"resume={folder}")
+
+
+def test_last_looks_beside_a_run_folder_that_was_chosen_elsewhere(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path / "a" / "checkpoints", Checkpoint(3, {}, {}))
+    assert check(f"run_dir={tmp_path / 'b'}", "resume=last").config.resume == str(folder)
+
+
+def test_ranks_share_the_cores() -> None:
+    assert threads_per_rank(check("strategy=cp", "ring=2").world, TestMachine(8)) == 4
+    assert threads_per_rank(check("strategy=cp", "ring=4").world, TestMachine(2)) == 1
+
+
+def test_the_table_knows_the_kernels_and_every_key_of_the_configuration() -> None:
+    assert set(KERNELS) == set(KERNEL_NAMES)
+    configs = [check("strategy=cp_fsdp").config, check("strategy=cp", "data=moving_digits", "batch_size=8").config]
+    configs.append(check("model=flux_tiny").config)
+    configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
+    missing = [
+        s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)
+    ]
+    assert missing == []
+
+
+def test_this_machine_has_cores_and_gpus_can_be_counted() -> None:
+    assert Machine.this().cores >= 1
+    assert Machine.this().gpus >= 0

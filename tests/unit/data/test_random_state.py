@@ -1,0 +1,84 @@
+"""Random states are restored, and divided anew over another number of data groups."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_cp.data.random_state import (
+    RandomStates,
+    get_random_state,
+    is_same_state,
+    random_states,
+    restore_random_states,
+    set_random_state,
+)
+
+
+def _draw() -> tuple[Any, ...]:
+    return (*torch.rand(2).tolist(), np.random.random(), np.random.standard_normal(), random.random(), random.gauss())
+
+
+def _seeded(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    return get_random_state()
+
+
+def test_every_generator_is_restored() -> None:
+    _seeded(3)
+    _draw()
+    state = get_random_state()
+    first = _draw()
+    assert not is_same_state(state, get_random_state())
+    set_random_state(state)
+    assert is_same_state(state, get_random_state())
+    assert _draw() == first
+
+
+def test_as_many_groups_get_their_own_states() -> None:
+    states = [_seeded(seed) for seed in (1, 2)]
+    for group in range(2):
+        restore_random_states(states, group, 2)
+        assert is_same_state(get_random_state(), states[group])
+
+
+def test_groups_with_equal_states_stay_alike_at_any_number() -> None:
+    states = [_seeded(1), _seeded(1)]
+    for group in range(3):
+        restore_random_states(states, group, 3)
+        assert is_same_state(get_random_state(), states[0])
+
+
+def test_another_number_of_groups_draws_other_numbers_reproducibly() -> None:
+    states = [_seeded(seed) for seed in (1, 2)]
+    drawn = []
+    for group in (0, 1, 2, 0):
+        _seeded(77)
+        restore_random_states(states, group, 3)
+        drawn.append(_draw())
+    for state in states:
+        set_random_state(state)
+        drawn.append(_draw())
+    assert drawn[0] == drawn[3]
+    kinds = [set(values) for values in zip(*(drawn[:3] + drawn[4:]), strict=True)]
+    assert all(len(values) == 5 for values in kinds)
+
+
+def test_nothing_saved_restores_nothing() -> None:
+    before = _seeded(4)
+    restore_random_states([], 0, 1)
+    assert is_same_state(get_random_state(), before)
+
+
+def test_one_process_saves_and_loads_its_own() -> None:
+    before = _seeded(5)
+    assert len(random_states(0, 1)) == 1
+    saved = RandomStates(0, 1).state_dict()
+    _draw()
+    RandomStates(0, 1).load_state_dict(saved)
+    assert is_same_state(get_random_state(), before)
