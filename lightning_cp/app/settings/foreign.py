@@ -21,6 +21,12 @@ MODEL_CLASSES = (
     "diffusers.FluxTransformer2DModel",
     "diffusers.WanTransformer3DModel",
 )
+# Names that these classes had in runs of earlier versions.
+EARLIER_NAMES = {
+    f"lightning_cp.{module}.{name}": f"lightning_cp.app.denoisers.{name}"
+    for module in ("training", "training.denoiser")
+    for name in ("FluxDenoiser", "WanDenoiser")
+}
 # What sampling reads. All other keys (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
 _READ: dict[str, tuple[str, ...] | None] = {
     "model": None,
@@ -50,6 +56,7 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     Raises: SettingsError: the file is damaged or beyond the limits, holds what only `trust` allows, or lacks a key.
     """
     config = _load(path)
+    _rename_classes(config.get("model"))
     if not trust:
         _refuse_interpolations(config, "", path)
         check_model_classes(config.get("model"), path)
@@ -106,6 +113,14 @@ def _load(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is damaged: expected a mapping, got {type(config).__name__}")
     _check_plain(config, "", path)
     return config
+
+
+def _rename_classes(node: Any) -> None:
+    """Replace `EARLIER_NAMES` in every `_target_` of a model's configuration, in place."""
+    if isinstance(node, dict) and isinstance(target := node.get("_target_"), str):
+        node["_target_"] = EARLIER_NAMES.get(target, target)
+    for _, value in _children(node, ""):
+        _rename_classes(value)
 
 
 def _check_structure(text: str, path: Path) -> None:
