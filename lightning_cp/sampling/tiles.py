@@ -40,7 +40,7 @@ def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), mar
 
 def write_png(picture: Tensor, path: Path) -> None:
     """Writes [rows, columns, 3 or 4], uint8."""
-    from matplotlib.image import imsave
+    from PIL import Image  # a dependency of diffusers
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    imsave(path, picture.numpy())
+    Image.fromarray(picture.numpy()).save(path)
