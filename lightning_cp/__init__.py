@@ -30,7 +30,7 @@ __all__ = [
     "unparallelize_pipeline",
 ]
 
-# Fetched at first use: torch, lightning and diffusers take seconds to import, settings are checked before.
+# Imported at first use: torch, lightning and diffusers take seconds to import, and settings are checked first.
 _HOMES = {
     "ContextParallelInput": "diffusers.models._modeling_parallel",
     "ContextParallelOutput": "diffusers.models._modeling_parallel",

@@ -1,4 +1,4 @@
-"""Puts our strategies into Lightning's registries, without importing it (which takes seconds) early."""
+"""Register our strategies with Lightning, without importing it early (the import takes seconds)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-# Lightning's module -> its registry's name there, and our module with the strategy for it.
+# Lightning's module -> (name of its registry, our module with the strategy for it).
 _HOMES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_cp.fabric"),
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_cp.pytorch"),
@@ -33,7 +33,7 @@ def _register(module: ModuleType) -> None:
 
 
 class _AfterImport(MetaPathFinder, Loader):
-    """Lets Lightning's modules load as always, then registers."""
+    """Import hook: let Lightning's modules load, then register the strategies."""
 
     def __init__(self) -> None:
         self._loaders: dict[str, Any] = {}
@@ -56,7 +56,7 @@ class _AfterImport(MetaPathFinder, Loader):
 
 
 def register() -> None:
-    """Register now where Lightning is imported, else when it will be."""
+    """Register the strategies now if Lightning is imported; otherwise when it is imported."""
     for name in _HOMES:
         if name in sys.modules:
             _register(sys.modules[name])

@@ -1,7 +1,7 @@
-"""Settings of context parallelism: frozen, checked when made, the same names as diffusers'.
+"""Settings of context parallelism: frozen, checked when created, with the names that diffusers uses.
 
-What is built from them (meshes, groups) lives in `mesh.py`. Nothing here imports torch at run time, so a bad
-setting is refused before anything slow begins.
+Meshes and groups are built from them in `mesh.py`. Nothing here imports torch at run time, so that a bad setting
+fails before any slow import.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ _WAY_OUT = (
 
 @dataclass(frozen=True)
 class ContextParallelConfig:
-    """How the tokens of one sample are spread over ranks, and how attention reaches the other ranks' tokens.
+    """Settings for sharding a sample's tokens over ranks and exchanging K/V in attention.
 
     Field names, defaults and meaning are those of `diffusers.ContextParallelConfig`.
 
     Args:
-        ring_degree: ranks around which K and V pass; None is 1, or what `mesh` says.
-        ulysses_degree: ranks that exchange tokens for heads; None is 1, or what `mesh` says.
-        convert_to_fp32: merge partial results in float32 (float64 stays float64); off: in the inputs' dtype.
+        ring_degree: number of ranks in a ring, which pass K/V around; None: the size in `mesh`, or 1.
+        ulysses_degree: number of ranks that exchange tokens for heads; None: the size in `mesh`, or 1.
+        convert_to_fp32: merge partial results in float32 (float64 stays float64); False: in the inputs' dtype.
         rotate_method: "allgather" fetches the K/V of all ranks, a slice of heads at a time; "alltoall" passes them from
             neighbour to neighbour and never holds more than two remote chunks. Results and gradients are the same.
-        mesh: a DeviceMesh with axes `ring` before `ulysses`, others beside them as you like.
-        ulysses_anything: accepted as diffusers does; uneven lengths and heads simply work, so it changes nothing.
-        ring_anything: as `ulysses_anything`.
+        mesh: a DeviceMesh with axes `ring` before `ulysses`; it may have other axes.
+        ulysses_anything: no effect, accepted for diffusers: uneven lengths and heads always work.
+        ring_anything: no effect, see `ulysses_anything`.
 
     Raises:
-        ValueError: a degree below 1, an unknown `rotate_method`, a mesh without the axes, in the wrong order, or
-            contradicting a degree.
-        TypeError: an argument of a wrong kind.
+        ValueError: a degree is below 1, `rotate_method` is unknown, or the mesh lacks an axis, has the axes in the
+            wrong order or contradicts a degree.
+        TypeError: an argument has a wrong type.
     """
 
     ring_degree: int | None = None
@@ -99,8 +99,8 @@ class ParallelConfig:
     """Counterpart of `diffusers.ParallelConfig`: holds a `ContextParallelConfig` (ours or diffusers').
 
     Raises:
-        TypeError: `context_parallel_config` is of another kind.
-        ValueError: `tensor_parallel_config` is given; this library does context parallelism only.
+        TypeError: `context_parallel_config` has a wrong type.
+        ValueError: `tensor_parallel_config` is set; this library supports context parallelism only.
     """
 
     context_parallel_config: ContextParallelConfig | None = None
@@ -116,11 +116,11 @@ class ParallelConfig:
 
 
 def context_config(config: object) -> ContextParallelConfig:
-    """Read any of the four accepted objects (ours or diffusers', context or parallel) as our settings.
+    """Convert a ContextParallelConfig or ParallelConfig, ours or diffusers', to our ContextParallelConfig.
 
     Raises:
-        TypeError: another kind of object.
-        ValueError: a tensor-parallel part, or no context-parallel part.
+        TypeError: an object of another type.
+        ValueError: tensor parallelism is set, or context parallelism is not.
     """
     if isinstance(config, ContextParallelConfig):
         return config
@@ -134,7 +134,7 @@ def context_config(config: object) -> ContextParallelConfig:
         return context_config(inner)
     if is_theirs and kind.__name__ == "ContextParallelConfig":
         theirs = {field.name: getattr(config, field.name) for field in fields(ContextParallelConfig)}
-        if theirs["mesh"] is not None:  # diffusers fills degrees left out with 1; the mesh is what was meant
+        if theirs["mesh"] is not None:  # diffusers sets omitted degrees to 1; take them from the mesh
             for axis, size in _mesh_axes(theirs["mesh"]).items():
                 if theirs.get(f"{axis}_degree") == 1:
                     theirs[f"{axis}_degree"] = size
@@ -146,7 +146,7 @@ def context_config(config: object) -> ContextParallelConfig:
 
 
 def check_degree(name: str, value: object, *, default: int) -> int:
-    """`value` as a degree: an int of at least 1; None gives `default`."""
+    """Check that a degree is an int of at least 1 and return it; None gives `default`."""
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
@@ -157,7 +157,7 @@ def check_degree(name: str, value: object, *, default: int) -> int:
 
 
 def _mesh_axes(mesh: object) -> dict[str, int]:
-    """Sizes by axis name of a mesh that has `ring` before `ulysses`; empty without a mesh."""
+    """Return axis sizes by name of a mesh with `ring` before `ulysses`; empty without a mesh."""
     if mesh is None:
         return {}
     if type(mesh).__name__ != "DeviceMesh" and not hasattr(mesh, "mesh_dim_names"):

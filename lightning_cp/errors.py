@@ -1,8 +1,8 @@
-"""Errors of our own. Each is also the built-in error a caller would expect, so `except ValueError` keeps working."""
+"""Exceptions of this package. Each derives from the expected built-in one, so that `except ValueError` still works."""
 
 
 class ShapeError(ValueError):
-    """Tensors whose shapes, dtypes or lengths do not fit together."""
+    """Tensors with inconsistent shapes, dtypes or lengths."""
 
 
 class PlanError(ValueError):
@@ -10,15 +10,15 @@ class PlanError(ValueError):
 
 
 class GuidanceError(ValueError):
-    """Branches of guidance that cannot be shared out."""
+    """CFG branches that cannot be distributed over ranks."""
 
 
 class MediaError(ValueError):
-    """A sample that cannot be written as asked."""
+    """A sample that cannot be written in the requested format."""
 
 
 class KernelError(ValueError):
-    """An attention kernel that is unknown, or cannot compute what was asked of it."""
+    """An attention kernel that is unknown, or does not support the requested computation."""
 
 
 class PeerMismatchError(RuntimeError):
@@ -26,7 +26,7 @@ class PeerMismatchError(RuntimeError):
 
 
 class InterceptionError(RuntimeError):
-    """A block ran on a shard without its attention passing through the engine: its result would be wrong."""
+    """A block ran on a shard but its attention bypassed the engine: its result would be wrong."""
 
 
 class NonFiniteError(FloatingPointError):
@@ -34,4 +34,4 @@ class NonFiniteError(FloatingPointError):
 
 
 class DataError(RuntimeError):
-    """A data set or sampler that did not give what training needs."""
+    """A data set or sampler that did not yield the batches that training needs."""

@@ -25,21 +25,21 @@ from lightning_cp.strategies.notebook import MultiProcessingLauncher
 
 
 class _OfFabric(ContextParallelMixin):
-    """What both strategies for Fabric share."""
+    """Common base of both strategies for Fabric."""
 
     _starts_processes_with = MultiProcessingLauncher
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> Any:
-        """A context group is one replica; None with one data group: Fabric then replaces no sampler."""
+        """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
 
 class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
-    """`Fabric(strategy=ContextParallelStrategy(ring=2))`: `fabric.setup` makes the transformers of a module parallel.
+    """Context parallelism with DDP: `fabric.setup` makes the transformers of a module context-parallel.
 
-    Args: see `DDPMixin`.
+    Example: `Fabric(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
     """
 
     @override
@@ -54,12 +54,12 @@ class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Move what has values; `setup_module` allocates what is on the meta device."""
+        """Move weights that have values; `setup_module` allocates those on the meta device."""
         move_values(module, self.root_device)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let it train the weights that have storage, where it was made from weights on the meta device."""
+        """Replace an optimizer's parameters on the meta device by the weights that now have storage."""
         self._replaced.update(optimizer)
         return super().setup_optimizer(optimizer)
 
@@ -67,7 +67,7 @@ class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+        """Load a checkpoint as Lightning does; it can run code only with `weights_only=False`.
 
         Raises: CheckpointError: see `DDPMixin._check_checkpoint`.
         """
@@ -75,13 +75,13 @@ class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
 
 
 class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
-    """The same with sharded weights: `fabric.setup` shards a module's weights, block by block, over all ranks.
+    """Context parallelism with FSDP2: `fabric.setup` shards a module's weights, block by block, over all ranks.
 
-    With `fabric.init_module(empty_init=True)` no rank ever holds the whole; then load weights after `fabric.setup`.
+    With `fabric.init_module(empty_init=True)` no rank ever holds the whole model; load weights after `fabric.setup`.
 
     Args:
-        parallelize_fn: shards a module in the place of the strategy, which then only makes its transformers parallel:
-            a function of it and `device_mesh`, as Lightning's ModelParallelStrategy takes.
+        parallelize_fn: function of a module and `device_mesh` that shards the weights instead of the strategy (see
+            Lightning's ModelParallelStrategy). The strategy then only makes the transformers context-parallel.
         settings: see `FSDPMixin`.
     """
 
@@ -95,19 +95,19 @@ class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
     @override
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """As Lightning's; with `empty_init` weights are on the meta device, and buffers are real."""
+        """Lightning's context; with `empty_init`, weights are on the meta device and buffers have storage."""
         with super().module_init_context(empty_init=False), weights_on_meta() if empty_init else nullcontext():
             yield
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Let it train the shards, also where it was made from the whole weights."""
+        """Replace an optimizer's whole weights by their shards, if it was created before sharding."""
         self._replaced.update(optimizer)
         return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **settings: Any) -> None:
-        """As Lightning's, but the older one stays until the new one is whole."""
+        """Save a checkpoint as Lightning does; an older one at this path is kept until the new one is complete."""
         with self._all_or_nothing(path) as scratch:
             super().save_checkpoint(scratch, state, *args, **settings)
 
@@ -126,7 +126,7 @@ class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
 
 
 class _SyncControl(_ParallelBackwardSyncControl):
-    """Lightning's own, left without effect (`enabled=False`), stops the averaging of all later gradients."""
+    """Control of gradient averaging. Lightning's, with `enabled=False`, disables averaging of all later gradients."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

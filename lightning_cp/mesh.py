@@ -1,7 +1,7 @@
-"""From settings to process groups: who shares a sample, who holds other samples.
+"""Build process groups from settings: ranks of a context group share a sample, data groups hold different samples.
 
 Rank order inside a context group is ring-major: `context rank = ring coordinate * ulysses degree + ulysses
-coordinate`, whatever other axes the mesh has and wherever they stand.
+coordinate`. Other mesh axes, in any position, do not change it.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lightning_cp.config import ContextParallelConfig
 
 @dataclass(frozen=True, eq=False)
 class MeshGroups:
-    """The process groups of one mesh, from this rank's point of view.
+    """Process groups of one mesh that this rank belongs to.
 
     Attributes:
-        name: key under which the attention operators find this object.
+        name: key by which the attention operators look up this object.
         mesh: the mesh; None for degrees 1 x 1 without a process group.
-        ring, ulysses, context: groups; None where the degree is 1. `context` is ring x ulysses.
+        ring, ulysses, context: process groups; None if the degree is 1. `context` has ring x ulysses ranks.
         context_shape: (ring, ulysses) degrees.
         context_rank: index of this rank in its context group.
-        data_rank, data_size: index of the context group, and how many there are.
+        data_rank, data_size: index of this context group, and number of context groups.
     """
 
     name: str
@@ -42,29 +42,29 @@ class MeshGroups:
 
     @property
     def context_size(self) -> int:
-        """Ranks that share one sample."""
+        """Number of ranks that share one sample."""
         return self.context_shape[0] * self.context_shape[1]
 
     @property
     def ring_rank(self) -> int:
-        """This rank's place in its ring."""
+        """Index of this rank in its ring."""
         return self.context_rank // self.context_shape[1]
 
     @property
     def ulysses_rank(self) -> int:
-        """This rank's place in its Ulysses group."""
+        """Index of this rank in its Ulysses group."""
         return self.context_rank % self.context_shape[1]
 
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Context groups that compute the branches of guidance of one sample, from this rank's point of view.
+    """Groups of this rank when the CFG branches of one sample are computed by several context groups.
 
     Attributes:
-        context: the groups over which this branch's tokens are spread.
-        across: ranks of the branches that hold the same tokens, as if they were a ring.
-        sample: all ranks that share a sample (cfg x ring x ulysses), as if they were a ring.
-        data_rank, data_size: index of the sample's ranks, and how many samples are computed at a time.
+        context: groups over which the tokens of this branch are sharded.
+        across: ranks that hold the same tokens, one from each branch, as a ring.
+        sample: all ranks that share a sample (cfg x ring x ulysses), as a ring.
+        data_rank, data_size: index of this sample, and number of samples computed at a time.
     """
 
     context: MeshGroups
@@ -75,12 +75,12 @@ class Branches:
 
     @property
     def cfg(self) -> int:
-        """How many branches are computed at a time."""
+        """Number of branches computed at a time."""
         return self.across.context_size
 
     @property
     def cfg_rank(self) -> int:
-        """Which of them is this rank's."""
+        """Index of this rank's branch."""
         return self.across.context_rank
 
 
@@ -88,31 +88,31 @@ ALONE = MeshGroups("alone", None, None, None, None, (1, 1), 0, 0, 1)
 
 
 class _Built:
-    """What was built for one world. A mesh holds its world, so it is kept until the next world's first use."""
+    """Cache of the groups of one world. It is cleared at the first use of the next world: a mesh holds its world."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
         self.groups: dict[object, Any] = {}
 
     def of(self, world: dist.ProcessGroup) -> dict[object, Any]:
-        """By degrees or mesh; nothing at first in a new world."""
+        """Return the groups by degrees or mesh; an empty dict for a new world."""
         if self.world is not world:
             self.world, self.groups = world, {}
         return self.groups
 
 
 _built = _Built()
-# Operators name their groups by string, since a process group cannot be an operator's argument.
+# Operators take the name of their groups, because a process group cannot be an operator's argument.
 _by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({ALONE.name: ALONE})
 
 
 def groups_by_name(name: str) -> MeshGroups:
-    """The groups an operator was given by name."""
+    """Return the groups that an operator received by name."""
     return _by_name[name]
 
 
 def groups_for(config: ContextParallelConfig) -> MeshGroups:
-    """The groups of `config`: of its mesh, or of one over the world, built at first use.
+    """Return the groups of the mesh in `config`, or of a mesh over the world; build them at first use.
 
     Ranks: every rank of the world, at first use of a mesh.
     Raises: ValueError: the degrees do not fit the world, or there is no process group.
@@ -129,22 +129,22 @@ def groups_for(config: ContextParallelConfig) -> MeshGroups:
     key = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
-        built[key] = groups  # keeps the mesh alive too, so that its id stays its own
+        built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
         _by_name[groups.name] = groups
     found: MeshGroups = built[key]
     return found
 
 
 def moves_cuda_by(backend: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether a group (default: the world) moves CUDA tensors with `backend`, whatever it uses for CPU tensors.
+    """Return whether a group (default: the world) uses `backend` for CUDA tensors; CPU tensors may use another one.
 
-    `dist.get_backend` cannot say: for "cpu:gloo,cuda:nccl" it returns that text.
+    `dist.get_backend` is not enough: for "cpu:gloo,cuda:nccl" it returns that string.
     """
     return f"cuda:{backend}" in str(dist.get_backend_config(group)).split(",")
 
 
 def check_world(ring: int, ulysses: int, world: int) -> int:
-    """How many context groups a world holds. Raises: ValueError where ring x ulysses does not divide it."""
+    """Return the number of context groups. Raises: ValueError: ring x ulysses does not divide the world size."""
     context = ring * ulysses
     if context > world:
         raise ValueError(
@@ -166,9 +166,9 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
 
 
 def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
-    """The ranks that share a prompt, of `config` and a `cfg` axis: of its mesh, or of data x cfg x ring x ulysses.
+    """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x ring x ulysses mesh.
 
-    A mesh without an axis named `cfg` gives `cfg` neighbouring context groups; with one, the axis says how many.
+    If the mesh has an axis named `cfg`, its size is used; otherwise `cfg` neighbouring context groups share a prompt.
 
     Ranks: every rank of the world, at first use. Raises: ValueError: the degrees do not fit the world, or the mesh.
     """
@@ -208,7 +208,7 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
     rows = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, groups.context_size)  # [data, cfg, context]
     data_rank, cfg_rank, context_rank = (rows == dist.get_rank()).nonzero()[0].tolist()
     sample, group = groups.context, None
-    if cfg > 1:  # collectives: every rank makes every group, in the same order
+    if cfg > 1:  # collective: every rank creates all groups in the same order
         group, _ = dist.new_subgroups_by_enumeration(rows.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
         sample, _ = dist.new_subgroups_by_enumeration(rows.flatten(1).tolist())  # type: ignore[no-untyped-call]
         _connect(group, sample)
@@ -223,7 +223,7 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
 
 
 def ring_groups(groups: MeshGroups) -> MeshGroups:
-    """The ring of `groups` alone, as if the ranks of its Ulysses group were one. Kept as long as the mesh."""
+    """Return the ring of `groups` without its Ulysses group. Cached as long as the mesh."""
     if groups.ring is None:
         return ALONE
     assert dist.group.WORLD is not None, "a ring has a process group"
@@ -235,7 +235,7 @@ def ring_groups(groups: MeshGroups) -> MeshGroups:
 
 
 def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> MeshGroups:
-    """Groups in which `group` stands for the context group."""
+    """Build groups that use `group` both as ring and as context group."""
     ring = MeshGroups(
         name=f"{groups.name}:{name}{size}",
         mesh=groups.mesh,
@@ -268,7 +268,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
             context = mesh.get_group("ulysses")
         elif ulysses == 1:
             context = mesh.get_group("ring")
-        else:  # a collective: every rank makes every row's group, in the same order
+        else:  # collective: every rank creates the groups of all rows in the same order
             context, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
     ring_group = mesh.get_group("ring") if ring > 1 else None
     ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
@@ -289,8 +289,8 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
 def _connect(*groups: dist.ProcessGroup | None) -> None:
     """Run one collective on each NCCL group, so that its communicator exists before the first point-to-point transfer.
 
-    If the first call on a group is a batch of point-to-point operations, every rank must take part in it. A rank whose
-    own shard and whose neighbour's shard are empty has nothing to send or receive: the others would wait for it.
+    If the first call on a group is a batch of point-to-point operations, every rank must take part in it. A rank with
+    an empty shard, next to an empty shard, has nothing to send or receive, and the other ranks would hang.
     """
     for group in dict.fromkeys(groups):
         if group is not None and moves_cuda_by("nccl", group):

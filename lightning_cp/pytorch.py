@@ -32,16 +32,16 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
-    """`Trainer(strategy=ContextParallelStrategy(ring=2))`: the transformers of a LightningModule become parallel.
+    """Context parallelism with DDP for the transformers of a LightningModule.
 
-    Args: see `DDPMixin`.
+    Example: `Trainer(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
     """
 
     _starts_processes_with = MultiProcessingLauncher
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        """Make the module's transformers context-parallel, then what Lightning does."""
+        """Make the module's transformers context-parallel, then run Lightning's setup."""
         assert self.lightning_module is not None, "connected before"
         self._divides_batches = leave_samplers(trainer, data_size=self.data_size)
         installed = self._wrap(self.lightning_module)
@@ -53,7 +53,7 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Start from rank 0's weights, also if a hook of the module has loaded some on one rank only."""
+        """Start from rank 0's weights, even if a hook of the module loaded weights on one rank only."""
         super().on_train_start()
         assert self.lightning_module is not None, "connected before"
         share_initial_weights(self.lightning_module, self.root_device)
@@ -64,7 +64,7 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+        """Load a checkpoint as Lightning does; it can run code only with `weights_only=False`.
 
         Raises: CheckpointError: see `DDPMixin._check_checkpoint`.
         """
@@ -72,7 +72,7 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
 
 
 class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
-    """The same with sharded weights: over all ranks, block by block, once `configure_model` is through.
+    """Context parallelism with FSDP2: weights are sharded over all ranks, block by block, after `configure_model`.
 
     Args: see `FSDPMixin`.
     """
@@ -82,15 +82,15 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """As Lightning's; with `empty_init` weights are on the meta device, and buffers are real."""
+        """Lightning's context; with `empty_init`, weights are on the meta device and buffers have storage."""
         with weights_on_meta() if empty_init else nullcontext(), super().tensor_init_context(empty_init=False):
             yield
 
     @override
-    @torch.inference_mode(mode=False)  # a test within inference mode could not move what a fit has sharded
+    @torch.inference_mode(mode=False)  # sharded weights cannot be moved in inference mode
     def setup(self, trainer: Trainer) -> None:
-        """Make the module's transformers context-parallel and shard its weights, then what Lightning does."""
-        # As ModelParallelStrategy.setup, which insists on a configure_model that does the sharding.
+        """Make the module's transformers context-parallel, shard its weights, then set up as Lightning does."""
+        # Replaces ModelParallelStrategy.setup, which requires a configure_model that shards the weights.
         assert self.accelerator is not None, "chosen by the Trainer"
         assert self.lightning_module is not None, "connected before"
         assert self.model is not None, "connected before"
@@ -117,7 +117,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
             self._log_layout(installed)
 
     def _refuse_what_needs_whole_weights(self, trainer: Trainer) -> None:
-        """Raises: ValueError: a callback or plug-in that would fail later, or be passed over."""
+        """Check callbacks and plugins. Raises: ValueError: one would fail later or have no effect."""
         callbacks: list[object] = trainer.callbacks if trainer.state.fn == TrainerFn.FITTING else []  # type: ignore[attr-defined]
         averaging = [type(one).__name__ for one in callbacks if isinstance(one, WeightAveraging)]
         if averaging:
@@ -147,8 +147,8 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:
-        """As Lightning's, but the older one stays until the new one is whole."""
-        if not self._save_distributed_checkpoint:  # Lightning's own writes a file at once, perhaps later
+        """Save a checkpoint as Lightning does; an older one at this path is kept until the new one is complete."""
+        if not self._save_distributed_checkpoint:  # Lightning writes a single file, possibly asynchronously
             super().save_checkpoint(checkpoint, filepath, *args, **settings)
             return
         with self._all_or_nothing(filepath) as scratch:

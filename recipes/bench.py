@@ -27,7 +27,7 @@ OF_ATTENTION = ("attention", "one_rank")
 
 
 def measure_all(config: DictConfig) -> None:
-    """What every rank does; the first one writes a row for each subject."""
+    """Measure on every rank; rank 0 writes a row per subject."""
     import warnings
 
     import diffusers
@@ -72,7 +72,7 @@ def measure_all(config: DictConfig) -> None:
 
 
 def check(config: DictConfig) -> str:
-    """What is wrong with the settings; "" for nothing."""
+    """Return what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
         return check_stages(config)
     unknown = [x for x in config.workloads if x not in WORKLOADS]
@@ -142,7 +142,7 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
 
 
 def _real(config: DictConfig) -> list[str]:
-    """Workloads of which every rank does its part; in the other the first one's world is pretended."""
+    """Workloads that run on all ranks; the other workload computes rank 0's share with a simulated world."""
     return [x for x in config.workloads if x != "one_rank"]
 
 

@@ -1,4 +1,4 @@
-"""Checks a plan: runs a model alone and context-parallel in every mode, and tells which outputs and gradients differ.
+"""Check a plan: run a model alone and context-parallel in every mode, and print which outputs and gradients differ.
 
     python recipes/check.py model=my_model.py plan=my_model.py
 
@@ -24,7 +24,7 @@ from lightning_cp.launch.rank import load_target
 
 
 def check(config: DictConfig) -> None:
-    """What every rank does; the first one writes a line for each mode."""
+    """Check every mode on every rank; rank 0 writes a line per mode."""
     import torch.distributed as dist
 
     from lightning_cp import check_plan
@@ -55,7 +55,7 @@ def _named(place: str, name: str) -> Any:
 
 
 def _problem(config: DictConfig) -> str | None:
-    """What is wrong with the settings."""
+    """Return what is wrong with the settings."""
     for key in ("model", "plan"):
         place = config[key]
         if place is None:

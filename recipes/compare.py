@@ -22,7 +22,7 @@ HEADS, HEAD_DIM = 6, 8
 
 
 def measure(config: DictConfig) -> None:
-    """What every rank does; the first one prints."""
+    """Compare on every rank; rank 0 prints."""
     import warnings
 
     import diffusers

@@ -33,7 +33,7 @@ TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
 def try_modes(config: DictConfig) -> None:
-    """What every rank does: each mode forward and backward; the first one writes errors and milliseconds."""
+    """Run each mode forward and backward on every rank; rank 0 writes errors and milliseconds."""
     import json
 
     import torch
@@ -122,7 +122,7 @@ def self_test(console: Console, timeout_s: int) -> tuple[list[str], list[int]]:
     """Run every mode on 2 and 3 ranks of this CPU.
 
     Args: timeout_s: for each number of ranks.
-    Returns: what went wrong, and the numbers of ranks that were not done in time.
+    Returns: the failures, and the numbers of ranks that did not finish in time.
     """
     import json
 

@@ -24,7 +24,7 @@ from lightning_cp.app.runs.sampling import check_sampling
 
 
 def sample(config: DictConfig) -> None:
-    """What every rank does: load, sample, write, tell. (Imports are here: the process that starts it needs none.)"""
+    """Load, sample, write and report on every rank. (The launching process needs none of these imports.)"""
     from hydra.utils import instantiate
 
     from lightning_cp import ContextParallelConfig
@@ -114,7 +114,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
-    """What the settings say of a pipeline's call."""
+    """Return the arguments of the pipeline's call from the settings."""
     from PIL import Image
 
     settings = {"num_inference_steps": config.num_steps, "guidance_scale": config.guidance}

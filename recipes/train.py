@@ -18,7 +18,7 @@ from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 
 
 def train(config: DictConfig) -> None:
-    """What every rank does: build, train, sample, tell. (Imports are here: the process that starts it needs none.)"""
+    """Build, train, sample and report on every rank. (The launching process needs none of these imports.)"""
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.assemble import train_run
     from lightning_cp.app.training.records import draw_loss_curve

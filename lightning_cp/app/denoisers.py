@@ -1,6 +1,6 @@
 """Class-conditioned denoisers around diffusers transformers.
 
-One module holds all that is trained, so that one wrapped module does the forward. Both take and give clips:
+One module holds all trained weights, so that one wrapped module runs the forward. Inputs and outputs are clips:
 `forward(noisy [b, c, f, h, w], times [b] in [0, 1], labels [b]) -> velocity [b, c, f, h, w]`, whole on every rank.
 """
 
@@ -14,9 +14,9 @@ PatchSize = tuple[int, int, int]
 
 
 class ClassTokens(nn.Module):
-    """Text tokens of a class, learnt: labels [b] -> [b, tokens, dim]. The last class is "no condition".
+    """Learned text tokens per class: labels [b] -> [b, tokens, dim]. The last class is "no condition".
 
-    At least two tokens: attention over one token is constant, and its projections would train on rounding noise.
+    At least two tokens: softmax over one token is constant, so its projections would train on rounding noise.
     """
 
     def __init__(self, num_classes: int, num_tokens: int, dim: int) -> None:
@@ -33,12 +33,12 @@ class ClassTokens(nn.Module):
 
 
 class WanDenoiser(nn.Module):
-    """A Wan transformer (diffusers' WanTransformer3DModel) whose text tokens are learnt class tokens.
+    """A Wan transformer (diffusers' WanTransformer3DModel) with learned class tokens as text tokens.
 
     Args:
         transformer: `in_channels` = `out_channels` = channels of the data; its `patch_size` divides the clip.
-        num_classes: without the "no condition" class.
-        num_tokens: text tokens a class.
+        num_classes: number of classes, without the "no condition" class.
+        num_tokens: text tokens per class.
     """
 
     def __init__(self, transformer: nn.Module, *, num_classes: int, num_tokens: int = 4) -> None:
@@ -63,10 +63,10 @@ class FluxDenoiser(nn.Module):
     """A Flux transformer (diffusers' FluxTransformer2DModel) on patches of a clip; frames are its first position axis.
 
     Args:
-        transformer: `in_channels` = channels of the data × pixels of a patch.
-        num_classes: without the "no condition" class.
+        transformer: `in_channels` = channels of the data × pixels per patch.
+        num_classes: number of classes, without the "no condition" class.
         patch_size: (frames, height, width) of a patch.
-        num_tokens: text tokens a class.
+        num_tokens: text tokens per class.
     """
 
     def __init__(

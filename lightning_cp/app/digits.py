@@ -1,4 +1,4 @@
-"""Scikit-learn's 1,797 scanned digits, as pictures and as clips of digits that move."""
+"""Data sets of scikit-learn's 1,797 scanned digits: still pictures, and clips of moving digits."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +25,7 @@ class Scans:
 
 
 def load_scans() -> Scans:
-    """Reads the scans from scikit-learn's own files; nothing is downloaded."""
+    """Read the scans from the installed scikit-learn package; nothing is downloaded."""
     from sklearn.datasets import load_digits  # here, so that the samplers can be used without scikit-learn
 
     digits = load_digits()
@@ -55,15 +55,15 @@ class Digits(Dataset[tuple[Tensor, int]]):
 class MovingDigits(Dataset[tuple[Tensor, int]]):
     """Clips of one scanned digit each, moving over a canvas and bouncing off its edges.
 
-    Clip i shows scan i; where it starts and how fast it moves depend on (seed, i) alone.
+    Clip i shows scan i. Its start position and speed depend only on (seed, i).
     Item: (pixels [1, frames, height, width] in [-1, 1], label).
 
     Args:
-        frames: of a clip.
-        height: of the canvas, in pixels.
-        width: of the canvas, in pixels.
-        max_speed: in pixels a frame, along each axis.
-        seed: of the motion.
+        frames: number of frames per clip.
+        height: canvas height in pixels.
+        width: canvas width in pixels.
+        max_speed: largest speed along each axis, in pixels per frame.
+        seed: seed of the motion.
     """
 
     def __init__(self, frames: int, height: int, width: int, *, max_speed: int = 2, seed: int = 0) -> None:
@@ -91,7 +91,7 @@ class MovingDigits(Dataset[tuple[Tensor, int]]):
         return clip, int(self._scans.labels[index])
 
     def _path(self, index: int) -> npt.NDArray[np.int64]:
-        """Corners of the digit, [frames, 2]."""
+        """Return the (top, left) corner of the digit in each frame, [frames, 2]."""
         generator = keyed_generator(self.seed, RandomStream.CLIP, index=index)
         room = np.array([self.height - DIGIT_SIZE, self.width - DIGIT_SIZE])
         start = generator.integers(0, room + 1)

@@ -1,4 +1,4 @@
-"""`context_parallel_attention`: attention over tokens that several ranks hold together."""
+"""`context_parallel_attention`: attention over tokens sharded across ranks."""
 
 from __future__ import annotations
 
@@ -67,48 +67,47 @@ def context_parallel_attention(
     kv_lengths: Sequence[int] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`F.scaled_dot_product_attention` over the tokens of all ranks of a context group, each holding some.
+    """Compute `F.scaled_dot_product_attention` over tokens sharded across the ranks of a context group.
 
-    The global order of tokens is rank order. Local lengths may differ between ranks, be 0, and differ between query
-    and key.
+    Shards are in rank order. Local lengths may differ between ranks, may be 0, and may differ between query and key.
 
     Args:
-        query: [batch, seq_local, heads, head_dim]; like key and value a tensor, or what `start_ulysses` returned.
-        key, value: [batch, keys_local, kv_heads, head_dim]; kv_heads divides heads (`enable_gqa`).
-        attn_mask: bool (True = attend) or additive, where values <= finfo(dtype).min / 2 mean never.
-            [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: of the local keys, travels with them.
-            [batch or 1, heads or 1, seq_local or 1, keys of all ranks]: rows of the local queries.
-            Presence, dtype, kind, and which dims are 1, are the same on all ranks. It cannot require grad.
-        dropout_p: must be 0: dropout of attention weights is not computed.
-        is_causal: a query sees keys up to its own global position; with a mask both hold.
-        scale: of the scores; None: head_dim ** -0.5.
+        query: [batch, seq_local, heads, head_dim], a tensor or the result of `start_ulysses`.
+        key, value: [batch, keys_local, kv_heads, head_dim], tensors or results of `start_ulysses`; kv_heads divides
+            heads (`enable_gqa`).
+        attn_mask: bool (True = attend) or additive; values <= finfo(dtype).min / 2 mask the key completely.
+            [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local]: mask of the local keys, sent with them.
+            [batch or 1, heads or 1, seq_local or 1, keys of all ranks]: mask of the local queries over all keys.
+            All ranks pass a mask or none does, with the same dtype, kind and dims of size 1. It cannot require grad.
+        dropout_p: must be 0: dropout of attention weights is not implemented.
+        is_causal: a query sees keys up to its own global position; combined with the mask, if any.
+        scale: factor on the scores; None: head_dim ** -0.5.
         enable_gqa: allow kv_heads < heads.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
-        q_lengths, kv_lengths: seq_local and keys_local of every rank of the context group; given, they save an
-            exchange of sizes (and a host synchronisation) for each call.
-        return_lse: return the log-sum-exp too.
+        q_lengths, kv_lengths: seq_local and keys_local of every rank of the context group, in rank order. They save
+            an exchange of sizes (and a host synchronisation) per call.
+        return_lse: also return the log-sum-exp (LSE).
     Returns: out [batch, seq_local, heads, head_dim] in the inputs' dtype, contiguous; with `return_lse` also lse
-        [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query that may attend to no key: out
-        0, lse -inf, no gradient.
+        [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query without a key to attend to has
+        out 0, lse -inf and no gradient.
     Raises:
-        ValueError: dropout; shapes, dtypes, lengths or masks that do not fit; a kernel that cannot compute this.
-        TypeError: parallel_config or a length of a wrong kind.
-    Ranks: all of the context group. Communication by rank and call, n ranks, b batch, s tokens a rank, h query heads, g
-        kv heads, d head size, e bytes an element, even lengths, no mask:
-        ring of n, forward: (n - 1) 2 b s g d e bytes; backward: as many for K and V again, and (n - 1) 2 b s g d w for
-        their gradients, w = 4 with convert_to_fp32 (8 for float64), else e. In "alltoall" mode by n - 1 exchanges with
-        neighbours forward and 2 (n - 1) backward; in "allgather" mode by c exchanges with all forward and 2 c backward,
-        c slices of heads with about 4 MB (CPU) or 64 MB (CUDA) of gathered K and V each.
-        Ulysses of n: 2 exchanges forward, b s (2 h + 2 g) d e (n - 1) / n bytes to others, 2 backward, the same; lse
-        (with return_lse, and in backward where it was used) adds b s h max(e, 4) (n - 1) / n. A kv head that m ranks
-        use counts m times.
-        unified r x u: Ulysses' with n = u, and the ring's with n = r, u s tokens and g / u kv heads.
-        A mask of keys travels too, by its own bytes: with K and V around the ring, forward and backward (gathered: by
-        an exchange of its own), and once through Ulysses; one of rows stays, but for Ulysses. Around the ring every
-        tensor is rounded up to 16 bytes. Without lengths one exchange of 15 ints comes first, in forward only.
-    Gradient: exact for query, key and value, through both results. A second derivative raises NotImplementedError.
-    Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact; around the ring K and V pass once more, with
-        their tangents, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
+        ValueError: dropout_p is not 0; shapes, dtypes, lengths or masks do not match; the kernel cannot compute this.
+        TypeError: parallel_config or a length has a wrong type.
+    Ranks: all of the context group. Bytes sent per rank and call, for n ranks, b samples, s tokens per rank, h query
+        heads, g KV heads, head size d, e bytes per element, equal lengths and no mask:
+        Ring of n: forward (n - 1) 2 b s g d e. Backward: the same for K and V again, plus (n - 1) 2 b s g d w for dK
+        and dV; w = 4 with convert_to_fp32 (8 for float64), otherwise w = e. "alltoall" mode: n - 1 exchanges with
+        neighbours in forward, 2 (n - 1) in backward. "allgather" mode: c exchanges with all ranks in forward, 2 c in
+        backward, for c slices of heads, each with about 4 MB (CPU) or 64 MB (CUDA) of gathered K and V.
+        Ulysses of n: forward b s (2 h + 2 g) d e (n - 1) / n, in 2 exchanges; backward the same. lse (with return_lse,
+        and in backward if it was used) adds b s h max(e, 4) (n - 1) / n. A KV head that m ranks use counts m times.
+        Unified r x u: the Ulysses bytes with n = u, plus the ring bytes with n = r, u s tokens and g / u KV heads.
+        Masks: a mask of the local keys is sent with K and V around the ring, in forward and backward ("allgather"
+        mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
+        The ring pads every tensor to 16 bytes. Without lengths, forward first exchanges 15 ints.
+    Gradient: exact for query, key and value, through out and lse. A second derivative raises NotImplementedError.
+    Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
+        again, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
     Source: Liu et al., arXiv:2310.01889 (ring); Jacobs et al., arXiv:2309.14509 (Ulysses); Fang and Zhao,
         arXiv:2405.07719 (unified).
     """
@@ -159,7 +158,7 @@ def _attend_in_transit(
     config: ContextParallelConfig,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over the ring, inside the exchanges that `start_ulysses` has begun."""
+    """Compute attention for arguments in transit: `start_ulysses` has started their exchange."""
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
@@ -204,11 +203,14 @@ def attend_across(
     kernel: str,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`context_parallel_attention` with its settings resolved, for the engine: traceable, no look-ups.
+    """Compute `context_parallel_attention` from resolved settings, for the engine. Traceable by torch.compile.
 
-    lengths: of queries and keys on every rank, empty where not known; groups: `MeshGroups.name`; kernel: a name.
+    Args:
+        lengths: number of queries and of keys on each rank, in rank order; empty if unknown.
+        groups: `MeshGroups.name`.
+        kernel: one of `kernels.KERNEL_NAMES`.
     """
-    # Nothing is refused here: an error must reach the ranks that wait for this one's sizes, see `call.agree`.
+    # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
     device = query.device.type

@@ -1,7 +1,7 @@
-"""Asynchronous Ulysses: query, key and value are exchanged one by one, each while the next one is projected.
+"""Asynchronous Ulysses: exchange query, key and value one by one, each while the next one is projected.
 
-In backward the gradients of query, key and value are exchanged together, and each projection's backward runs while the
-transfers of the later ones finish.
+In backward the gradients of query, key and value are exchanged together, and the backward of each projection overlaps
+with the transfers that have not finished yet.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _Start = Callable[..., Callable[[], list[Tensor]]]
 
 @dataclass(frozen=True, eq=False)
 class InTransit:
-    """A query, key or value that is being exchanged. Pass it to `context_parallel_attention` in place of the tensor.
+    """A query, key or value in transit. Pass it to `context_parallel_attention` in place of the tensor.
 
     Attributes:
-        shape: [batch, seq_local, heads, head_dim] of the tensor that was given to `start_ulysses`.
-        like: a tensor of that shape and dtype that holds no data.
-        lengths: tokens on each rank of the context group, in rank order.
+        shape: [batch, seq_local, heads, head_dim] of the tensor that was passed to `start_ulysses`.
+        like: placeholder tensor of that shape and dtype, without data.
+        lengths: number of tokens on each rank of the context group, in rank order.
         groups: `MeshGroups.name` of the process groups.
     """
 
@@ -43,31 +43,32 @@ class InTransit:
     _transfer: _Transfer
 
     def wait(self) -> Tensor:
-        """The tokens of the Ulysses group and this rank's heads, [batch, seq_group, heads_local, head_dim]."""
+        """Wait for the exchange. Returns: [batch, seq_group, heads_local, head_dim], tokens of the Ulysses group."""
         received: Tensor = _Finish.apply(self._token, self._transfer)  # type: ignore[no-untyped-call]
         return received
 
 
 def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] | None = None) -> Tensor | InTransit:
-    """Start to exchange a query, key or value, for `context_parallel_attention` to finish.
+    """Start the Ulysses exchange of a query, key or value; `context_parallel_attention` finishes it.
 
-    Use it in a model's own code, so that a transfer overlaps with the projection of the next tensor:
+    Use it in model code to overlap a transfer with the projection of the next tensor:
 
         query = start_ulysses(self.to_q(x), parallel_config=config)
         key = start_ulysses(self.to_k(x), parallel_config=config)  # the query is in transit
         out = context_parallel_attention(query, key, self.to_v(x), parallel_config=config)
 
     Args:
-        x: [batch, seq_local, heads, head_dim]; `ulysses_degree` divides the heads. It must not be changed in place
-            before attention has returned.
-        parallel_config: as for `context_parallel_attention`.
+        x: [batch, seq_local, heads, head_dim]; `ulysses_degree` divides heads. Do not change it in place before
+            attention has returned.
+        parallel_config: see `context_parallel_attention`.
         lengths: number of tokens on each rank of the context group, in rank order; saves an exchange of sizes.
-    Returns: what to pass to `context_parallel_attention`; `x` itself with `ulysses_degree=1`.
+    Returns: argument for `context_parallel_attention`; `x` itself with `ulysses_degree=1`.
     Ranks: all of the context group, in the same order.
     Raises:
-        ShapeError: the shape, or `lengths`, does not fit.
-        PeerMismatchError: another rank of the context group gave a tensor that does not fit to this one.
-        NotImplementedError: torch.compile traces, or `x` has a tangent (torch.func.jvp).
+        ShapeError: the shape or `lengths` is invalid.
+        PeerMismatchError: another rank of the context group passed an invalid tensor, or one of a different batch,
+            heads or head size.
+        NotImplementedError: called under torch.compile, or `x` has a tangent (torch.func.jvp).
     Gradient: exact.
     """
     config = context_config(parallel_config)
@@ -98,14 +99,14 @@ def attend_in_transit(
     attend: Callable[..., tuple[Tensor, Tensor]],
     with_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Finish `context_parallel_attention` for arguments of which some are in transit.
+    """Finish `context_parallel_attention` if at least one argument is in transit.
 
     Args:
-        given: "query", "key" and "value".
-        mask: 4-D, as for the call.
-        lengths: of queries and keys on every rank, as given to the call; empty if they were not.
-        attend: `(q, k, v, mask, groups=, lengths=) -> (out, lse)`, attention over the ring alone.
-    Returns: out, and lse `with_lse`.
+        given: arguments by name: "query", "key" and "value".
+        mask: 4-D attn_mask; None: no mask.
+        lengths: q_lengths and kv_lengths of the call; empty if unknown.
+        attend: `(q, k, v, mask, groups=, lengths=) -> (out, lse)`, attention over the ring without Ulysses.
+    Returns: out, and lse if `with_lse`, otherwise None.
     """
     groups = groups_for(config)
     known = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
@@ -138,16 +139,16 @@ def _sent(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[in
 
 
 def _to_tokens(x: Tensor, to: Ulysses) -> Tensor:
-    """[b, s_group, h_local, ...] -> [b, s_local, h, ...], differentiable."""
+    """Exchange [b, s_group, h_local, ...] -> [b, s_local, h, ...], with a gradient."""
     back = _Transfer(start_to_tokens, start_to_heads, to)
     received: Tensor = _Finish.apply(_Begin.apply(x, back), back)  # type: ignore[no-untyped-call]
     return received
 
 
 class _Transfer:
-    """One exchange and its adjoint, each started and finished by different nodes of the autograd graph.
+    """One exchange and its adjoint; `_Begin` and `_Finish` start and finish them.
 
-    Args: start, start_adjoint: `start_to_heads` and `start_to_tokens`, or the other way round.
+    Args: start, start_adjoint: `start_to_heads` and `start_to_tokens`, or the reverse.
     """
 
     def __init__(self, start: _Start, start_adjoint: _Start, to: Ulysses) -> None:
@@ -159,7 +160,7 @@ class _Transfer:
         self._pending = (self._start_adjoint if adjoint else self._start)([x], to=self._to)
 
     def finish(self) -> Tensor:
-        """Wait for what was started."""
+        """Wait for the exchange that was started, and return its result."""
         if self._pending is None:
             raise RuntimeError("this exchange was already finished: pass the result of start_ulysses to one call only")
         pending, self._pending = self._pending, None
@@ -168,7 +169,7 @@ class _Transfer:
 
 
 class _Begin(torch.autograd.Function):
-    """Start an exchange. What is in transit is not a result: the result only links this node to `_Finish`."""
+    """Start an exchange. The result is an empty tensor that links this autograd node to `_Finish`."""
 
     @staticmethod
     def forward(x: Tensor, transfer: _Transfer) -> Tensor:
@@ -185,7 +186,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _Finish(torch.autograd.Function):
-    """Finish the exchange that a `_Begin` has started. Its backward starts the exchange of the gradient."""
+    """Finish the exchange that `_Begin` started. Backward starts the exchange of the gradient."""
 
     @staticmethod
     def forward(token: Tensor, transfer: _Transfer) -> Tensor:
@@ -202,7 +203,7 @@ class _Finish(torch.autograd.Function):
 
 
 def _agree(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[int, ...]:
-    """Tokens of every rank. Raises: see `start_ulysses`."""
+    """Return the number of tokens on each rank, all-gathered if `lengths` is None. Raises: see `start_ulysses`."""
     error = _refusal(x, lengths, groups)
     if lengths is not None:
         if error:
@@ -223,7 +224,7 @@ def _agree(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[in
 
 
 def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
-    """Why the tensor cannot be exchanged; "" if it can."""
+    """Return why the tensor cannot be exchanged; "" if it can."""
     degree = groups.context_shape[1]
     if x.ndim != 4:
         return f"{tuple(x.shape)} must be [batch, seq_local, heads, head_dim]"
@@ -238,6 +239,6 @@ def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
 
 
 def _chunks(lengths: Sequence[int], groups: MeshGroups) -> list[int]:
-    """Tokens of each Ulysses group of the ring."""
+    """Return the number of tokens of each Ulysses group, in ring order."""
     rings, degree = groups.context_shape
     return [sum(lengths[i * degree : (i + 1) * degree]) for i in range(rings)]

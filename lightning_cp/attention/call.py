@@ -1,4 +1,4 @@
-"""One attention call: its settings, the checks of its tensors, and what all ranks know of each other's."""
+"""One attention call: settings, checks of its tensors, and the exchange of lengths between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bo
 
 @dataclass(frozen=True)
 class Settings:
-    """What a call is told beside its tensors."""
+    """Settings of one attention call, other than its tensors."""
 
     causal: bool
     scale: float
@@ -35,10 +35,12 @@ class Settings:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of each rank of the context group, in rank order, and how a mask belongs to them.
+    """Number of tokens on each rank of the context group, in rank order, and the kind of mask.
 
     Attributes:
-        mask_kind: "keys", "rows" or "" (see `Ring`). mask_rows: rows of each rank's mask.
+        query, key: number of queries and of keys on each rank.
+        mask_kind: "keys", "rows" or "" (see `Ring`).
+        mask_rows: size of the query dim of each rank's mask.
     """
 
     query: tuple[int, ...]
@@ -50,7 +52,7 @@ class Lengths:
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, groups: MeshGroups, settings: Settings
 ) -> None:
-    """Refuse what no rank could compute. Raises: ShapeError, KernelError."""
+    """Check shapes, dtypes, mask and kernel of a call. Raises: ShapeError, KernelError."""
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise ShapeError(f"{shapes}: each must be [batch, seq_local, heads, head_dim]")
@@ -88,7 +90,7 @@ _MASKS = (
 )
 
 
-_SIGNATURE = 15  # ints by which a rank tells of its call; all zero: it refused its arguments
+_SIGNATURE = 15  # ints that describe a rank's call; all zero: the rank rejected its arguments
 
 
 def report_refusal(groups: MeshGroups) -> None:
@@ -108,12 +110,12 @@ def exchange_lengths(
     groups: MeshGroups,
     settings: Settings,
 ) -> Lengths:
-    """Every rank's lengths and the kind of mask: from the arguments where they settle it, else from an exchange.
+    """Return the lengths of all ranks and the kind of mask; all-gather them if the arguments do not determine both.
 
-    Args: q_lengths, kv_lengths: of each rank of the context group; empty: not known.
-    Ranks: all of `groups.context` where an exchange is due (lengths missing, or a mask whose kind the lengths leave
-        open on some rank). Raises: ShapeError on a rank that was given what does not fit; PeerMismatchError on the
-        others if they exchange.
+    Args: q_lengths, kv_lengths: number of queries and of keys on each rank of the context group; empty: unknown.
+    Ranks: all of `groups.context` if they exchange, that is, if lengths are missing or the lengths leave the kind of
+        mask open on some rank.
+    Raises: ShapeError on a rank with invalid arguments; PeerMismatchError on the other ranks if they exchange.
     """
 
     def check() -> None:
@@ -130,7 +132,7 @@ def exchange_lengths(
             lengths = _with_mask(lengths, mask, q, k)
     else:
         lengths = _exchange(q, k, v, mask, check=check, groups=groups, settings=settings)
-    if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk will be seen through a mask
+    if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
 
@@ -145,7 +147,7 @@ def _check_lengths(name: str, lengths: list[int], own: int, groups: MeshGroups) 
 
 
 def _with_mask(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
-    """What `lengths` say about a mask whose kind they settle."""
+    """Add the kind of mask, which `lengths` determine."""
     kind = _kinds(mask.shape[2], mask.shape[3], q.shape[1], k.shape[1], sum(lengths.key))
     if not kind:
         raise ShapeError(
@@ -157,7 +159,7 @@ def _with_mask(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
 
 
 def _undecided(q_lengths: list[int], kv_lengths: list[int]) -> bool:
-    """Whether a mask's kind may look different from different ranks: one has all keys, or a single query."""
+    """Return True if ranks may infer different kinds of mask: one rank holds all keys, or a single query."""
     return sum(kv_lengths) in kv_lengths or 1 in q_lengths
 
 
@@ -176,7 +178,7 @@ def _exchange(
     groups: MeshGroups,
     settings: Settings,
 ) -> Lengths:
-    """All ranks tell their shapes, and whether they accept their own: bad input on one is an error on all."""
+    """All-gather shapes, and a flag for valid arguments, so that bad input on one rank raises on all ranks."""
     refused: ValueError | None = None
     try:
         check()
@@ -213,7 +215,7 @@ def _exchange(
 
 
 def ring_of(lengths: Lengths, *, groups: MeshGroups, settings: Settings) -> Ring:
-    """The ring attention of a call: chunks are what a Ulysses group holds together."""
+    """Return the ring settings of a call. A chunk of the ring is all tokens of one Ulysses group."""
     rings, ulysses = groups.context_shape
 
     def chunk_lengths(local: tuple[int, ...]) -> tuple[int, ...]:
@@ -234,7 +236,7 @@ def ring_of(lengths: Lengths, *, groups: MeshGroups, settings: Settings) -> Ring
 
 
 def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Ulysses | None:
-    """The Ulysses exchange of a call; None for degree 1."""
+    """Return the Ulysses settings of a call; None for degree 1."""
     if groups.ulysses is None:
         return None
     degree = groups.context_shape[1]

@@ -1,7 +1,7 @@
 """Derivatives of the attention operator: the gradient, and the forward derivative of `torch.func.jvp` and forward AD.
 
-The operator has a gradient. A forward derivative needs an `autograd.Function`, which `call_attention` puts in front of
-it while one may be under way (see `comm/transforms.py`). Derivatives of derivatives raise.
+The operator has a gradient. A forward derivative needs an `autograd.Function`; `call_attention` calls the operator
+through one while inputs may have tangents (see `comm/transforms.py`). Second derivatives raise NotImplementedError.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ _NO_DERIVATIVE_OF_A_TANGENT = (
 
 
 def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Call `operator.attention` so that any derivative is right or refused.
+    """Call `operator.attention` with support for first derivatives; unsupported derivatives raise.
 
-    Args: as of the operator, in its order. Returns: out and lse.
-    Ranks: all of the context group. Either all of them or none have a tangent in query, key or value.
+    Args: see `operator.attention`, in its order.
+    Returns: out and lse.
+    Ranks: all of the context group. Either all ranks or no rank have a tangent in query, key or value.
     """
     out, lse, *_ = apply_eagerly(_Attention, *arguments) if transforms_are_on() else attention(*arguments)
     return out, lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
-    """Save for the gradient. Returns: q, k, v, out and lse as the ring saw them, the mask likewise, and the lengths."""
+    """Save tensors for the derivatives. Returns: q, k, v, out, lse and mask after the Ulysses exchange, and lengths."""
     query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
     out, lse, *kept, agreed = output
     if kept[0].ndim == 4:
@@ -58,7 +59,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
-    """Called by PyTorch if an input requires a gradient."""
+    """Save tensors for backward. PyTorch calls it if an input requires a gradient."""
     check_has_gradient(inputs[-2])
     _save(ctx, inputs, output)
 
@@ -80,7 +81,7 @@ attention_backward.register_autograd(refuse(_NO_SECOND_DERIVATIVE))
 
 
 class _Attention(torch.autograd.Function):
-    """`operator.attention`, with a forward derivative."""
+    """`operator.attention` with a gradient and a forward derivative."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -109,7 +110,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionBackward(torch.autograd.Function):
-    """`operator.attention_backward`, with its list of tensors spread out, and no derivative."""
+    """`operator.attention_backward` with each saved tensor as an argument. Its derivatives raise."""
 
     @staticmethod
     def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
@@ -128,7 +129,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 class _Tangents(torch.autograd.Function):
-    """The forward derivative of `operator.attention`: tangents of out and lse. It has no derivative."""
+    """Forward derivative of `operator.attention`: tangents of out and lse. Its derivatives raise."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:

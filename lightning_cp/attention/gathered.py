@@ -1,8 +1,9 @@
-"""Attention over gathered keys: every rank's K and V of some heads at a time, the next heads under way meanwhile.
+"""Attention over all-gathered keys: K and V of all ranks, one slice of heads at a time.
 
-All keys of a head are seen at once, so that nothing is merged; and what is gathered is bounded: two slices of
-heads that arrive in turn, and one put together.
-Only the first slice is not hidden behind another: there, the local keys are attended to until the others have come.
+The transfer of the next slice overlaps with the attention of the current one. All keys of a head are available at once,
+so partial results are merged only in the first slice and at causal boundaries. Memory is bounded: two receive buffers
+of one slice each, used in turn, and one buffer in which a slice is concatenated.
+The transfer of the first slice overlaps with attention over the local keys; its chunks are used rank by rank.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
 from lightning_cp.comm.packets import Packets, all_gather_packets, exchange_packets
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
-# Bytes of K and V that are gathered at a time, if a head is not more: enough for the bandwidth, and for the kernel.
+# Bytes of K and V gathered at a time, at least one head: large enough to saturate the bandwidth and the kernel.
 SLICE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 
 
 class _Stretch(NamedTuple):
-    """Keys that are attended to at once: from global position `start` on; K and V [b, sk, heads, d]."""
+    """Keys of one kernel call. `start`: global position of the first key; K and V: [b, sk, heads, d]."""
 
     start: int
     key: Tensor
@@ -38,9 +39,9 @@ class _Stretch(NamedTuple):
 
 
 def gathered_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
-    """Attention of the local queries over all keys of the ring.
+    """Compute attention of the local queries over all keys of the ring.
 
-    Args, Returns: as `ring_forward`.
+    Args, Returns: see `ring_forward`.
     Ranks: all of `ring.group`. Each sends its K and V, and a "keys" mask, n - 1 times.
     """
     mask, parts = _mask_of_all(mask, ring), []
@@ -66,11 +67,11 @@ def gathered_backward(
     *,
     ring: Ring,
 ) -> Grads:
-    """The adjoint of `gathered_forward`, from its inputs and result alone: K and V are gathered once more.
+    """Compute the gradients of `gathered_forward` from its inputs and result; K and V are gathered again.
 
-    Args, Returns: as `ring_backward`.
+    Args, Returns: see `ring_backward`.
     Ranks: all of `ring.group`. Each sends its K, V and mask n - 1 times, and dK and dV of every other rank's keys (in
-        float32 where `accumulate_fp32`).
+        float32 if `accumulate_fp32`).
     """
     mask, homing, queries = _mask_of_all(mask, ring), _GatheredGradReducer(k, ring), []
     for heads, stretches in _gathered(q, k, v, ring):
@@ -94,9 +95,11 @@ def gathered_backward(
 def gathered_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
 ) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
-    """All keys of the ring, some heads and some keys at a time: heads, first position, K, V, and their mask.
+    """Yield all keys of the ring in pieces: heads, global position of the first key, K, V and mask.
 
-    Args: q: for its shape and dtype. k, v: of any last dim, the same in both.
+    Args:
+        q: only its shape and dtype are used.
+        k, v: [b, sk_local, hk, any], with the same last dim.
     Ranks: all of `ring.group`.
     """
     mask = _mask_of_all(mask, ring)
@@ -106,9 +109,10 @@ def gathered_keys(
 
 
 def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_Stretch]]]:
-    """K and V of all ranks, a slice of heads at a time; the next is under way while this one is used.
+    """Yield K and V of all ranks, one slice of heads at a time; the next slice is received while this one is used.
 
-    Those of the first slice come rank by rank, ours first, since nothing else hides their way; then all keys at once.
+    The first slice is yielded rank by rank, local keys first, so that its transfer overlaps with attention. Later
+    slices are yielded with all keys at once.
     """
     slices = _slices(q, k, sum(ring.kv_lengths))
     sizes = [[packet_bytes(_layout(k, heads, n)) for n in ring.kv_lengths] for heads in slices]
@@ -146,7 +150,7 @@ def _by_rank(arriving: Packets, layouts: list[Layout], ring: Ring) -> Iterator[_
 
 
 def _at_once(arriving: Packets, layouts: list[Layout], whole: Tensor, q: Tensor, ring: Ring) -> Iterator[_Stretch]:
-    """All keys, but cut where the local queries begin to see them differently."""
+    """Yield all keys, split at the positions where causality changes for the local queries."""
     arriving.wait()
     total, (b, heads, _, d) = sum(ring.kv_lengths), layouts[0][0].shape
     dtype = q.dtype
@@ -164,7 +168,7 @@ def _at_once(arriving: Packets, layouts: list[Layout], whole: Tensor, q: Tensor,
 
 
 class _GatheredGradReducer:
-    """Sums every rank's dK and dV at their owner, those of a slice under way while the next are computed."""
+    """Sum of every rank's dK and dV at their owner; one slice is in transit while the next one is computed."""
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
         self._k, self._ring, self._dtype = k, ring, ring.accumulation_dtype(k.dtype)
@@ -173,7 +177,10 @@ class _GatheredGradReducer:
         self._under_way: tuple[Heads, Packets] | None = None
 
     def send(self, heads: Heads, found: list[tuple[int, Grads]]) -> None:
-        """Args: found: gradients of stretches of the keys that begin at a global position; others' are 0."""
+        """Start to send the gradients of one slice of heads to the owners of the keys.
+
+        Args: found: (global position of the first key, gradients) for each piece of the keys. Other keys: gradient 0.
+        """
         self._arrive()
         ring = self._ring
         layouts = [_layout(self._k, heads, n, self._dtype) for n in ring.kv_lengths]
@@ -197,7 +204,7 @@ class _GatheredGradReducer:
         self._under_way = (heads, exchange_packets(packets, incoming, group=ring.several))
 
     def finish(self) -> list[Tensor]:
-        """dK and dV of this rank's keys, [b, s, hk, d]."""
+        """Return dK and dV of this rank's keys, [b, s, hk, d], summed over ranks."""
         self._arrive()
         BUFFERS.give(self._shares, self._room)
         return self._totals
@@ -216,7 +223,7 @@ class _GatheredGradReducer:
 
 
 def _copy_rows(places: list[Tensor], owned: range, grads: tuple[Tensor, Tensor], start: int) -> None:
-    """What of a stretch's gradients [b, sk, heads, d] belongs to an owner, into [b, heads, s_owner, d]."""
+    """Copy the gradients of an owner's keys from one piece [b, sk, heads, d] to `places` [b, heads, s_owner, d]."""
     begin, end = max(owned.start, start), min(owned.stop, start + grads[0].shape[1])
     if begin < end:
         for place, x in zip(places, grads, strict=True):
@@ -225,23 +232,26 @@ def _copy_rows(places: list[Tensor], owned: range, grads: tuple[Tensor, Tensor],
 
 
 def _of_others(sizes: Sequence[int], ring: Ring) -> list[int]:
-    """Bytes of each rank's packet, ours needing no room."""
+    """Return the bytes of each rank's packet; 0 for this rank, which sends itself nothing."""
     return [0 if rank == ring.rank else size for rank, size in enumerate(sizes)]
 
 
 def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
-    """All heads, in even slices of about `SLICE_BYTES` once gathered; the same on every rank."""
+    """Split the heads into even slices of about `SLICE_BYTES` of gathered K and V; the same on every rank."""
     bytes_ = 2 * length * k.shape[0] * k.shape[2] * k.shape[3] * k.element_size()
     return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(k.device.type, 64 << 20)))
 
 
 def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:
-    """Of a packet: K and V of so many keys, [b, heads, length, d], which kernels are faster on."""
+    """Return the layout of a packet with K and V of `length` keys, [b, heads, length, d]: kernels are faster on it."""
     return [Piece((k.shape[0], heads.keys, length, k.shape[3]), dtype or k.dtype)] * 2
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
-    """A mask of all keys, [b or 1, hq or 1, sq or 1, sk_global]. Ranks: all of `ring.group`, where it is of keys."""
+    """Return the mask over all keys, [b or 1, hq or 1, sq or 1, sk_global]; a "keys" mask is all-gathered.
+
+    Ranks: all of `ring.group` for a "keys" mask.
+    """
     if mask is None or ring.mask_kind != "keys":
         return mask
     layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]

@@ -1,4 +1,4 @@
-"""Which heads are dealt with together: those of one rank (Ulysses), or a slice of all (rings)."""
+"""Assignment of heads to ranks (Ulysses) and to slices (ring)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Heads:
-    """Neighbouring query heads, and the key-value heads that they use.
+    """A range of query heads, and the KV heads that they use.
 
     Attributes:
-        query, key: which, of all.
-        group: query heads to a key-value head, of all.
+        query, key: indices of the query and KV heads.
+        group: query heads per KV head in the whole attention.
     """
 
     query: slice
@@ -25,39 +25,46 @@ class Heads:
 
     @property
     def queries(self) -> int:
-        """How many query heads."""
+        """Number of query heads."""
         return int(self.query.stop - self.query.start)
 
     @property
     def keys(self) -> int:
-        """How many key-value heads."""
+        """Number of KV heads."""
         return int(self.key.stop - self.key.start)
 
     @property
     def ragged(self) -> bool:
-        """Whether they do not group evenly: attention then needs a key-value head for each query head."""
+        """True if the query heads do not share the KV heads evenly: attention then needs one KV head per query head."""
         used = [head // self.group - self.key.start for head in range(self.query.start, self.query.stop)]
         even = self.queries % self.keys == 0 and used == [i // (self.queries // self.keys) for i in range(self.queries)]
         return not even
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Their share of q, k and v, [b, s, h, d]."""
+        """Select these heads of q, k and v, [b, s, h, d]."""
         return q[:, :, self.query], k[:, :, self.key], v[:, :, self.key]
 
     def key_of_each(self, device: torch.device) -> Tensor:
-        """The key-value head of each query head, counted from the first of these. Nothing is copied to `device`."""
+        """Return each query head's KV head, relative to the first KV head. Computed on `device`, without a copy."""
         heads = torch.arange(self.query.start, self.query.stop, device=device)
         return heads.div(self.group, rounding_mode="floor") - int(self.key.start)
 
 
 def assign_heads(hq: int, hk: int, degree: int) -> list[Heads]:
-    """Each rank's, of hq query and hk key-value heads (hk divides hq, degree <= hq): query heads evenly, earlier ranks
-    taking one more where they do not divide, and key-value heads wherever a query head uses them."""
+    """Assign heads to `degree` ranks.
+
+    Query heads are split evenly; if `degree` does not divide them, the first ranks get one more. A KV head goes to
+    every rank that has one of its query heads.
+
+    Args:
+        hq: number of query heads, at least `degree`.
+        hk: number of KV heads; divides hq.
+    """
     return _between([rank * (hq // degree) + min(rank, hq % degree) for rank in range(degree + 1)], hq // hk)
 
 
 def slice_heads(hq: int, hk: int, count: int) -> list[Heads]:
-    """All heads in even slices, of whole key-value heads: `count`, or one a key-value head where these are fewer."""
+    """Split all heads into `count` even slices of whole KV heads; into hk slices if hk < count."""
     count, group = min(hk, count) or 1, hq // hk
     return _between([index * hk // count * group for index in range(count + 1)], group)
 

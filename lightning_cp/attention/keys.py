@@ -1,4 +1,7 @@
-"""The local queries over some of the keys: what both ways of meeting every rank's keys are made of."""
+"""Attention of the local queries over one chunk of keys, its gradients and tangents, and the merge of chunks.
+
+Used by the ring (`ring.py`) and by gathered attention (`gathered.py`).
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,19 @@ from lightning_cp.kernels import (
 
 @dataclass(frozen=True)
 class Ring:
-    """What one attention over the keys of several ranks knows beside its tensors.
+    """Settings of one attention over the keys of a ring of ranks.
 
     Attributes:
-        group: None for a ring of one.
+        group: process group of the ring; None for a ring of one rank.
         q_start: global position of the first local query.
-        kv_lengths: keys of each rank of the ring, in order.
-        mask_kind: "keys" travels with its keys, "rows" holds a row of all keys for each local query; "" without mask.
-        kernel: a name of `kernels.KERNEL_NAMES`.
+        kv_lengths: number of keys on each rank of the ring, in rank order.
+        mask_kind: "keys": the mask is sharded like the keys and sent with them; "rows": the mask holds all keys for
+            the local queries; "": no mask.
+        causal: a query sees keys up to its own global position.
+        scale: factor on q k.
+        kernel: one of `kernels.KERNEL_NAMES`.
         rotate_method: "allgather" (`gathered.py`) or "alltoall" (`ring.py`).
-        wide: merge and sum in float32 (float64 for float64); else in the inputs' dtype.
+        accumulate_fp32: True: merge and sum in float32 (float64 for float64 inputs). False: in the inputs' dtype.
     """
 
     group: dist.ProcessGroup | None
@@ -51,44 +57,49 @@ class Ring:
 
     @property
     def rank(self) -> int:
-        """This rank's place in the ring."""
+        """This rank's index in the ring."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def several(self) -> dist.ProcessGroup:
-        """`group`, of a ring of more than one."""
+        """The process group; only valid in a ring of more than one rank."""
         assert self.group is not None, "a ring of one rank exchanges nothing"
         return self.group
 
     def keys_of(self, owner: int) -> range:
-        """Global positions of a rank's keys."""
+        """Return the global positions of the keys that rank `owner` holds."""
         start = sum(self.kv_lengths[:owner])
         return range(start, start + self.kv_lengths[owner])
 
     def accumulation_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What tensors of `dtype` are summed in."""
+        """Return the dtype in which tensors of `dtype` are summed."""
         return accumulation_dtype_of(dtype) if self.accumulate_fp32 else dtype
 
 
 def part_of(part: PartialAttention, heads: Heads) -> PartialAttention:
-    """Some heads' share of out and lse."""
+    """Select out and lse of the query heads in `heads`."""
     return PartialAttention(part.out[:, :, heads.query], part.lse[:, :, heads.query])
 
 
 def grad_of(grad: PartialAttentionGrad, heads: Heads) -> PartialAttentionGrad:
-    """Some heads' share of the gradients of out and lse."""
+    """Select the gradients of out and lse of the query heads in `heads`."""
     return PartialAttentionGrad(grad.out[:, :, heads.query], None if grad.lse is None else grad.lse[:, :, heads.query])
 
 
 def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:
-    """What some heads see of some of the keys. Args: mask: of all keys, [b or 1, hq or 1, sq or 1, sk_global]."""
+    """Slice a mask to some heads and some keys.
+
+    Args:
+        mask: [b or 1, hq or 1, sq or 1, sk_global], over all keys.
+        keys: global positions of the keys.
+    """
     if mask is None:
         return None
     return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, keys.start : keys.stop]
 
 
 class _View(NamedTuple):
-    """How the local queries see a stretch of keys."""
+    """Mask and causal flag for the local queries over one chunk of keys."""
 
     mask: Tensor | None
     causal: bool
@@ -97,11 +108,13 @@ class _View(NamedTuple):
 def attend_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, start: int, ring: Ring
 ) -> PartialAttention | None:
-    """Attention of the local queries over a stretch of the keys; None if they see nothing of it.
+    """Compute attention of the local queries over one chunk of keys; None if causality hides the whole chunk.
 
     Args:
-        q: [b, sq_local, hq, d]. k, v: [b, sk, hk, d], the keys from global position `start` on.
-        mask: of these keys, [b or 1, hq or 1, sq_local or 1, sk]; None: all.
+        q: [b, sq_local, hq, d].
+        k, v: [b, sk, hk, d].
+        mask: [b or 1, hq or 1, sq_local or 1, sk], over the keys of the chunk; None: no mask.
+        start: global position of the first key of the chunk.
     """
     view = _view(q, k, mask, start=start, ring=ring)
     if view is None:
@@ -121,9 +134,12 @@ def key_grads(
     start: int,
     ring: Ring,
 ) -> Grads | None:
-    """This rank's share of the gradients through a stretch of the keys; None if its queries see nothing of it.
+    """Compute this rank's gradients through one chunk of keys; None if causality hides the whole chunk.
 
-    Args: as of `attend_keys`. part: over all keys.
+    Args:
+        grad: gradients of out and lse.
+        part: out and lse over all keys of the ring.
+        q, k, v, mask, start: see `attend_keys`.
     """
     view = _view(q, k, mask, start=start, ring=ring)
     if view is None:
@@ -135,9 +151,14 @@ def key_grads(
 def key_tangents(
     inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, start: int, ring: Ring
 ) -> PartialAttention | None:
-    """What a stretch of the keys adds to the tangents of out and lse; None if the local queries see nothing of it.
+    """Compute the contribution of one chunk of keys to the tangents of out and lse.
 
-    Args: inputs: as of `attend_keys`. tangents: of `inputs`. lse: over all keys. Returns: see `TangentKernel`.
+    Args:
+        inputs: q, k and v, see `attend_keys`.
+        tangents: tangents of `inputs`.
+        lse: LSE over all keys of the ring.
+        mask, start: see `attend_keys`.
+    Returns: the sums of `TangentKernel.tangents`; None if causality hides the whole chunk.
     """
     view = _view(inputs.query, inputs.key, mask, start=start, ring=ring)
     if view is None:
@@ -147,7 +168,7 @@ def key_tangents(
 
 
 class OnlineSoftmax:
-    """Merges the attention of the local queries over one stretch of keys after another."""
+    """Running merge of the local queries' attention over successive chunks of keys."""
 
     def __init__(self, q: Tensor, ring: Ring) -> None:
         self._q, self._dtype = q, ring.accumulation_dtype(q.dtype)
@@ -155,7 +176,10 @@ class OnlineSoftmax:
         self._alone = True
 
     def add(self, part: PartialAttention | None) -> None:
-        """Args: part: its memory is taken over; None: nothing was seen."""
+        """Merge the attention over one more chunk.
+
+        Args: part: out and lse over the chunk; its memory is reused. None: the queries see no key of the chunk.
+        """
         if part is None:
             return
         if self._total is None:
@@ -165,7 +189,7 @@ class OnlineSoftmax:
         self._alone = False
 
     def merged(self) -> PartialAttention:
-        """Over all stretches: out in q's dtype; 0, and lse -inf, where there was none."""
+        """Return attention over all added chunks, out in q's dtype. If no chunk was added: out 0, lse -inf."""
         if self._total is None:  # every key lies after every query
             q = self._q
             return PartialAttention(
@@ -175,7 +199,7 @@ class OnlineSoftmax:
 
 
 def _view(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> _View | None:
-    """What of these keys the local queries may see; None if nothing."""
+    """Return the mask and causal flag for a chunk of keys that begins at `start`; None if causality hides all of it."""
     sq, sk = q.shape[1], key.shape[1]
     if not ring.causal or start + sk <= ring.q_start + 1:
         return _View(mask, causal=False)

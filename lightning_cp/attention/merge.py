@@ -1,4 +1,4 @@
-"""The merge of partial attentions, the only one."""
+"""Merge of partial attentions."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_cp.kernels import PartialAttention
 
 
 def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
-    """Attention over two disjoint sets of keys, from attention over each.
+    """Merge attention over two disjoint sets of keys into attention over their union.
 
     w = sigmoid(lse_b - lse_a);  out = out_a + w (out_b - out_a);  lse = log(exp(lse_a) + exp(lse_b))
 
     Args:
-        a: out [b, s, h, d], lse [b, s, h] (nats); lse -inf where a has no key (both so: out 0, lse -inf).
-            Its tensors are reused.
-        b: the same shapes.
-    Returns: the part over the union, in a's dtypes.
+        a: out [b, s, h, d], lse [b, s, h] (natural log). Rows without a key: lse -inf, and out 0. Its tensors are
+            reused.
+        b: same shapes as `a`.
+    Returns: out and lse over the union, in a's dtypes; rows without a key in a and b: out 0, lse -inf.
     Raises: ShapeError: the shapes differ.
     Source: Milakov and Gimelshein, arXiv:1805.02867.
     """
@@ -30,7 +30,7 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
         from lightning_cp.attention.merge_triton import merge_in_place
 
         return merge_in_place(a, b)
-    difference = torch.nan_to_num(b.lse - a.lse, nan=0.0)  # -inf - -inf: both parts are 0, so any weight does
+    difference = torch.nan_to_num(b.lse - a.lse, nan=0.0)  # -inf - -inf: out is 0 in both, any weight is valid
     weight = difference.sigmoid_().unsqueeze(-1).to(a.out.dtype)
     return PartialAttention(a.out.lerp_(b.out.to(a.out.dtype), weight), torch.logaddexp(a.lse, b.lse))
 
@@ -41,5 +41,5 @@ def _has_triton() -> bool:
 
 
 def accumulator(part: PartialAttention, dtype: torch.dtype) -> PartialAttention:
-    """`part` as the first of a merge: `out` in `dtype`, and the caller's to overwrite."""
+    """Convert `out` to `dtype`, for the argument `a` of `merge`, which overwrites it."""
     return PartialAttention(part.out.to(dtype), part.lse)

@@ -1,4 +1,4 @@
-"""Merge of partial attentions as one Triton kernel, in place: one pass over memory instead of five."""
+"""In-place merge of partial attentions in one Triton kernel: one pass over memory instead of five."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttention
 
     Args:
         a: out [b, s, h, d] and lse [b, s, h], both float32 on one CUDA device, with any strides; both are overwritten.
-        b: the same shapes; out in float32, bfloat16 or float16, lse in float32.
-    Returns: `a`, which now holds the result of `merge.merge`.
+        b: same shapes as `a`; out in float32, bfloat16 or float16, lse in float32.
+    Returns: `a`, overwritten with the result of `merge.merge`.
     """
     batch, tokens, heads, head_dim = a.out.shape
     block = block_shape(head_dim)
@@ -34,7 +34,7 @@ def merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttention
 
 
 def block_shape(head_dim: int) -> dict[str, int]:
-    """The kernel's compile-time sizes for a head dim: what one program merges."""
+    """Return the compile-time sizes of the kernel for a head dim: the block that one program merges."""
     padded = triton.next_power_of_2(head_dim)
     return {"tokens_per_program": max(1, _ELEMENTS_PER_PROGRAM // padded), "padded_head_dim": padded}
 
@@ -73,7 +73,7 @@ def _merge(  # type: ignore[no-untyped-def]
     lse_a = tl.load(a_lse_at, mask=valid, other=0.0)
     lse_b = tl.load(b_lse + sample * b_lse_b + head * b_lse_h + token * b_lse_s, mask=valid, other=0.0)
     highest = tl.maximum(lse_a, lse_b)
-    no_keys = highest == float("-inf")  # in neither part: out stays 0, lse stays -inf
+    no_keys = highest == float("-inf")  # no keys in a and b: out stays 0, lse stays -inf
     shift = tl.where(no_keys, 0.0, highest)
     weight_a, weight_b = tl.exp(lse_a - shift), tl.exp(lse_b - shift)
     total = tl.where(no_keys, 1.0, weight_a + weight_b)

@@ -1,7 +1,7 @@
-"""Attention as two operators PyTorch knows: forward and backward, for eager, compiled and replayed code alike.
+"""Attention as two PyTorch custom operators, forward and backward, for eager, compiled and replayed code.
 
-All collectives of one attention happen inside one operator, so that a compiler cannot reorder or drop some of them.
-Process groups are named by string; see `mesh.groups_by_name`. Their derivatives are in `derivatives.py`.
+All collectives of one attention run inside one operator, so that a compiler cannot reorder or drop some of them.
+Process groups are passed by name; see `mesh.groups_by_name`. The derivatives are in `derivatives.py`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
 from lightning_cp.mesh import MeshGroups, groups_by_name
 
-# What forward keeps for backward beside out and lse: with Ulysses the exchanged q, k, v, mask, out and lse (empty
-# tensors otherwise, since then the inputs and results themselves serve), and the agreed lengths on the host.
+# out, lse, and tensors saved for backward: with Ulysses the exchanged q, k, v, mask, out and lse (otherwise empty:
+# backward uses the inputs and results), and the encoded lengths, on the host.
 ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -41,7 +41,10 @@ def attention(
     kernel: str,
     with_lse: bool,
 ) -> ForwardResults:
-    """Forward. query [b, s_local, hq, d] -> out, the same; lse [b, s_local, hq] (empty unless `with_lse` or needed)."""
+    """Compute attention: query [b, s_local, hq, d] -> out, same shape, and lse [b, s_local, hq].
+
+    With Ulysses lse is empty unless `with_lse`. The other arguments: see `Settings` and `exchange_lengths`.
+    """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
     lengths = exchange_lengths(
         query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=group, settings=settings
@@ -122,9 +125,14 @@ def attention_backward(
     accumulate_fp32: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward. grad_out [b, s_local, hq, d] -> dq, dk, dv in the inputs' shapes; grad_lse is None if lse was not used.
+    """Compute dq, dk and dv, in the shapes of the inputs, from grad_out [b, s_local, hq, d].
 
-    saved: q, k, v, out, lse as the ring saw them; `mask` likewise; key_shape: of the key given to forward.
+    Args:
+        grad_lse: gradient of lse; None if lse was not used.
+        saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange.
+        mask: mask after the Ulysses exchange.
+        agreed: the encoded lengths.
+        key_shape: shape of the key passed to forward.
     """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
     lengths = decode_lengths(agreed, group)
@@ -165,21 +173,24 @@ def _(
 
 
 def _keep_order() -> None:
-    """Tell inductor not to sort independent attentions by size: ranks with uneven shards would call them in another
-    order each, and their collectives would not meet. (Registering an ordered effect does not keep it from that.)"""
+    """Stop inductor from reordering independent attentions by size.
+
+    Ranks with uneven shards would call them in different orders, so that their collectives would not match. Registering
+    an ordered effect does not prevent that.
+    """
     config = sys.modules.get("torch._inductor.config")
     if config is not None:
         config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:
-    """Lengths as an operator can return them; on the host."""
+    """Encode lengths and kind of mask as an int64 tensor on the host, since an operator returns only tensors."""
     kind = ("", "keys", "rows").index(lengths.mask_kind)
     return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64, device="cpu")
 
 
 def decode_lengths(agreed: Tensor, groups: MeshGroups) -> Lengths:
-    """The inverse of `encode_lengths`."""
+    """Decode the result of `encode_lengths`."""
     kind, *numbers = agreed.tolist()
     size = groups.context_size
     query, key, rows = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))

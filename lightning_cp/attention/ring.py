@@ -1,4 +1,4 @@
-"""Ring attention: K and V pass from neighbour to neighbour, one chunk at a time. The only ring loop."""
+"""Ring attention: K and V are exchanged with the ring neighbours, one chunk at a time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
-    """Attention of the local queries over all keys of the ring.
+    """Compute attention of the local queries over all keys of the ring.
 
     Args:
-        q: [b, sq_local, hq, d]. k, v: [b, sk_local, hk, d]. mask: [b or 1, hq or 1, 1, sk_local] ("keys") or
-            [b or 1, hq or 1, sq_local or 1, sk_global] ("rows").
+        q: [b, sq_local, hq, d].
+        k, v: [b, sk_local, hk, d].
+        mask: [b or 1, hq or 1, 1, sk_local] ("keys") or [b or 1, hq or 1, sq_local or 1, sk_global] ("rows").
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and a "keys" mask, and holds two remote chunks.
     """
     parts = OnlineSoftmax(q, ring)
-    for owner, chunk in _chunks(ring, k, v, mask):  # `chunk` is the only name for it here, so that it can be let go
+    for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
         parts.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
     return parts.merged()
 
@@ -39,18 +40,21 @@ def ring_backward(
     *,
     ring: Ring,
 ) -> Grads:
-    """The adjoint of `ring_forward`, from its inputs and result alone: K and V pass once more.
+    """Compute the gradients of `ring_forward` from its inputs and result; K and V go around the ring again.
 
-    Args: as there.
+    Args:
+        grad: gradients of out and lse.
+        part: out and lse that `ring_forward` returned.
+        q, k, v, mask: see `ring_forward`.
     Returns: dq, dk, dv of the local q, k, v, in their dtypes.
-    Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 where
+    Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 if
         `accumulate_fp32`).
     """
     dq = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     dk, dv = (x.new_empty(x.shape, dtype=ring.accumulation_dtype(x.dtype)) for x in (k, v))
 
     def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
-        """Some heads' gradients through our own keys: the first that dK and dV get."""
+        """Compute the gradients of some heads through the local keys; initializes their dK and dV."""
         keys = ring.keys_of(ring.rank)
         seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
         inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
@@ -73,8 +77,8 @@ def ring_backward(
             continue
         dq.add_(grads.query)
         homing.add(owner, _by_head([grads.key, grads.value]))
-        del grads  # before the next are computed
-    for heads in others:  # of our own keys: they need nothing from others, so that the last sums come home meanwhile
+        del grads  # free before the next chunk's gradients are allocated
+    for heads in others:  # local keys: overlap with the last dK/dV receive
         add_own(heads, k, v)
     homing.finish(_by_head([dk, dv]))
     return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
@@ -83,9 +87,11 @@ def ring_backward(
 def passing_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
 ) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
-    """All keys of the ring, rank by rank: heads (all), first position, K, V, and their mask.
+    """Yield all keys of the ring, rank by rank: heads (all), global position of the first key, K, V and mask.
 
-    Args: q: for its shape. k, v: of any last dim.
+    Args:
+        q: only its shape is used.
+        k, v: [b, sk_local, hk, any].
     Ranks: all of `ring.group`.
     """
     (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
@@ -97,7 +103,7 @@ def passing_keys(
 def _attend_chunk(
     q: Tensor, chunk: list[Tensor], mask: Tensor | None, *, owner: int, ring: Ring
 ) -> PartialAttention | None:
-    """Attention of the local queries over `owner`'s chunk; None if they see nothing of it."""
+    """Compute attention of the local queries over `owner`'s chunk; None if causality hides the whole chunk."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
     return attend_keys(q, key, value, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
 
@@ -112,13 +118,13 @@ def _chunk_grads(
     owner: int,
     ring: Ring,
 ) -> Grads | None:
-    """This rank's share of the gradients through `owner`'s chunk; None if the local queries see nothing of it."""
+    """Compute this rank's gradients through `owner`'s chunk; None if causality hides the whole chunk."""
     key, value, keys = chunk[0], chunk[1], ring.keys_of(owner)
     return key_grads(grad, q, key, value, part, _mask_of(chunk, mask, keys), start=keys.start, ring=ring)
 
 
 def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | None:
-    """The mask of a chunk's keys: it came with them, or is cut from the rows of the local queries."""
+    """Return the mask of a chunk's keys: received with the chunk ("keys"), or a slice of the local mask ("rows")."""
     if len(chunk) > 2:
         return chunk[2]
     return None if mask is None else mask[..., keys.start : keys.stop]
@@ -132,12 +138,12 @@ def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[t
 
 
 def _by_head(tensors: list[Tensor]) -> list[Tensor]:
-    """[b, s, h, d] as [b, h, s, d], in which they travel since kernels are faster on it, and back."""
+    """Transpose [b, s, h, d] to [b, h, s, d] or back. Chunks are sent as [b, h, s, d]: kernels are faster on it."""
     return [x.transpose(1, 2) for x in tensors]
 
 
 def _layout(local: list[Tensor], length: int) -> Layout:
-    """The layout of a rank's chunk that holds `length` keys: K and V [b, hk, length, d], mask [.., .., 1, length]."""
+    """Return the layout of a chunk of `length` keys: K and V [b, hk, length, d], mask [.., .., 1, length]."""
     pieces = []
     for index, x in enumerate(local):
         shape = list(x.shape)

@@ -1,10 +1,10 @@
-"""The forward derivative of attention: tangents of out and lse, from those of q, k and v, in one pass over the ring.
+"""Forward derivative of attention: tangents of out and lse from tangents of q, k and v, in one pass over the ring.
 
 With P = exp(scale q k + mask - lse), where lse is over all keys, and dS = scale (dq k + q dk):
 
     d(lse) = sum(P dS)        d(out) = sum(P (dS v + dv)) - d(lse) out
 
-Forward has found out and lse, so each rank's keys add to both sums, and nothing is merged.
+Out and lse are known from forward, so the contributions of all chunks are added; no merge is needed.
 """
 
 from __future__ import annotations
@@ -46,12 +46,15 @@ def attention_tangents(
     accumulate_fp32: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the tangents of out [b, s_local, hq, d] and lse [b, s_local, hq] (empty unless `with_lse` or needed).
+    """Compute the tangents of out [b, s_local, hq, d] and lse [b, s_local, hq].
+
+    With Ulysses the tangent of lse is empty unless `with_lse`.
 
     Args:
         query, key, value: tangents of the inputs; None: 0.
-        q, k, v, out, lse, mask, agreed: what `operator.attention` saved.
-        query_shape, key_shape: of the inputs. The others are as in `operator.attention`.
+        q, k, v, out, lse, mask, agreed: tensors saved by `operator.attention`.
+        query_shape, key_shape: shapes of the inputs query and key.
+        with_lse, causal, ...: see `operator.attention`.
     Ranks: all of the context group.
     """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
@@ -75,9 +78,10 @@ def ring_tangents(
     """Compute the tangents of `attend_ring`'s out and lse.
 
     Args:
-        inputs: q, k, v, as of `attend_ring`. tangents: of these, in their shapes and dtypes.
+        inputs: q, k, v, see `attend_ring`.
+        tangents: tangents of `inputs`, in their shapes and dtypes.
         part: the result of `attend_ring`.
-        mask: as of `attend_ring`; it has no tangent.
+        mask: see `attend_ring`; it has no tangent.
     Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
     Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a "keys" mask.
     """
@@ -99,7 +103,7 @@ def ring_tangents(
 def _stretches(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring
 ) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
-    """All keys in the way that `ring.rotate_method` names: heads, first position, K, V, and their mask."""
+    """Yield all keys by `ring.rotate_method`: heads, global position of the first key, K, V and mask."""
     if ring.group is None:
         (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
         return iter([(heads, 0, k, v, mask)])

@@ -1,6 +1,6 @@
-"""Ulysses: tokens of one rank and all heads become all tokens of the group and some heads, and back.
+"""Ulysses all-to-all: exchange (local tokens, all heads) for (all tokens of the group, some heads), and back.
 
-A key-value head goes wherever a query head uses it (see `heads.assign_heads`); its gradients are summed.
+A KV head goes to every rank that has one of its query heads (see `heads.assign_heads`); its gradients are summed.
 Source: Jacobs et al., arXiv:2309.14509.
 """
 
@@ -20,12 +20,14 @@ from lightning_cp.kernels import Grads, PartialAttention
 
 @dataclass(frozen=True)
 class Ulysses:
-    """What one exchange knows beside its tensors.
+    """Settings of one Ulysses exchange.
 
     Attributes:
-        shares: of each rank of `group`.
-        q_lengths, kv_lengths: local tokens of each rank of `group`.
-        mask_kind: "keys", "rows" or "" (see `Ring`). mask_rows: rows of each rank's mask, as it comes.
+        group: process group of the Ulysses ranks.
+        shares: heads of each rank of `group`.
+        q_lengths, kv_lengths: number of queries and of keys on each rank of `group`, in rank order.
+        mask_kind: "keys", "rows" or "" (see `Ring`).
+        mask_rows: size of the query dim of each rank's mask.
     """
 
     group: dist.ProcessGroup
@@ -44,12 +46,12 @@ class Ulysses:
 def tokens_to_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, to: Ulysses
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """[b, s_local, h, d] -> [b, s_group, h_local, d] for q, k and v, and the mask that goes with them, at once.
+    """Exchange q, k and v, [b, s_local, h, d] -> [b, s_group, h_local, d], and their mask, in one all-to-all.
 
-    They come as views of [s_group, b, h_local, d], so that each rank's tokens land where they belong. K and V come with
-    a head for each query head where these do not group evenly.
-    Ranks: all of `to.group`; each sends its tokens' (hq + 2 hk) d elements, less its own share. Adjoint:
-    `grads_to_tokens`.
+    The results are views of [s_group, b, h_local, d], so that each rank's tokens are received in place. K and V are
+    repeated to one head per query head if the heads are ragged (`Heads.ragged`).
+    Ranks: all of `to.group`; each sends its tokens' (hq + 2 hk) d elements, except for its own heads.
+    Adjoint: `grads_to_tokens`.
     """
     lengths, mine = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.mine
     heads = (mine.queries, mine.keys, mine.keys)
@@ -71,14 +73,14 @@ def tokens_to_heads(
 
 
 def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
-    """The mask of this rank's heads and of the tokens of the group. Ranks: all of `to.group`."""
+    """Return the mask for this rank's heads over all tokens of the group. Ranks: all of `to.group`."""
     shares, masks = _mask_messages(mask, to)
     all_to_all([[x] for x in shares], [[x] for x in masks], group=to.group)
     return _join_masks(masks, to)
 
 
 def _mask_messages(mask: Tensor, to: Ulysses) -> tuple[list[Tensor], list[Tensor]]:
-    """For each rank of the group: the mask of its heads over our tokens, and room for that of our heads over its."""
+    """Return for each rank the mask to send (its heads, our tokens) and a buffer to receive (our heads, its tokens)."""
     one = mask.shape[1] == 1
     received = []
     for sk, rows in zip(to.kv_lengths, to.mask_rows, strict=True):
@@ -94,7 +96,7 @@ def _join_masks(masks: Sequence[Tensor], to: Ulysses) -> Tensor:
 
 
 def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
-    """[b, s_local, hq, ...] -> [b, s_group, hq_local, ...], for what is shaped like the queries, at once.
+    """Exchange tensors shaped like queries, [b, s_local, hq, ...] -> [b, s_group, hq_local, ...], in one all-to-all.
 
     Ranks: all of `to.group`. Adjoint: `queries_to_tokens`.
     """
@@ -110,7 +112,7 @@ def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[T
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
-    """[b, s_group, hq_local, ...] -> [b, s_local, hq, ...], at once.
+    """Exchange tensors shaped like queries, [b, s_group, hq_local, ...] -> [b, s_local, hq, ...], in one all-to-all.
 
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
@@ -135,13 +137,16 @@ def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Ca
 
 
 def partial_to_tokens(part: PartialAttention, *, with_lse: bool, to: Ulysses) -> PartialAttention:
-    """A part over this rank's heads as one over its tokens; without its lse (then empty) unless asked."""
+    """Exchange out and lse of this rank's heads for those of its tokens; lse is empty unless `with_lse`.
+
+    Ranks: all of `to.group`, with equal `with_lse`.
+    """
     out, *lse = queries_to_tokens([part.out, part.lse] if with_lse else [part.out], to=to)
     return PartialAttention(out, lse[0] if with_lse else part.lse.new_empty(0))
 
 
 def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
-    """Gradients of `tokens_to_heads`' results -> those of its arguments; shares of one head are summed.
+    """Exchange gradients of the results of `tokens_to_heads` for gradients of its arguments; sum shared KV heads.
 
     Ranks: all of `to.group`.
     """
@@ -165,7 +170,7 @@ def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
 
 
 def _summed(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
-    """What comes from two ranks for a head that both use: each rank's [s, b, hk_i, d] -> [b, s, hk, d]."""
+    """Sum the gradients of KV heads that several ranks use: from each rank [s, b, hk_i, d] -> [b, s, hk, d]."""
     (s, b, _, d), dtype = parts[0].shape, parts[0].dtype
     total = parts[0].new_zeros(b, s, shares[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
     for share, part in zip(shares, parts, strict=True):
@@ -174,12 +179,12 @@ def _summed(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
 
 
 def _by_row(x: Tensor) -> Tensor:
-    """[b, s, ...] as [s, b, ...], and back."""
+    """Transpose [b, s, ...] to [s, b, ...] or back."""
     return x.transpose(0, 1)
 
 
 def _rows(like: Tensor, length: int, heads: int) -> Tensor:
-    """Room for [s, b, heads, ...]. Args: like: [b, s, h, ...]."""
+    """Allocate [length, b, heads, ...]. Args: like: [b, s, h, ...]."""
     return like.new_empty(length, like.shape[0], heads, *like.shape[3:])
 
 

@@ -1,4 +1,4 @@
-"""The local queries meet every rank's keys: alone, gathered, or passed round the ring."""
+"""Attention over the keys of all ring ranks: on one rank, with an all-gather, or around the ring."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 
 def attend_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
-    """Attention of the local queries over all keys of the ring, in the way that `ring.rotate_method` names.
+    """Compute attention of the local queries over all keys of the ring, by `ring.rotate_method`.
 
-    Args, Ranks: see `ring_forward`.
+    Args, Returns, Ranks: see `ring_forward`.
     """
     if ring.group is None:
         parts = OnlineSoftmax(q, ring)
@@ -33,7 +33,7 @@ def ring_grads(
     *,
     ring: Ring,
 ) -> Grads:
-    """The adjoint of `attend_ring`. Args, Ranks: see `ring_backward`."""
+    """Compute the gradients of `attend_ring`. Args, Returns, Ranks: see `ring_backward`."""
     if ring.group is None:
         grads = key_grads(grad, q, k, v, part, mask, start=0, ring=ring)
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)) if grads is None else grads

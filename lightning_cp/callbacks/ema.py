@@ -1,4 +1,4 @@
-"""Averaged weights for Lightning's Trainer, also where weights are sharded."""
+"""EMA weights for Lightning's Trainer, replicated or sharded."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_cp.training.ema import WeightAverage, whole_of
 
 
 class AveragingCallback(Callback):
-    """Base of the callbacks that can average weights: the average, its checkpoints, and its use.
+    """Base class of callbacks that keep an EMA of the weights: update, save, load and use it.
 
     Args:
-        setting: name of the decay among the callback's settings, for errors.
-        decay: weight of the past in each step; None: no average.
-    Raises: ValueError: a decay that is not from 0 to below 1.
+        setting: name of the decay setting, for error messages.
+        decay: EMA decay (weight of the previous average); None: no average.
+    Raises: ValueError: the decay is not in [0, 1).
     """
 
     def __init__(self, setting: str, decay: float | None) -> None:
@@ -34,11 +34,11 @@ class AveragingCallback(Callback):
         self._setting, self._decay = setting, decay
         self._average: WeightAverage | None = None
         self._saved: dict[str, Any] | None = None
-        self._done = 0  # the last step that was averaged
+        self._done = 0  # step of the last update
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the average, or continue that of the checkpoint.
+        """Start the average, or continue the average in the checkpoint.
 
         Raises: ValueError: another callback averages the weights too, or the checkpoint's averages do not fit.
         """
@@ -53,14 +53,14 @@ class AveragingCallback(Callback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the average after an optimizer step; not where gradients are accumulated."""
+        """Update the average after an optimizer step, not after a gradient accumulation step."""
         if trainer.global_step != self._done and self._average is not None:
             self._average.update(pl_module, step=trainer.global_step)
         self._done = trainer.global_step
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """The averages, whole and on the CPU, on rank 0 alone. Call it on every rank: sharded weights are gathered."""
+        """Return whole averages on the CPU, on rank 0 only. Call it on every rank: shards are all-gathered."""
         if self._average is None:
             return self._saved or {}
         is_first = not dist.is_initialized() or dist.get_rank() == 0
@@ -73,18 +73,18 @@ class AveragingCallback(Callback):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages of a checkpoint until the weights are there."""
+        """Store the averages of a checkpoint until a fit or an evaluation starts."""
         self._saved = state_dict or None
 
     @contextmanager
     def averaged(self, trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-        """The module has the averaged weights inside the context: to export them, say.
+        """Swap the averaged weights into the module inside the context, for example to export them.
 
-        Without an average the weights stay as they are. Ranks: the whole world.
+        Without an average, the weights are not changed. Ranks: the whole world.
         """
         other = averaging_of(trainer, besides=self) if self._average is None else None
         if isinstance(other, WeightAveraging):
-            if other._average_model is None:  # before the first step
+            if other._average_model is None:  # no training step yet
                 yield
                 return
             other._swap_models(pl_module)
@@ -119,13 +119,13 @@ class AveragingCallback(Callback):
 class EMACallback(AveragingCallback):
     """Keep an exponential moving average of the trained weights, replicated or sharded.
 
-    Each rank averages what it holds: all weights with ContextParallelStrategy, its shards with
-    ContextParallelFSDPStrategy. Averages are float32 where weights are in lower precision. Checkpoints of the Trainer
-    hold the averages as the callback's state, and a resumed run continues them at any number of ranks. The module's own
-    weights are those of training; `with callback.averaged(trainer, module): …` puts the averages in their place.
+    Each rank averages its weights: all of them with ContextParallelStrategy, its shards with
+    ContextParallelFSDPStrategy. Averages of low-precision weights are float32. Trainer checkpoints hold the averages
+    as the callback's state; a resumed run continues them on any number of ranks. The module keeps the training
+    weights; `with callback.averaged(trainer, module): …` swaps the averages in.
 
     Args:
-        decay: weight of the past in each step, reached gradually: at step n at most (1 + n) / (10 + n).
+        decay: EMA decay (weight of the previous average), reached gradually: at step n at most (1 + n) / (10 + n).
         evaluate: use the averages in validation and test epochs.
     Raises: ValueError, TypeError: bad settings.
     """
@@ -141,35 +141,35 @@ class EMACallback(AveragingCallback):
 
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the averages in the place of the weights."""
-        if self._average is None and self._saved is not None:  # an evaluation of a checkpoint, without a fit
+        """Swap the averages into the module."""
+        if self._average is None and self._saved is not None:  # evaluating a checkpoint without a fit
             self._start_average(pl_module)
         if self._evaluate and self._average is not None:
             self._swapped.enter_context(self._average.swapped_in(pl_module))
 
     @override
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
+        """Restore the training weights."""
         self._swapped.close()
 
     @override
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the averages in the place of the weights."""
+        """Swap the averages into the module."""
         self.on_validation_epoch_start(trainer, pl_module)
 
     @override
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
+        """Restore the training weights."""
         self._swapped.close()
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Put the weights back where an evaluation has failed."""
+        """Restore the training weights after a failed evaluation."""
         self._swapped.close()
 
 
 def averaging_of(trainer: Trainer, *, besides: Callback) -> WeightAveraging | EMACallback | None:
-    """The Trainer's other callback that averages weights, and has begun to."""
+    """Return another callback of the Trainer that averages weights, or None."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     for one in callbacks:
         if one is not besides and isinstance(one, (WeightAveraging, EMACallback)):

@@ -1,4 +1,4 @@
-"""Callbacks for Lightning's Trainer."""
+"""Draw sample pictures while Lightning's Trainer trains."""
 
 from __future__ import annotations
 
@@ -26,26 +26,25 @@ Sample = Callable[[Any, torch.Generator], Tensor]
 
 
 class SamplingCallback(AveragingCallback):
-    """Writes pictures of samples while training goes on, drawn on the training mesh with averaged weights.
+    """Write sample pictures during training, drawn on the training mesh with EMA weights.
 
-    Every rank draws: those of a context group the same samples together, each group others. The weights are the
-    averages of an `EMACallback` or `WeightAveraging` of the Trainer, where there is one, or of this callback itself
-    (`ema_decay`), else those of the last step. Training goes on as if nothing
-    had been drawn: random states, training modes and weights are put back.
+    The ranks of a context group draw the same samples together; each group draws different samples. The weights are
+    the average of this callback (`ema_decay`) or of an `EMACallback` or `WeightAveraging` of the Trainer; without an
+    average, the current weights. Training is not affected: random states, training modes and weights are restored.
 
-    Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and given to its TensorBoard and
+    Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and sent to its TensorBoard and
     W&B loggers.
 
     Args:
-        sample: of the LightningModule and a generator (on the CPU; alike in a context group, new for each group and
-            the same at every step) makes pictures [n, c, h, w] or clips [n, c, f, h, w], whole on every rank; the same
-            n everywhere.
-        every_n_train_steps: optimizer steps from one picture to the next.
-        at_end: after the last step too.
-        ema_decay: decay of the callback's own average, as in `EMACallback`; None: no average of its own.
-        value_range: of the samples' black and white.
-        folder: in the place of the Trainer's log directory.
-        seed: of the generator.
+        sample: function of the LightningModule and a CPU generator. It returns pictures [n, c, h, w] or clips
+            [n, c, f, h, w], whole on every rank, with the same n everywhere. The generator is equal in a context group,
+            different for each group, and seeded equally at every step.
+        every_n_train_steps: number of optimizer steps between pictures.
+        at_end: draw after the last step too.
+        ema_decay: EMA decay of this callback, see `EMACallback`; None: this callback keeps no average.
+        value_range: (black, white) values of the samples.
+        folder: output folder; None: the Trainer's log directory.
+        seed: seed of the generator.
     """
 
     def __init__(
@@ -66,12 +65,12 @@ class SamplingCallback(AveragingCallback):
             raise ValueError(f"value_range={value_range!r} must be black and white, as in (-1.0, 1.0)")
         self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
         self._range, self._folder, self._seed = value_range, folder, seed
-        self._drawn = -1  # the last step that was drawn
+        self._drawn = -1  # step of the last picture
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        # Behind the one that averages, whose step comes first. A new list: the Trainer is going through the old one.
+        # Run after the EMA callback, which updates the average. A new list: the Trainer iterates over the old one.
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
 
     @override
@@ -96,7 +95,7 @@ class SamplingCallback(AveragingCallback):
                 own = self._sample(pl_module, generator)
         _check_alike(own)
         samples = gather_shares(ranks, own.detach().float(), data_shard)
-        folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir asks the first
+        folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir broadcasts
         if trainer.is_global_zero:
             self._write(trainer, tile(samples, value_range=self._range), folder)
 
@@ -111,7 +110,7 @@ class SamplingCallback(AveragingCallback):
 
 
 def _check_alike(own: object) -> None:
-    """Raises, on every rank: ValueError: some rank drew no pictures, or others in number or size."""
+    """Compare sample shapes between ranks. Raises, on every rank: ValueError: no pictures, or different shapes."""
     shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
     shapes = [shape]
     if dist.is_initialized():

@@ -1,6 +1,6 @@
-"""Checkpoints: written all or nothing, read without pickle, refused when cut short.
+"""Checkpoints: written all or nothing, read without pickle, rejected if truncated.
 
-`lightning_cp.checkpoint.store` writes and reads them. What is here finds and verifies them without importing torch.
+`lightning_cp.checkpoint.store` writes and reads them. This module finds and verifies them without importing torch.
 """
 
 from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, sweep_partials

@@ -1,4 +1,4 @@
-"""Check what a manifest says, field by field, before anything is built from it."""
+"""Check each field of a manifest before anything is built from it."""
 
 import json
 import math
@@ -15,11 +15,11 @@ _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 class DamagedError(ValueError):
-    """A manifest that says something impossible; the message says where."""
+    """A manifest with an invalid value; the message names it."""
 
 
 def parse(text: bytes) -> dict[str, Any]:
-    """Parse JSON. Raises: DamagedError: it is none, nests too deeply, or has a key twice."""
+    """Parse a JSON object. Raises: DamagedError: invalid, nested too deeply, or with a duplicate key."""
     try:
         fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
@@ -30,7 +30,7 @@ def parse(text: bytes) -> dict[str, Any]:
 
 
 def check_fields(fields: dict[str, Any]) -> None:
-    """Check the fields of a manifest. Raises: DamagedError: one is missing, or is not what a manifest holds."""
+    """Check the fields of a manifest. Raises: DamagedError: a field is missing, unknown or invalid."""
     if fields.keys() != _FIELDS:
         raise DamagedError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
     _whole("step", fields["step"], _MOST_STEP)
@@ -53,12 +53,12 @@ def check_fields(fields: dict[str, Any]) -> None:
 
 
 def are_shards(trees: dict[str, Any], files: set[str]) -> bool:
-    """Whether each rank has written a file of its own; else there is a file for each state."""
+    """Return True for one file per rank (distributed), False for one file per state."""
     return trees.keys() == {SHARDS} and f"{SHARDS}.safetensors" not in files
 
 
 def tensor_names(tree: Any) -> set[str]:
-    """The names of the tensors in a tree of `flatten_state`. Raises: DamagedError: it is no such tree."""
+    """List the tensor names in a tree of `flatten_state`. Raises: DamagedError: the tree is invalid."""
     names: set[str] = set()
     _walk(tree, names, 0)
     return names

@@ -33,23 +33,23 @@ _NAMES = frozenset(
         "torch.Size",
         "torch.serialization._get_layout",
         "collections.OrderedDict",
-        "builtins.getattr",  # members of an enum, as Python before 3.11.4 pickles them
+        "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
     ]
 )
 
 
 class _DamagedError(Exception):
-    """The index is not what DCP writes."""
+    """An index that differs from the format that DCP writes."""
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read and check the index of a folder that `torch.distributed.checkpoint.save` wrote.
+    """Read and check the index of a folder written by `torch.distributed.checkpoint.save`.
 
-    The file is read as plain data, and the index is built anew from it: sizes fit together, files lie inside the
-    folder and are long enough. Nested dicts are not described (`planner_data`): loading into a state needs no more.
+    The file is read as plain data, and a new index is built from it. Checks: sizes are consistent; files lie inside
+    the folder and are long enough. `planner_data` (nested dicts) is left out: loading into a state does not need it.
 
-    Raises: CheckpointError: it is missing or damaged, or holds anything but what DCP writes.
+    Raises: CheckpointError: it is missing or damaged, or holds anything that DCP does not write.
     """
     path = folder / INDEX
     try:
@@ -63,20 +63,20 @@ def read_index(folder: Path) -> Metadata:
         ) from error
     except (_DamagedError, pickle.UnpicklingError) as error:
         raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read: {error}") from error
-    except Exception as error:  # whatever else a damaged pickle leads to
+    except Exception as error:  # a damaged pickle can raise anything
         kind = type(error).__name__
         raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read ({kind})") from error
 
 
 class _Index:
-    """Builds `Metadata` from the records of a folder's index."""
+    """Build `Metadata` from the records of a folder's index."""
 
     def __init__(self, folder: Path, content: Any) -> None:
         self._folder, self._fields = folder, _fields(content, "Metadata")
         self._file_bytes: dict[str, int] = {}
 
     def build(self) -> Metadata:
-        """Raises: _DamagedError: anything is not as DCP writes it."""
+        """Check the records and build the index. Raises: _DamagedError: a record differs from DCP's format."""
         entries = {_text(name): _entry(x) for name, x in _dict(self._fields.get("state_dict_metadata")).items()}
         stored = dict[MetadataIndex, _StorageInfo]()
         for key, value in _dict(self._fields.get("storage_data")).items():
@@ -88,7 +88,7 @@ class _Index:
         for name, entry in entries.items():
             chunks = len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
             unused -= chunks
-            if unused < 0:  # checked before chunks are built, which one list may repeat without end
+            if unused < 0:  # before chunks are built: many tensors may share one huge list
                 raise _DamagedError("it describes more than is stored")
             if isinstance(entry, TensorStorageMetadata):
                 entry.chunks = _chunks(name, entry)
@@ -112,13 +112,13 @@ class _Index:
         if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
             raise _DamagedError(f"the path {name[:200]!r} leads out of the folder")
         file = self._folder / inside
-        if not file.is_file():  # a link to a file is one: caches of downloads are made of them
+        if not file.is_file():  # links to files are valid: download caches use them
             raise _DamagedError(f"{name[:200]} is missing")
         return file.stat().st_size
 
 
 def _entry(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
-    """What is described under a name; chunks of a tensor are still records."""
+    """Build the metadata of one name; the chunks of a tensor are left as records."""
     if isinstance(record, Record) and record.name.endswith(".BytesStorageMetadata"):
         _fields(record, "BytesStorageMetadata")
         return BytesStorageMetadata()
@@ -144,7 +144,7 @@ def _properties(record: Any) -> TensorProperties:
 
 
 def _check_memory_format(record: Any) -> None:
-    """A member of the enum, by its value or by `getattr`."""
+    """Check a pickled enum member, stored by value or by `getattr`. Raises: _DamagedError: it is none."""
     if isinstance(record, Record) and record.name == "builtins.getattr":
         kind, name = record.args if record.args is not None and len(record.args) == 2 else (None, None)
         is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith("._MEM_FORMAT_ENCODING")
@@ -157,7 +157,7 @@ def _check_memory_format(record: Any) -> None:
 
 
 def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
-    """Raises: _DamagedError: they do not make up the tensor."""
+    """Build the chunks of a tensor. Raises: _DamagedError: they do not cover the tensor exactly."""
     chunks, starts, elements = [], set(), 0
     for record in entry.chunks:
         fields = _fields(record, "ChunkStorageMetadata")
@@ -176,7 +176,7 @@ def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadat
 
 
 def _check_stored(name: str, entry: TensorStorageMetadata, stored: dict[MetadataIndex, _StorageInfo]) -> None:
-    """Raises: _DamagedError: a chunk is not in the files, or is larger than what is there."""
+    """Check that the files hold all chunks. Raises: _DamagedError: a chunk is missing, or larger than its data."""
     for chunk in entry.chunks:
         info = stored.get(MetadataIndex(name, chunk.offsets))
         if info is None or math.prod(chunk.sizes) * entry.properties.dtype.itemsize > info.length:
@@ -194,7 +194,7 @@ def _storage_key(record: Any) -> MetadataIndex:
 
 
 def _made(value: Any, kind: str) -> Record:
-    """An object of one of the known classes. Raises: _DamagedError: it is none."""
+    """Return a record of an object of class `kind`. Raises: _DamagedError: it is none."""
     if not isinstance(value, Record) or value.args is None or value.name.rpartition(".")[2] != kind:
         raise _DamagedError(f"something is no {kind}")
     return value
@@ -224,7 +224,7 @@ def _whole(value: Any) -> int:
 
 
 def _size(value: Any) -> torch.Size:
-    """From `torch.Size((2, 3))`."""
+    """Convert the record of `torch.Size((2, 3))`."""
     args = _made(value, "Size").args or ()
     dims = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else None
     if dims is None or len(dims) > _MOST_DIMS or math.prod(map(_whole, dims)) > _MOST:

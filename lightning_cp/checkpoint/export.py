@@ -1,4 +1,4 @@
-"""Trained weights as plain diffusers loads them: folders for `from_pretrained`, LoRA for `load_lora_weights`."""
+"""Export trained weights for plain diffusers: folders for `from_pretrained`, LoRA for `load_lora_weights`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LORA_FILE = "pytorch_lora_weights.safetensors"
 def save_pretrained(
     transformer: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **how: Any
 ) -> None:
-    """Writes what `type(transformer).from_pretrained(folder)` reads. Call it on every rank; the first one writes.
+    """Save a model for `type(transformer).from_pretrained(folder)`. Call it on every rank; rank 0 writes.
 
-    The transformer stays as it is: context-parallel, sharded, wrapped for DDP or by Fabric, compiled block by block.
-    For averaged weights call it inside `average.swapped_in(module)`.
+    The transformer is not changed. It may be context-parallel, sharded, wrapped by DDP or Fabric, compiled by block.
+    To export EMA weights, call it inside `average.swapped_in(module)`.
 
     Args:
         transformer: a diffusers model.
-        folder: an older model in it is replaced when all is written; other files stay.
-        dtype: of the file's floating-point weights; None keeps those of the model.
-        how: passed on to diffusers' `save_pretrained` (`max_shard_size`, `variant`).
+        folder: output folder. An older model in it is replaced after all files are written; other files stay.
+        dtype: dtype of the saved floating-point weights; None: the model's dtypes.
+        how: arguments of diffusers' `save_pretrained` (`max_shard_size`, `variant`).
     Raises:
-        TypeError: it is no diffusers model.
-        ValueError: it holds adapters: use `save_lora`, or merge them first.
-        RuntimeError: the first rank could not write (OSError in a run of one process).
+        TypeError: `transformer` is not a diffusers model.
+        ValueError: the model holds adapters: use `save_lora`, or merge them first.
+        RuntimeError: rank 0 could not write (OSError in a single process).
     Ranks: the whole world.
     """
     model: Any = _unwrapped(transformer)
@@ -59,17 +59,17 @@ def save_lora(
     component: str = "transformer",
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes an adapter as `pipeline.load_lora_weights(folder)` reads it. Call it on every rank; the first one writes.
+    """Save an adapter for `pipeline.load_lora_weights(folder)`. Call it on every rank; rank 0 writes.
 
     Args:
-        transformer: a diffusers model with adapters, as `add_adapter` gives it one; see `save_pretrained`.
-        folder: an older adapter in it is replaced when all is written; other files stay.
-        adapter: its name.
-        component: of the pipeline that it belongs to.
-        dtype: of the file's weights; None keeps those of the model.
+        transformer: a diffusers model with an adapter (from `add_adapter`, for example); see `save_pretrained`.
+        folder: output folder. An older adapter in it is replaced after all files are written; other files stay.
+        adapter: name of the adapter.
+        component: name of the transformer in the pipeline.
+        dtype: dtype of the saved weights; None: the model's dtypes.
     Raises:
-        TypeError: it is no diffusers model.
-        ValueError: it has no adapter of this name.
+        TypeError: `transformer` is not a diffusers model.
+        ValueError: the model has no adapter with this name.
     Ranks: the whole world.
     """
     from diffusers.loaders.lora_base import LoraBaseMixin
@@ -98,7 +98,7 @@ def save_lora(
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """The diffusers model that Fabric, DDP and `torch.compile` have wrapped. Raises: TypeError: there is none."""
+    """Return the diffusers model inside wrappers of Fabric, DDP and `torch.compile`. Raises: TypeError: none found."""
     from diffusers import ModelMixin
 
     found: Any = module
@@ -111,7 +111,7 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _on_first_rank(write: Callable[[], None]) -> None:
-    """When it returns, or raises, on any rank, the first one has written, or could not."""
+    """Call `write` on rank 0 and wait for it on every rank. Raises, on every rank: RuntimeError: it failed."""
     if not dist.is_initialized():
         write()
         return
@@ -127,7 +127,7 @@ def _on_first_rank(write: Callable[[], None]) -> None:
 
 
 def _whole_state(model: nn.Module, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """All weights on the CPU, on the first rank; nothing on the others. Call it on every rank."""
+    """Gather all weights on the CPU of rank 0; other ranks get an empty dict. Call it on every rank."""
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )

@@ -1,4 +1,4 @@
-"""Nested states as flat tensors and plain JSON, so that a checkpoint needs no pickle."""
+"""Convert nested states to flat tensors and JSON, so that a checkpoint needs no pickle."""
 
 from typing import Any
 
@@ -9,16 +9,16 @@ _PLAIN = (str, int, float, bool, type(None))
 
 
 def flatten_state(state: Any) -> tuple[dict[str, Tensor], Any]:
-    """Splits a nest of dicts, lists, tuples, plain values and tensors into tensors by name, and a JSON tree.
+    """Split nested dicts, lists, tuples, plain values and tensors into tensors by name and a JSON tree.
 
-    Raises: TypeError: it holds anything else.
+    Raises: TypeError: the state holds other objects. ValueError: two tensors would get the same name.
     """
     tensors: dict[str, Tensor] = {}
     return tensors, _flatten(state, "", tensors)
 
 
 def unflatten_state(tensors: dict[str, Tensor], tree: Any) -> Any:
-    """Puts together what `flatten_state` split."""
+    """Rebuild the state that `flatten_state` split."""
     if not isinstance(tree, dict):
         return tree
     kind, value = next(iter(tree.items()))
@@ -32,7 +32,7 @@ def unflatten_state(tensors: dict[str, Tensor], tree: Any) -> Any:
 
 def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, Tensor):
-        if name in tensors:  # {"a.b": x, "a": {"b": y}}
+        if name in tensors:  # for example {"a.b": x, "a": {"b": y}}
             raise ValueError(f"two tensors of the state would be saved as {name}: rename one of their keys")
         tensors[name] = state
         return {"tensor": name}
@@ -50,5 +50,5 @@ def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def independent(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous copies on the CPU that share no memory, as safetensors wants them."""
+    """Copy tensors to contiguous CPU memory without sharing, as safetensors requires."""
     return {name: torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format) for name, x in tensors.items()}

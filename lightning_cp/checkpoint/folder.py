@@ -1,4 +1,4 @@
-"""How a checkpoint's folder comes to be: it gets its name when all of it is written and flushed to disk."""
+"""Write a checkpoint's folder: it is renamed to its final name after all files are written and flushed to disk."""
 
 import ctypes
 import os
@@ -12,23 +12,23 @@ from lightning_cp.checkpoint.held import disown, hold, sweep
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
 
 _REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
-_held: dict[Path, int] = {}  # folders that this process writes into, and the descriptors that hold them
+_held: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
+    """Return the folder of the checkpoint of a step."""
     return parent / f"step_{step:08d}"
 
 
 def scratch_path(parent: Path, step: int) -> Path:
-    """Where it is written first; the same on every rank."""
+    """Return the scratch folder of a step, the same on every rank."""
     return parent / f"{PARTIAL}{step:08d}"
 
 
 def open_scratch(parent: Path, step: int) -> Path:
-    """Make an empty folder to write into, which belongs to this process until `seal` or `drop_scratch`.
+    """Make an empty scratch folder, locked by this process until `seal` or `drop_scratch`.
 
-    Removes what killed writers left in `parent`. Raises: OSError: another process is writing this checkpoint.
+    Remove scratch folders of killed writers in `parent`. Raises: OSError: another process is writing this checkpoint.
     """
     drop_scratch(parent, step)
     sweep(parent.glob(f"{PARTIAL}*"), at_once=True)
@@ -48,7 +48,7 @@ def open_scratch(parent: Path, step: int) -> Path:
 
 
 def drop_scratch(parent: Path, step: int) -> None:
-    """Remove what this process began to write, if anything."""
+    """Remove the scratch folder of this process, if there is one."""
     scratch = scratch_path(parent, step)
     if scratch in _held:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -56,7 +56,7 @@ def drop_scratch(parent: Path, step: int) -> None:
 
 
 def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
-    """Give a written folder its name, then remove all but the newest `keep` checkpoints."""
+    """Rename the scratch folder to its final name, then remove all but the newest `keep` checkpoints."""
     folder, scratch = checkpoint_path(parent, manifest.step), scratch_path(parent, manifest.step)
     manifest.write(scratch)
     follow_umask(scratch)
@@ -64,16 +64,16 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     disown(folder)
     if scratch in _held:
         os.close(_held.pop(scratch))
-    for aside in parent.glob(f"step_*{_REPLACED}"):  # of a writer that was killed just then
+    for aside in parent.glob(f"step_*{_REPLACED}"):  # left by a writer that was killed during the exchange
         _remove_at_once(aside)
-    others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # some may be of later steps
+    others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # may include later steps
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
         _remove_at_once(old)
     return folder
 
 
 def follow_umask(folder: Path) -> None:
-    """Give files the permissions that the umask asks for, as the folder has: safetensors writes 0600."""
+    """Give files the permissions of the folder, which follow the umask: safetensors writes 0600."""
     mode = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for path in folder.rglob("*"):
         if path.is_file() and stat.S_IMODE(path.stat().st_mode) != mode:
@@ -81,7 +81,7 @@ def follow_umask(folder: Path) -> None:
 
 
 def _remove_at_once(folder: Path) -> None:
-    """Remove a checkpoint; nobody sees a part of it under its name."""
+    """Remove a checkpoint. It is renamed first, so that no reader finds a partial one under its name."""
     aside = folder.with_name(f"{_REMOVED}{folder.name}")
     shutil.rmtree(aside, ignore_errors=True)
     with suppress(FileNotFoundError):
@@ -90,16 +90,16 @@ def _remove_at_once(folder: Path) -> None:
 
 
 def replace_folder(scratch: Path, target: Path) -> None:
-    """Flushes a file or folder to disk and gives it its name; what had the name goes.
+    """Flush a file or folder to disk and rename it to `target`; an older `target` is removed.
 
-    The name always belongs to something whole, where the system can exchange two names; elsewhere, for a moment, an
-    older one has its name with `.replaced` behind it.
+    Where the system can exchange two names, `target` is complete at any time. Elsewhere, an older `target` has the
+    suffix `.replaced` for a moment.
     """
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
     aside = target.with_name(f"{target.name}{_REPLACED}")
     remove(aside)
-    in_the_way = target.is_dir() or (scratch.is_dir() and target.exists())  # only a file takes a file's name at once
+    in_the_way = target.is_dir() or (scratch.is_dir() and target.exists())  # only a file can replace a file in one step
     if in_the_way and exchange(scratch, target):
         aside = scratch
     else:
@@ -111,7 +111,7 @@ def replace_folder(scratch: Path, target: Path) -> None:
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Exchanges the names of two files or folders at once. Returns: whether the system could (Linux, most disks)."""
+    """Exchange the names of two files or folders atomically. Returns: whether the system can (Linux, most disks)."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
@@ -121,12 +121,12 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def scratch_folder_for(target: Path) -> Path:
-    """Where a file or folder is written that will then take this one's place. (torch.save refuses a leading dot.)"""
+    """Return the scratch path of a file or folder to be replaced. (torch.save refuses a leading dot.)"""
     return target.with_name(f"{target.name}.partial")
 
 
 def flush(path: Path) -> None:
-    """What is written to a file or folder is on the disk when this returns."""
+    """Flush a file or folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -135,7 +135,7 @@ def flush(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """A file or folder goes, if it is there."""
+    """Remove a file or folder if it exists."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -144,9 +144,9 @@ def remove(path: Path) -> None:
 
 @contextmanager
 def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
-    """A folder to write into, whose files take their places in this one when the context ends without an error.
+    """Yield a scratch folder; its files are moved into `folder` when the context ends without an error.
 
-    Args: replaces: files of these names (a pattern) that were not written again go; others stay.
+    Args: replaces: glob pattern of old files to remove if they were not written again; other files stay.
     """
     scratch = scratch_folder_for(folder)
     remove(scratch)

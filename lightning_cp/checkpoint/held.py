@@ -1,4 +1,4 @@
-"""Folders that belong to a process as long as it lives: it holds a `flock` on them, and the dead ones are removed."""
+"""Lock folders with `flock` while their process runs, and remove folders of ended processes."""
 
 import fcntl
 import os
@@ -10,20 +10,20 @@ from contextlib import suppress
 from pathlib import Path
 
 _OWNER = ".owner"
-_IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # file systems exist whose locks other machines do not see
+_IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # long for other hosts: some file systems do not share locks
 
 
 def hold(make: Callable[[], Path]) -> tuple[Path, int]:
-    """Make a folder and hold it.
+    """Make a folder and lock it (shared `flock`).
 
-    Args: make: makes a new folder; called again if another process removed it before it was locked.
-    Returns: the folder, and the descriptor that holds it until it is closed or the process ends.
+    Args: make: function that makes a new folder; called again if another process removed it before it was locked.
+    Returns: the folder, and a descriptor; the lock lasts until it is closed or the process ends.
     """
     while True:
         folder = make()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with suppress(OSError):  # a file system without locks: nobody removes the folder either
+            with suppress(OSError):  # a file system without locks: `sweep` then removes only with `at_once`
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             (folder / _OWNER).write_text(socket.gethostname(), encoding="utf-8")
         except FileNotFoundError:
@@ -37,15 +37,15 @@ def hold(make: Callable[[], Path]) -> tuple[Path, int]:
 
 
 def disown(folder: Path) -> None:
-    """Remove the note of the folder's owner."""
+    """Remove the file that names the folder's owner host."""
     (folder / _OWNER).unlink(missing_ok=True)
 
 
 def sweep(folders: Iterable[Path], *, at_once: bool = False) -> None:
-    """Remove those of this user's folders whose process has ended.
+    """Remove this user's folders left by processes that have ended.
 
-    Args: at_once: only one process may write here, so that whatever is not locked is dead. Else a folder must not have
-        changed for some seconds if it names no owner, and for an hour if another machine made it.
+    Args: at_once: True if only one process may write here: every unlocked folder is removed. False: a folder without
+        an owner must be unchanged for some seconds, and a folder of another host for an hour.
     """
     for folder in folders:
         with suppress(OSError):  # gone already, or not readable
@@ -61,8 +61,8 @@ def _sweep(folder: Path, *, at_once: bool) -> None:
         if at_once or time.time() - changed > _wait_s(folder):
             shutil.rmtree(folder, ignore_errors=True)
     except BlockingIOError:
-        return  # its process lives
-    except OSError:  # no locks here
+        return  # its process is running
+    except OSError:  # file system without locks
         if at_once:
             shutil.rmtree(folder, ignore_errors=True)
     finally:

@@ -1,4 +1,4 @@
-"""Read a pickle as plain data: nothing that it names is imported, called or changed."""
+"""Read a pickle as plain data, without importing, calling or changing anything that it names."""
 
 import io
 import pickle
@@ -13,7 +13,7 @@ _PLAIN_OPCODES = (
 
 
 class UnknownNameError(Exception):
-    """The pickle names something that the caller did not list."""
+    """A pickle contains a name that the caller did not allow."""
 
 
 class Record:
@@ -21,8 +21,8 @@ class Record:
 
     Args:
         name: `module.name`.
-        args: what the object is made with; None for the name itself.
-    `state` is what the object's `__setstate__` would get, or None.
+        args: constructor arguments of the object; None for a name.
+    `state` is the argument for the object's `__setstate__`, or None.
     """
 
     __slots__ = ("args", "name", "state")
@@ -34,18 +34,18 @@ class Record:
 def read_pickle(content: bytes, names: Iterable[str]) -> Any:
     """Unpickle into dicts, lists, tuples, plain values and `Record`s.
 
-    Only opcodes that pickling dataclasses, enums and plain values emits are known: no persistent or extension ids, no
-    sets, no keyword arguments. Each is executed here, so none of them reaches an object of this process.
+    Only the opcodes of pickled dataclasses, enums and plain values are supported: no persistent or extension ids, no
+    sets, no keyword arguments. This module executes each opcode itself, so none acts on an object of this process.
 
     Args:
         content: one pickle.
-        names: the names that it may hold, as `module.name`.
-    Raises: UnknownNameError: it holds another. UnpicklingError and others: it is damaged, or uses another opcode.
+        names: allowed names, in the form `module.name`.
+    Raises: UnknownNameError: it has another name. UnpicklingError and others: it is damaged or has another opcode.
     """
     return _Unpickler(io.BytesIO(content), frozenset(names)).load()
 
 
-_Interpreter: Any = pickle._Unpickler  # the one written in Python: its opcodes can be replaced
+_Interpreter: Any = pickle._Unpickler  # the pure-Python class: its opcodes can be replaced
 
 
 class _Unpickler(_Interpreter):  # type: ignore[misc]
@@ -62,7 +62,7 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
         args, kind = self.stack.pop(), self.stack.pop()
         if not (type(kind) is Record and kind.args is None and kind.state is None and type(args) is tuple):
             raise pickle.UnpicklingError("it makes an object of something that is no class")
-        # Ordered dicts are filled by the opcodes of dicts.
+        # An OrderedDict becomes a dict: the same opcodes fill it.
         self.append({} if kind.name == "collections.OrderedDict" and not args else Record(kind.name, args))
 
     def _build(self) -> None:

@@ -1,4 +1,4 @@
-"""Find checkpoints, also while a run saves and deletes them."""
+"""Find checkpoints, even while a run saves and deletes them."""
 
 import logging
 import os
@@ -10,21 +10,21 @@ from lightning_cp.checkpoint.held import sweep
 from lightning_cp.checkpoint.manifest import PARTIAL, CheckpointError, Manifest, parse_manifest, verify_files
 
 _log = logging.getLogger(__name__)
-_DEPTH = 3  # of runs below the root: date and time, and the number in a sweep
-_LOOKS, _PAUSE_S = 200, 0.02  # while another process replaces what is being looked at
+_DEPTH = 3  # folder levels of runs below the root: date, time, number in a sweep
+_LOOKS, _PAUSE_S = 200, 0.02  # attempts, and pause between them, while another process replaces checkpoints
 
 
 class _ChangedError(Exception):
-    """A checkpoint went away, or was replaced, while it was read."""
+    """A checkpoint was removed or replaced while it was read."""
 
 
 def latest_checkpoint(root: Path) -> Path | None:
     """Find the newest complete checkpoint of the runs under a folder.
 
-    Damaged ones that are newer are passed over with a warning. While other processes save and delete checkpoints, it
-    looks again.
+    Newer damaged checkpoints are skipped with a warning. The search is repeated if another process saves or deletes
+    checkpoints during it.
 
-    Returns: its folder, or None.
+    Returns: the checkpoint's folder, or None.
     Raises: CheckpointError: other processes replace checkpoints faster than they can be read.
     """
     for _ in range(_LOOKS):
@@ -40,8 +40,8 @@ def find_checkpoint(resume: str, root: Path) -> Path:
 
     Args:
         resume: `last`, or the folder of a checkpoint or of a run.
-        root: where `last` looks.
-    Raises: CheckpointError: there is none, or it is not complete.
+        root: folder that `last` searches.
+    Raises: CheckpointError: no checkpoint found, or it is not complete.
     """
     if resume == "last":
         newest = latest_checkpoint(root)
@@ -65,7 +65,7 @@ def find_checkpoint(resume: str, root: Path) -> Path:
 
 
 def sweep_partials(root: Path) -> None:
-    """Remove what killed writers left in the runs under a folder. Writers that live are left alone."""
+    """Remove partial checkpoints of killed writers in the runs under a folder. Running writers are not affected."""
     for checkpoints in _checkpoint_folders(root):
         sweep(path for path in _children(checkpoints) if path.name.startswith(PARTIAL))
 
@@ -88,7 +88,7 @@ def _look(root: Path) -> Path | None:
 
 
 def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
-    """When it was saved (if it cannot be read, when it changed), its step, and what marks it as the same folder."""
+    """Return (time of saving, or of change if unreadable; step; path; manifest or error; mark of this folder)."""
     mark = _mark(path)
     try:
         manifest = parse_manifest(path)
@@ -110,7 +110,7 @@ def _mark(path: Path) -> tuple[int, int]:
 
 
 def _is_step(path: Path) -> bool:
-    return path.name.startswith("step_") and os.path.isdir(path)  # False where it may not be looked at
+    return path.name.startswith("step_") and os.path.isdir(path)  # isdir is False without permission
 
 
 def _checkpoint_folders(root: Path) -> Iterator[Path]:
@@ -123,7 +123,7 @@ def _checkpoint_folders(root: Path) -> Iterator[Path]:
 
 
 def _children(folder: Path) -> list[Path]:
-    """Sorted; nothing where it is no folder, went away or cannot be read."""
+    """List a folder, sorted; empty if it is not a folder, was removed or cannot be read."""
     try:
         return sorted(folder / name for name in os.listdir(folder))
     except OSError:

@@ -1,7 +1,7 @@
-"""What makes a checkpoint complete, and where the newest one is. Imports no torch, so a bad path is refused at once.
+"""Read and verify the manifest of a checkpoint. Imports no torch, so that a bad path fails at once.
 
-A checkpoint is a folder `step_<n>` that holds tensors as safetensors files and `manifest.json`, which names every
-file with its size and CRC-32. The folder gets its name when all of it is written, so a half-written one has none.
+A checkpoint is a folder `step_<n>` with tensors in safetensors files and `manifest.json`, which lists the size and
+CRC-32 of every file. The folder gets this name after all files are written; a partial one has another name.
 """
 
 import json
@@ -22,7 +22,7 @@ _CHUNK_BYTES, _MOST_BYTES = 1 << 20, 1 << 30
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, cut short or changed."""
+    """A checkpoint that is missing, truncated or changed."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path) -> "FileEntry":
-        """Reads the file once."""
+        """Compute size and checksum; reads the file once."""
         size, crc = 0, 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
@@ -44,12 +44,12 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds.
+    """Contents of a checkpoint.
 
     Args:
-        step: of training, all of them done.
-        saved_at_s: seconds since the epoch.
-        files: by name.
+        step: number of finished training steps.
+        saved_at_s: time of saving, seconds since the epoch.
+        files: size and checksum by file name.
         facts: plain values saved with the tensors.
     """
 
@@ -60,24 +60,24 @@ class Manifest:
 
     @property
     def plain_facts(self) -> dict[str, Any]:
-        """Those that were given."""
+        """Facts given by the caller, without the trees of the states."""
         return {name: fact for name, fact in self.facts.items() if name != TREES}
 
     @property
     def has_shards(self) -> bool:
-        """Whether each rank has written a file of its own; else there is a file for each state."""
+        """True: one file per rank (distributed). False: one file per state."""
         return are_shards(self.facts[TREES], set(self.files))
 
     def write(self, folder: Path) -> None:
-        """Writes `manifest.json`."""
+        """Write `manifest.json`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
         (folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and verify a checkpoint: every file is there, whole and unchanged.
+    """Read the manifest of a checkpoint and verify the size and CRC-32 of every file.
 
-    Raises: CheckpointError: it is not.
+    Raises: CheckpointError: a file is missing, truncated or changed.
     """
     manifest = parse_manifest(folder)
     verify_files(folder, manifest)
@@ -108,7 +108,7 @@ def parse_manifest(folder: Path) -> Manifest:
 
 
 def verify_files(folder: Path, manifest: Manifest) -> None:
-    """Compare the files of a checkpoint with its manifest. Raises: CheckpointError: they are others."""
+    """Compare the files of a checkpoint with its manifest. Raises: CheckpointError: they differ."""
     try:
         for path in folder.glob("*.safetensors"):
             if path.name not in manifest.files:
@@ -127,14 +127,14 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
 
 
 def check_tree(names: Set[str], tree: Any, folder: Path) -> None:
-    """Raises: CheckpointError: the tensors of a tree are not those of the files."""
+    """Compare the tensor names of a tree with those of the files. Raises: CheckpointError: they differ."""
     differ = names ^ tensor_names(tree)
     if differ:
         raise CheckpointError(f"{folder} was changed: its files and its {MANIFEST} differ in {min(differ)[:200]}")
 
 
 def check_same_tensors(here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Compares shapes by name. Raises: CheckpointError: a checkpoint has other tensors than are needed."""
+    """Compare tensor shapes by name. Raises: CheckpointError: tensors of the run and the checkpoint differ."""
     for name in sorted(here.keys() | there.keys()):
         if here.get(name) != there.get(name):
             raise CheckpointError(

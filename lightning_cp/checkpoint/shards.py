@@ -1,4 +1,4 @@
-"""Checkpoints that are distributed: every rank writes its part with torch's DCP, as safetensors and without pickle."""
+"""Distributed checkpoints: every rank writes its shards with torch DCP, as safetensors and without pickle."""
 
 import math
 import time
@@ -35,13 +35,13 @@ from lightning_cp.checkpoint.manifest import (
 )
 from lightning_cp.checkpoint.store import Checkpoint
 
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # DCP, of a run of one process
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # from DCP, in a single process
 
 
 def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
-    """Writes `parent/step_<n>`, all or nothing. Call it on every rank; tensors may be DTensors.
+    """Write the checkpoint `parent/step_<n>`, all or nothing. Call it on every rank; tensors may be DTensors.
 
-    Args and returns: as of `save_checkpoint`.
+    Args, Returns: see `save_checkpoint`.
     """
     tensors, writer = _plan(parent, checkpoint, keep)
     try:
@@ -55,10 +55,10 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
 def save_shards_later(
     parent: Path, checkpoint: Checkpoint, group: dist.ProcessGroup | None, *, keep: int | None = None
 ) -> Callable[[], None]:
-    """As `save_shards`, but when it returns only copies are made; a thread writes them.
+    """Copy the tensors and return; a background thread writes them as `save_shards` does.
 
-    Args: group: all ranks, over gloo, for nothing else; None in one process.
-    Returns: what waits for the end, and raises what was raised.
+    Args: group: gloo group of all ranks, used for nothing else; None in a single process.
+    Returns: a function that waits for the end of the write and raises its error.
     """
     tensors, writer = _plan(parent, checkpoint, keep)
     pending = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
@@ -75,15 +75,16 @@ def save_shards_later(
 
 
 def has_shards(folder: Path) -> bool:
-    """Whether a checkpoint is a distributed one. Raises: CheckpointError: it is missing or damaged."""
+    """Return whether a checkpoint is distributed. Raises: CheckpointError: it is missing or damaged."""
     return parse_manifest(folder).has_shards
 
 
 def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
-    """Reads what `save_shards` wrote, on any number of ranks. Call it on every rank; each reads its own part.
+    """Read a checkpoint of `save_shards` on any number of ranks. Call it on every rank; each reads its own shards.
 
-    Args: states: as they nest now; their tensors are filled in place. A state that is not among them is read whole.
-    Raises: CheckpointError: it is missing, cut short or changed, or holds other tensors.
+    Args: states: nested states of this run; their tensors are filled in place. A state that is in the checkpoint but
+        not here is read whole.
+    Raises: CheckpointError: it is missing, truncated or changed, or holds other tensors.
     """
     manifest = read_manifest(folder)
     if not manifest.has_shards:
@@ -103,10 +104,10 @@ def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
 
 
 def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path) -> dict[str, TensorStorageMetadata]:
-    """The tensors that the files' headers describe. Raises: CheckpointError: the files cannot hold them."""
+    """Read tensor metadata from the files' headers. Raises: CheckpointError: the files cannot hold these tensors."""
     try:
         found = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # whatever a changed header leads to
+    except Exception as error:  # a changed header can raise anything
         raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
     tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
     needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
@@ -118,7 +119,7 @@ def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Pat
 
 @contextmanager
 def reraise_as(kind: type[Exception], what: str) -> Iterator[None]:
-    """DCP raises a BaseException, which `except Exception` lets through. Raises: `kind`: in its stead."""
+    """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch."""
     try:
         yield
     except CheckpointException as error:
@@ -134,13 +135,13 @@ def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[
 
 @dataclass(frozen=True)
 class _Written:
-    """One rank's files, told to the first."""
+    """Files of one rank, sent to rank 0."""
 
     files: dict[str, FileEntry]
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """Writes to the scratch folder; the first rank gives it its name when all have written."""
+    """Write to the scratch folder; rank 0 renames it after all ranks have written."""
 
     def __init__(self, parent: Path, step: int, facts: dict[str, Any], keep: int | None) -> None:
         super().__init__(str(scratch_path(parent, step)), save_distributed=True)
@@ -148,7 +149,7 @@ class _Writer(HuggingFaceStorageWriter):
 
     @override
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the first rank makes the folder
+        return plan  # rank 0 makes the folder
 
     @override
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole: one rank writes all tensors as safetensors, a file a state, and the rest as JSON."""
+"""Full checkpoints: one rank writes all tensors as safetensors, one file per state, and other values as JSON."""
 
 import time
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from lightning_cp.checkpoint.manifest import CheckpointError, FileEntry, Manifes
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was saved: the step, states by name, and plain facts."""
+    """Contents of a checkpoint: the step, states by name, and plain facts."""
 
     step: int
     states: Mapping[str, Any]
@@ -27,15 +27,15 @@ class Checkpoint:
 
 
 def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None) -> Path:
-    """Writes `parent/step_<n>`; call it on one rank only.
+    """Write the checkpoint `parent/step_<n>`. Call it on one rank only.
 
-    All is written to a hidden folder beside it and flushed to disk; then that folder is renamed. Whoever is cut short
-    leaves the older checkpoints as they were.
+    Files are written to a hidden folder in `parent` and flushed to disk; then the folder is renamed. An interrupted
+    save leaves older checkpoints unchanged.
 
     Args:
         parent: the run's folder of checkpoints.
         checkpoint: nested states, one safetensors file each (model, optimizer, average), and plain facts.
-        keep: the newest so many are kept; None keeps all.
+        keep: number of newest checkpoints to keep; None: all.
     Returns: the checkpoint's folder.
     """
     return _write(parent, checkpoint, *_staged(checkpoint), keep=keep)
@@ -44,14 +44,14 @@ def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = 
 def save_checkpoint_later(
     parent: Path, checkpoint: Checkpoint, worker: ThreadPoolExecutor, *, keep: int | None = None
 ) -> "Future[Path]":
-    """As `save_checkpoint`, but when it returns only copies are made; a worker's thread writes them."""
+    """Copy the tensors and return; a thread of `worker` writes them as `save_checkpoint` does."""
     return worker.submit(_write, parent, checkpoint, *_staged(checkpoint), keep=keep)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
-    """Reads what `save_checkpoint` wrote, onto the CPU.
+    """Read a checkpoint of `save_checkpoint` onto the CPU.
 
-    Raises: CheckpointError: it is missing, cut short or changed.
+    Raises: CheckpointError: it is missing, truncated or changed.
     """
     manifest = read_manifest(folder)
     if manifest.has_shards:
@@ -60,7 +60,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     for name, tree in manifest.facts[TREES].items():
         try:
             tensors = load_file(folder / f"{name}.safetensors")
-        except Exception as error:  # whatever a changed header leads to
+        except Exception as error:  # a changed header can raise anything
             raise CheckpointError(f"{folder} is damaged: {name}.safetensors cannot be read: {error}") from error
         check_tree(tensors.keys(), tree, folder)
         states[name] = unflatten_state(tensors, tree)
@@ -68,7 +68,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 
 def _staged(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
-    """Copies of the tensors by state, and the trees that they hang on."""
+    """Copy the tensors to the CPU, by state. Returns: the copies, and the tree of each state."""
     flat = {name: flatten_state(state) for name, state in checkpoint.states.items()}
     copies = {name: independent(tensors) for name, (tensors, _) in flat.items()}
     return copies, {name: tree for name, (_, tree) in flat.items()}

@@ -1,4 +1,4 @@
-"""Load Lightning's checkpoints, whoever wrote them, without running code that they hold."""
+"""Load Lightning's checkpoints, even untrusted ones, without running code in them."""
 
 import io
 import os
@@ -24,11 +24,11 @@ from typing_extensions import override
 from lightning_cp.checkpoint.dcp_index import read_index
 from lightning_cp.checkpoint.manifest import CheckpointError
 
-_EXTRA = "meta.pt"  # what Lightning saves beside the folder's tensors
+_EXTRA = "meta.pt"  # Lightning's file for values other than sharded tensors
 
 
 def allows_code(weights_only: bool | None) -> bool:
-    """Whether the user lets a checkpoint run code: by the argument, or by torch's environment variable."""
+    """Return whether the user allows a checkpoint to run code, by the argument or torch's environment variable."""
     forced = os.environ.get("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "0") in ("1", "y", "yes", "true")
     return weights_only is False or (weights_only is None and forced)
 
@@ -36,29 +36,29 @@ def allows_code(weights_only: bool | None) -> bool:
 def check_file(path: Path) -> None:
     """Check that `torch.load(path, weights_only=True)` can read a file.
 
-    Tensors stay on the disk: storage is mapped, which also stops a tensor from claiming more than the file holds.
+    Tensors stay on disk: storage is memory-mapped, so that no tensor can be larger than the file.
 
-    Raises: CheckpointError: it holds more than tensors and plain values, or is damaged.
+    Raises: CheckpointError: it is damaged, or holds more than tensors and plain values.
     """
-    mapped = zipfile.is_zipfile(path)  # else in torch's format before 1.6
+    mapped = zipfile.is_zipfile(path)  # False: the format of torch before 1.6
     with _refused_as(str(path)):
         torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
 
 
 @contextmanager
 def without_code(path: Path) -> Iterator[None]:
-    """Inside, Lightning's ModelParallelStrategy loads this file or folder by reading it only.
+    """Make Lightning's ModelParallelStrategy load this file or folder without running code, inside the context.
 
-    Raises: CheckpointError: it holds more than tensors and plain values, or is damaged.
+    Raises: CheckpointError: it is damaged, or holds more than tensors and plain values.
     """
     if path.is_file():
         check_file(path)
     index = None
     if (path / _EXTRA).is_file():
         check_file(path / _EXTRA)
-        index = read_index(path)  # once for the model and every optimizer
+        index = read_index(path)  # read once for the model and all optimizers
     lightning: Any = model_parallel
-    before = lightning._distributed_checkpoint_load  # lets torch unpickle the index
+    before = lightning._distributed_checkpoint_load  # Lightning's function unpickles the index
     lightning._distributed_checkpoint_load = partial(load_dcp, index=index)
     try:
         yield
@@ -67,10 +67,10 @@ def without_code(path: Path) -> Iterator[None]:
 
 
 def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None) -> None:
-    """Fill a state from a folder that `torch.distributed.checkpoint.save` wrote. Call it on every rank.
+    """Load a folder written by `torch.distributed.checkpoint.save` into a state. Call it on every rank.
 
-    Args: index: of the folder, if it was read before.
-    Raises: CheckpointError: it holds more than tensors and plain values, is damaged, or is of another state.
+    Args: index: index of the folder, if already read.
+    Raises: CheckpointError: it is damaged, does not fit the state, or holds more than tensors and plain values.
     """
     reader = _Reader(path, index or read_index(path))
     try:
@@ -82,26 +82,26 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that was checked."""
+    """Read with an index that was already checked."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(folder)
         self._index = index
 
     @override
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # without `kwargs`, torch asks for no index of a rank
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:  # without `kwargs`, torch requests no per-rank index
         self._index.storage_meta = StorageMeta(load_id=self.load_id)
         return self._index
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads plain values as `weights_only` does."""
+    """Read plain values with `weights_only=True`."""
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         with _refused_as(read_item.dest_index.fqn):
             plain = torch.load(value, weights_only=True)
-        ours = io.BytesIO()  # DefaultLoadPlanner unpickles it: what this process has written
+        ours = io.BytesIO()  # re-pickled here, so that DefaultLoadPlanner can unpickle it safely
         torch.save(plain, ours)
         ours.seek(0)
         super().load_bytes(read_item, ours)
@@ -111,14 +111,14 @@ class _Planner(DefaultLoadPlanner):
 def _refused_as(what: str) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # torch lets through whatever a damaged file leads to
+    except Exception as error:  # a damaged file can raise anything
         if isinstance(error, OSError) and error.filename is not None:  # not found, no permission
             raise
         raise CheckpointError(f"{what} {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
-    """What torch says in many words."""
+    """Shorten torch's error message."""
     if isinstance(error, pickle.UnpicklingError):
         named = re.search(r"GLOBAL (\S+)", str(error))
         return (

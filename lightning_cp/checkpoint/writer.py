@@ -1,4 +1,4 @@
-"""Which way a run's checkpoints are written: whole or distributed, at once or while training goes on."""
+"""Write a run's checkpoints: full or distributed, blocking or in the background."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,15 +14,15 @@ from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint, save_chec
 
 
 class CheckpointWriter:
-    """Writes checkpoints of a run. Every rank has one; leaving its context waits for what is still being written.
+    """Write the checkpoints of a run. Create one on every rank; leaving its context waits for a pending write.
 
     Args:
         parent: the run's folder of checkpoints.
-        format: `full`: the first rank writes whole tensors; `distributed`: every rank writes its part (torch DCP).
-        later: `save` makes copies only, and writes while training goes on; one checkpoint at a time.
-        keep: the newest so many are kept; None keeps all.
-        is_first: whether this is the first rank.
-    Ranks: the whole world, for a distributed one that is written later.
+        format: `full`: rank 0 writes whole tensors; `distributed`: every rank writes its shards (torch DCP).
+        later: `save` only copies; a thread writes during training, one checkpoint at a time.
+        keep: number of newest checkpoints to keep; None: all.
+        is_first: True on rank 0.
+    Ranks: the whole world, for `distributed` with `later`.
     """
 
     def __init__(
@@ -36,14 +36,14 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
         self._pending: Callable[[], object] | None = None
         if later and self.takes_shards and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")  # beside training's collectives
+            self._group = dist.new_group(backend="gloo")  # separate from training's collectives
         if later and not self.takes_shards:
             self._worker = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Call it on every rank, with DTensors where `takes_shards`, else with whole tensors.
+        """Save a checkpoint. Call it on every rank, with DTensors if `takes_shards`, otherwise with whole tensors.
 
-        Raises: OSError: this one, or the last that was written later, could not be written.
+        Raises: OSError: this checkpoint, or the previous background write, failed.
         """
         self.wait()
         if self.takes_shards and self._later:
@@ -56,7 +56,7 @@ class CheckpointWriter:
             save_checkpoint(self._parent, checkpoint, keep=self._keep)
 
     def wait(self) -> None:
-        """Until the last checkpoint is on the disk. Raises: OSError: it could not be written."""
+        """Wait until the last checkpoint is on disk. Raises: OSError: it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending()

@@ -1,4 +1,4 @@
-"""A small all-gather in the background: started now, read later, while the device and the host go on."""
+"""Small all-gather in the background: started now, read later, without blocking the device or the host."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lightning_cp.mesh import moves_cuda_by
 
 @dataclass(eq=False)
 class BackgroundGather:
-    """An all-gather under way.
+    """An all-gather in progress.
 
     Attributes:
-        work: torch's handle.
-        gathered: float64 [ranks, values], on the host, once the all-gather is done.
-        held: tensors on the device that must live until then.
-        copied: recorded after the copy to the host (CUDA); None on CPU.
+        work: handle of `torch.distributed`.
+        gathered: float64 [ranks, values] on the host, valid once the all-gather is done.
+        held: tensors on the device that must stay alive until then.
+        copied: CUDA event recorded after the copy to the host; None on CPU.
     """
 
     work: Any
@@ -33,7 +33,7 @@ class BackgroundGather:
     copied: torch.cuda.Event | None = None
 
     def is_done(self, *, within_s: float = 0.0) -> bool:
-        """Whether `read` returns at once, after at most `within_s` seconds."""
+        """Return True once `read` would not block; False if it still would after `within_s` seconds."""
         until = time.monotonic() + within_s
         while not self._is_done() and time.monotonic() < until:
             time.sleep(0.001)
@@ -43,7 +43,7 @@ class BackgroundGather:
         return bool(self.work.is_completed() if self.copied is None else self.copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> npt.NDArray[np.float64]:
-        """The values of every rank, [ranks, values]. Waits for them on the host."""
+        """Return the values of every rank, [ranks, values]. Blocks the host until they are there."""
         if self.copied is None:
             self.work.wait()
         else:
@@ -54,18 +54,18 @@ class BackgroundGather:
 
 
 def gather_device(group: dist.ProcessGroup) -> torch.device:
-    """Where `gather_in_background` takes its values from: the GPU for NCCL, else the CPU."""
+    """Return the device that `gather_in_background` needs its values on: the GPU with NCCL, otherwise the CPU."""
     if moves_cuda_by("nccl", group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def gather_in_background(values: Tensor, *, group: dist.ProcessGroup) -> BackgroundGather:
-    """Start to gather float64 values [values] of every rank.
+    """Start to all-gather float64 values [values] from every rank.
 
-    On CUDA the copy to the host runs on a stream of its own: neither the host nor the current stream waits.
+    On CUDA the copy to the host runs on a separate stream: neither the host nor the current stream waits.
 
-    Ranks: all of `group`, with as many values each, on `gather_device`.
+    Ranks: all of `group`, with equally many values, on `gather_device`.
     """
     ranks = dist.get_world_size(group)
     everyone = values.new_empty(ranks * values.numel())
@@ -75,7 +75,7 @@ def gather_in_background(values: Tensor, *, group: dist.ProcessGroup) -> Backgro
     host = torch.empty(everyone.shape, dtype=everyone.dtype, device="cpu", pin_memory=True)
     copied, side = torch.cuda.Event(), torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
-        work.wait()  # of this stream alone
+        work.wait()  # only the side stream waits
         host.copy_(everyone, non_blocking=True)
         copied.record(side)
     return BackgroundGather(work, host.view(ranks, -1), (values, everyone), copied)

@@ -1,7 +1,7 @@
-"""Bytes to send from and to receive in, used again from call to call.
+"""Pool of send and receive buffers, reused between calls.
 
-On CPU only, where large memory that is freed goes back to the system and is zeroed, page by page, when it is asked for
-again: about as costly as the transfer. On CUDA PyTorch's allocator keeps it, for everything else on the device too.
+CPU only: large freed blocks go back to the system, which zeroes each page again at the next allocation, at about the
+cost of the transfer. On CUDA PyTorch's caching allocator already reuses memory.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ _KEPT_BYTES, _KEPT = 64 << 20, 32
 
 
 class Buffers:
-    """Kept between calls: the last 32 that were given back, up to 64 MiB. For one thread at a time."""
+    """Pool of the last 32 buffers given back, up to 64 MiB in total. Not thread-safe."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def take(self, size_bytes: int, like: Tensor) -> Tensor:
-        """Room on `like`'s device, uint8 [size_bytes], with anything in it."""
+        """Return an uninitialized buffer on `like`'s device, uint8 [size_bytes]."""
         for index, buffer in enumerate(self._kept):
             if buffer.numel() == size_bytes and like.device == buffer.device:
                 return self._kept.pop(index)
-        with torch.inference_mode(False):  # it may serve in training later
+        with torch.inference_mode(False):  # it may be reused in training
             return torch.empty(size_bytes, dtype=torch.uint8, device=like.device)
 
     def give(self, *buffers: Tensor) -> None:
-        """Back, for another `take`. Nothing may read or write them, or a view of them, any more."""
+        """Return buffers to the pool. The caller must not use them, or views of them, afterwards."""
         for buffer in buffers:
             if buffer.is_cpu and 0 < buffer.numel() <= _KEPT_BYTES:
                 self._kept.append(buffer)
@@ -36,12 +36,12 @@ class Buffers:
 
     @property
     def kept_bytes(self) -> int:
-        """Of all that wait for a `take`."""
+        """Total size of the buffers in the pool, in bytes."""
         return sum(buffer.numel() for buffer in self._kept)
 
     def forget(self) -> None:
-        """Let all of them go."""
+        """Free all buffers in the pool."""
         self._kept.clear()
 
 
-BUFFERS = Buffers()  # of the process, as its memory is; attention on CPU is called, and goes backward, in one thread
+BUFFERS = Buffers()  # one per process; on CPU attention runs forward and backward in one thread

@@ -1,8 +1,8 @@
-"""Messages from a rank to the process that started it, through an inherited pipe. Imports no torch.
+"""Messages from a rank to its launcher through an inherited pipe. Does not import torch.
 
 A pipe needs no disk, so a failure is reported even when all file systems are full. The kernel closes it when the rank
-ends, however it ends. Linux releases the descriptors of a process that ends from the highest to the lowest, so the pipe
-gets a high one: the launcher sees that a rank has ended before any other rank can see, and report, a lost connection.
+ends for any reason. Linux closes the descriptors of an ending process from the highest to the lowest, so the pipe gets
+a high one: the launcher then sees the end of a rank before any other rank can see and report a lost connection.
 """
 
 import fcntl
@@ -15,16 +15,16 @@ import time
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
-CHANNEL = "LIGHTNING_CP_CHANNEL"  # variable: descriptor of the pipe's write end
-_PATIENCE_S = 5.0  # with a launcher that does not read, for instance because it is stopped
-_HIGHEST = 4095  # number of the pipe's descriptor
+CHANNEL = "LIGHTNING_CP_CHANNEL"  # environment variable: descriptor of the pipe's write end
+_PATIENCE_S = 5.0  # wait for a launcher that does not read, for instance because it is stopped
+_HIGHEST = 4095  # highest descriptor number of the pipe
 _MAX_LINE = 1 << 20  # bytes; longer messages are dropped by the reader
 
 
 class Channel:
     """The write end of the pipe.
 
-    Args: descriptor: inherited from the launcher; made non-blocking, and closed in child processes.
+    Args: descriptor: file descriptor inherited from the launcher; made non-blocking, and closed in child processes.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -36,11 +36,11 @@ class Channel:
         """Write one message.
 
         Args:
-            message: what JSON can hold.
-            patience_s: how long to wait for room in the pipe.
-            wait: for a message of another thread that is being written; False in a signal handler, whose own thread may
-                be the one that writes.
-        Returns: whether it was written; False also where the launcher has ended.
+            message: JSON-serializable mapping.
+            patience_s: seconds to wait for space in the pipe.
+            wait: True: block while another thread writes a message. Use False in a signal handler: it may have
+                interrupted that write in its own thread.
+        Returns: True if the message was written; False if not, for instance because the launcher has ended.
         """
         if not self._lock.acquire(blocking=wait):
             return False
@@ -63,15 +63,15 @@ class Channel:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not room.poll(1000 * left_s):
                     return False
-            except OSError:  # nobody reads any more
+            except OSError:  # the read end is closed
                 return False
         return True
 
 
 class Inbox:
-    """The messages that come out of the read end of a pipe. Not thread-safe.
+    """Reader of messages from the read end of a pipe. Not thread-safe.
 
-    Args: descriptor: of the read end; made non-blocking.
+    Args: descriptor: file descriptor of the read end; made non-blocking.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -80,7 +80,7 @@ class Inbox:
         self._rest = b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """Read without waiting. Returns: the messages, and whether the pipe was closed at the other end."""
+        """Read without blocking. Returns: the messages, and True if the write end is closed."""
         messages: list[dict[str, Any]] = []
         while True:
             try:
@@ -96,7 +96,7 @@ class Inbox:
 
 
 def open_channel(environ: MutableMapping[str, str]) -> None:
-    """Open this process' channel to its launcher, where it has one. Args: environ: the variable is removed from it."""
+    """Open the channel to the launcher if `environ` has the variable `CHANNEL`, and remove it from `environ`."""
     global _channel
     descriptor = environ.pop(CHANNEL, None)
     if descriptor is not None:
@@ -105,16 +105,16 @@ def open_channel(environ: MutableMapping[str, str]) -> None:
 
 
 def send(message: Mapping[str, Any], *, patience_s: float = _PATIENCE_S, wait: bool = True) -> bool:
-    """Send a message to the launcher of this process. Returns: False where there is none. See `Channel.send`."""
+    """Send a message to the launcher of this process, see `Channel.send`. Returns: False if there is no launcher."""
     return _channel is not None and _channel.send(message, patience_s=patience_s, wait=wait)
 
 
 def _moved_up(descriptor: int) -> int:
-    """Give a descriptor a number above those of sockets and files that are opened later. Returns: the number."""
+    """Move a descriptor to a number above those of sockets and files opened later. Returns: the new number."""
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_HIGHEST, most - 1 if most > 0 else _HIGHEST))
-    except OSError:  # no descriptor is left there: the order of two ends may then be taken wrongly
+    except OSError:  # no free number: the launcher may then see ends in the wrong order
         os.set_inheritable(descriptor, False)
         return descriptor
     os.close(descriptor)
@@ -122,7 +122,7 @@ def _moved_up(descriptor: int) -> int:
 
 
 def _close_in_child() -> None:
-    """Close the pipe in a forked process, for instance a data worker, which may outlive the rank."""
+    """Close the pipe in a forked process, for instance a data worker: it may outlive the rank."""
     global _channel
     if _channel is not None:
         _channel.close()

@@ -1,4 +1,4 @@
-"""What ranks need of each other where a model does not attend: a sum over all tokens, and a margin of neighbours'."""
+"""Communication outside attention: sum over ranks, and halo exchange with neighbouring shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.mesh import MeshGroups, groups_by_name
 
 @torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())
 def sum_operator(x: Tensor, groups: str) -> Tensor:
-    """The operator of `sum_over_ranks`, without a forward derivative."""
+    """Custom operator of `sum_over_ranks`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -36,16 +36,16 @@ register_adjoint(sum_operator, sum_operator)
 
 
 def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
-    """Sum `x` over the ranks, with the same bits on all of them: added in rank order, in float32 or wider.
+    """Sum `x` over the ranks in rank order, in float32 or wider: bitwise equal on all ranks.
 
-    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: the same, its own adjoint.
-    Forward derivative: the same, of the tangents.
+    Ranks: all of the context group, with equal shapes. Forward: all-reduce (sum). Backward: all-reduce (sum) of the
+    gradient. Forward derivative: all-reduce (sum) of the tangents.
     """
     return call_linear(sum_operator, x, groups)
 
 
 def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
-    """First and last global position that each rank sees: its own, and `reach` on both sides. Nothing for no tokens."""
+    """Return each rank's global range (start, end): its shard plus `reach` on both sides; empty for an empty shard."""
     total, seen, start = sum(sizes), [], 0
     for size in sizes:
         seen.append((max(0, start - reach), min(total, start + size + reach)) if size else (start, start))
@@ -55,7 +55,7 @@ def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
 
 @torch.library.custom_op("lightning_cp::halo_exchange", mutates_args=())
 def margin_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """The operator of `halo_exchange`, without a forward derivative."""
+    """Custom operator of `halo_exchange`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -75,7 +75,7 @@ def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
 
 @torch.library.custom_op("lightning_cp::without_margin", mutates_args=())
 def margin_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """The adjoint of `margin_operator`, same arguments: margins go back to their owners, and are added there."""
+    """Adjoint of `margin_operator`, same arguments: send halos back to their owners, and add them there."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -98,12 +98,16 @@ register_adjoint(margin_operator, margin_adjoint)
 
 
 def halo_exchange(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """Extend this rank's shard by up to `reach` of what comes before and after it (less at the ends of the sequence).
+    """Extend this rank's shard by a halo of `reach` elements on both sides (less at the ends of the sequence).
 
     Args:
-        x: the shard. sizes: of every rank, along `dim`.
-    Ranks: all of the context group. Forward: sends to neighbours. Backward: their gradients come back and are added.
-    Forward derivative: the same, of the tangent.
+        x: this rank's shard.
+        dim: sharded dim.
+        sizes: length of each rank's shard along `dim`, in rank order.
+        reach: width of the halo along `dim`; may span several shards.
+        groups: `MeshGroups.name`.
+    Ranks: all of the context group. Forward: exchange of halos. Backward: gradients of halos are sent to their owners
+        and added. Forward derivative: halo exchange of the tangent.
     """
     return call_linear(margin_operator, x, dim, sizes, reach, groups)
 
@@ -111,13 +115,15 @@ def halo_exchange(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str
 def fetch_halo(
     x: Tensor, dim: int, before: int, after: int, *, groups: MeshGroups
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The last `before` rows of the rank before this one, and the first `after` rows of the rank after it.
+    """Fetch the last `before` rows of the previous rank and the first `after` rows of the next rank.
 
-    No rank needs to know another's length, as `halo_exchange` does; what is asked for must lie with the next rank.
+    Unlike `halo_exchange` it needs no lengths of other ranks, and reads from the direct neighbours only.
 
     Args:
-        x: this rank's shard; other dims are equal on all ranks. Every rank has at least max(before, after) rows.
-    Returns: the two pieces; None at an end of the sequence, and where none are asked for.
+        x: this rank's shard, with at least max(before, after) rows on every rank; other dims are equal on all ranks.
+        dim: sharded dim.
+        before, after: number of rows.
+    Returns: the rows before and the rows after; None at an end of the sequence, and if their number is 0.
     Ranks: all of the context group, with equal `before` and `after`. Gradient: none, sampling only.
     Raises: NotImplementedError: `x` has a tangent.
     """
@@ -125,7 +131,7 @@ def fetch_halo(
     rank, last, rows = groups.context_rank, groups.context_size - 1, x.shape[dim]
     assert rows >= max(before, after), f"{rows} rows cannot give {max(before, after)} to a neighbour"
     sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
-    receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from before, 1: from after
+    receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from the previous rank, 1: from the next rank
     there = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
     found = dict(_swap(x, dim, *there, group=groups)) if groups.context is not None else {}
     return found.get(0), found.get(1)
@@ -135,7 +141,11 @@ _Part = tuple[int, int, int]  # peer, start, length
 
 
 def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Part], list[_Part]]:
-    """What of this rank's own each peer sees (start within the shard), and what of theirs it sees (within its view)."""
+    """Return the slices to send and to receive for a halo exchange.
+
+    Sends: parts of the local shard in a peer's halo, start relative to the shard. Receives: parts of a peer's shard in
+    the local halo, start relative to the extended shard.
+    """
     rank, seen = group.context_rank, margins(sizes, reach)
     own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
     sends: list[_Part] = []
@@ -154,7 +164,7 @@ def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Pa
 def _swap(
     x: Tensor, dim: int, sends: list[_Part], receives: list[_Part], *, group: MeshGroups
 ) -> list[tuple[int, Tensor]]:
-    """Sends slices of `x`; returns what comes, with where it belongs."""
+    """Exchange slices of `x` with peers. Returns: (start, tensor) for each of `receives`."""
     assert group.context is not None, "a group of one has no neighbours"
     pieces = [piece_of(x, dim, n) for _, _, n in receives]
     out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]

@@ -1,4 +1,4 @@
-"""Stores that listen no wider than their address."""
+"""TCP stores that listen only on their own address if it is a loopback address."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def host_store(host: str, *, timeout: timedelta) -> TCPStore:
-    """Serve a store at a free port, for clients that connect to `host`.
+    """Start a TCP store on a free port, for clients that connect to `host`.
 
-    `TCPStore` listens on every network interface, whatever its host is. Where `host` is a loopback address, all clients
+    `TCPStore` listens on every network interface, regardless of its host. If `host` is a loopback address, all clients
     are on this machine, so the store listens on that address only.
 
-    Args: host: name or address of this machine. timeout: of a request.
+    Args:
+        host: name or address of this machine.
+        timeout: time-out of a request.
     """
     listener = _listen_on_loopback(host)
     if listener is None:
@@ -28,7 +30,7 @@ def host_store(host: str, *, timeout: timedelta) -> TCPStore:
 
 
 def _listen_on_loopback(host: str) -> socket.socket | None:
-    """A listening socket on the loopback address that `host` is; None where it is another address."""
+    """Open a listening socket if `host` is a loopback address; return None for other addresses."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         if not ipaddress.ip_address(address[0]).is_loopback:

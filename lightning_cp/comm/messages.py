@@ -1,4 +1,4 @@
-"""One message, of several tensors, to every rank of a group, all at once."""
+"""All-to-all of messages, each a list of tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from lightning_cp.comm.transfer import exchange
 def all_to_all(
     messages: Sequence[Sequence[Tensor]], recv_buffers: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
 ) -> None:
-    """Send `messages[i]` to rank i of `group`, and receive what rank i sends in `recv_buffers[i]`.
+    """Send `messages[i]` to rank i of `group`, and receive the message of rank i into `recv_buffers[i]`.
 
-    Tensors go straight from where they are to where they belong if they are contiguous there; else by way of a buffer.
+    Contiguous tensors are sent and received without a copy; others are copied through a buffer.
 
-    Args: recv_buffers: of the shapes and dtypes that the others send.
+    Args:
+        messages: for each rank, the tensors to send.
+        recv_buffers: for each rank, tensors with the shapes and dtypes that it sends.
     Ranks: all of `group`. Bytes: those of the tensors.
     """
     start_all_to_all(messages, recv_buffers, group=group)()
@@ -28,16 +30,16 @@ def all_to_all(
 def start_all_to_all(
     messages: Sequence[Sequence[Tensor]], recv_buffers: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup
 ) -> Callable[[], None]:
-    """Start what `all_to_all` does. Returns: a function that waits for it; until then `messages` must not change.
+    """Start an `all_to_all`. Returns: a function that waits for it; `messages` must not change before it returns.
 
-    Args, Ranks: as `all_to_all`.
+    Args, Ranks: see `all_to_all`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
     taken: list[Tensor] = []
 
     def contiguous(x: Tensor) -> Tensor:
-        """`x`, or room for it."""
+        """Return `x` if it is contiguous, otherwise a buffer of its shape."""
         if x.is_contiguous():
             return x
         taken.append(BUFFERS.take(x.numel() * x.element_size(), x))

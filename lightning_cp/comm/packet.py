@@ -1,4 +1,4 @@
-"""Several tensors in one flat buffer of bytes, so that what belongs together travels together."""
+"""Packets: several tensors in one flat byte buffer, sent in one transfer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ALIGNMENT_BYTES = 16  # every piece starts where any dtype may
+_ALIGNMENT_BYTES = 16  # a valid start address for every dtype
 
 
 class Piece(NamedTuple):
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the elements in bytes, without padding."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -28,24 +28,24 @@ Layout = Sequence[Piece]
 
 
 def piece_of(x: Tensor, dim: int, length: int) -> Piece:
-    """A piece like `x`, but of so much along `dim`."""
+    """Return a piece with the shape and dtype of `x`, but `length` along `dim`."""
     shape = list(x.shape)
     shape[dim] = length
     return Piece(tuple(shape), x.dtype)
 
 
 def layout_of(tensors: Sequence[Tensor]) -> Layout:
-    """The layout in which `pack` puts `tensors`."""
+    """Return the layout of `pack(tensors)`."""
     return [Piece(tuple(x.shape), x.dtype) for x in tensors]
 
 
 def packet_bytes(layout: Layout) -> int:
-    """Bytes of a packet: each piece rounded up to 16."""
+    """Return the size of a packet in bytes; each piece is padded to a multiple of 16."""
     return sum(_padded(piece.size_bytes) for piece in layout)
 
 
 def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """Copy `tensors` into one buffer, uint8 [packet_bytes]; `out` is used if given."""
+    """Copy `tensors` into one buffer, uint8 [packet_bytes]: into `out`, or a new one if it is None."""
     layout = layout_of(tensors)
     if out is None:
         out = torch.empty(packet_bytes(layout), dtype=torch.uint8, device=tensors[0].device)
@@ -55,7 +55,7 @@ def pack(tensors: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
 
 
 def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
-    """Contiguous views into `buffer` [packet_bytes], one for each piece."""
+    """Return contiguous views into `buffer` [packet_bytes], one for each piece."""
     views, start = [], 0
     for piece in layout:
         views.append(buffer[start : start + piece.size_bytes].view(piece.dtype).view(piece.shape))
@@ -64,7 +64,7 @@ def unpack(buffer: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def as_bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor as uint8 [x.nbytes], sharing its memory: not every backend sends every dtype."""
+    """View a contiguous tensor as uint8 [x.nbytes], since not every backend sends every dtype."""
     return x.view(-1).view(torch.uint8)
 
 

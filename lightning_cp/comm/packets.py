@@ -1,4 +1,4 @@
-"""A packet to every rank and one from each, under way while the caller computes."""
+"""Asynchronous all-to-all and all-gather of packets."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from lightning_cp.comm.transfer import Pending, exchange
 
 @dataclass(frozen=True)
 class Packets:
-    """From every rank, in rank order; others' may be read after `wait`, our own, which was not sent, at once."""
+    """Packets from all ranks, in rank order. This rank's own packet is valid at once, the others after `wait`."""
 
     by_rank: list[Tensor]
     pending: Pending
 
     def wait(self) -> None:
-        """Until they are there; as often as one likes."""
+        """Wait for all packets. May be called repeatedly."""
         self.pending.wait()
 
 
 def exchange_packets(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, group: dist.ProcessGroup) -> Packets:
-    """Start to send each rank its packet, and to receive one from each.
+    """Start to send a packet to each rank, and to receive one from each.
 
     Args:
-        outgoing: for each rank, uint8; must not change before `wait`.
-        incoming: uint8, room for what each rank sends us; whatever read it before has been launched. Ours is not used.
+        outgoing: uint8 packet for each rank; must not change before `wait`.
+        incoming: uint8 receive buffer for each rank; this rank's own is not used. Earlier reads of the buffers must
+            have been launched.
     Ranks: all of `group`.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -39,13 +40,13 @@ def exchange_packets(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, 
 
 
 def all_gather_packets(mine: Tensor, sizes_bytes: Sequence[int], *, group: dist.ProcessGroup | None) -> list[Tensor]:
-    """Every rank's packet, in rank order.
+    """All-gather a packet from every rank, in rank order.
 
     Args:
         mine: uint8 [sizes_bytes[rank]]; may be empty.
-        sizes_bytes: of every rank.
-        group: None for a rank alone.
-    Ranks: all of `group`, with equal sizes.
+        sizes_bytes: packet size of each rank, in rank order.
+        group: process group; None for one rank.
+    Ranks: all of `group`, with equal `sizes_bytes`.
     """
     if group is None:
         return [mine]

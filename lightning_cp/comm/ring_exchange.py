@@ -1,6 +1,6 @@
-"""How chunks pass from neighbour to neighbour round a ring, and how gradients of a chunk find their way home.
+"""Exchange of chunks around a ring, and reduction of their gradients at the owner.
 
-Step t of rank r deals with the chunk of rank (r - t) mod n, its own first.
+In step t, rank r uses the chunk of rank (r - t) mod n; in step 0 its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ LayoutOf = Callable[[int], Layout]
 def rotate(
     local: Sequence[Tensor], layout: LayoutOf, *, group: dist.ProcessGroup
 ) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield (owner, chunk) for every rank; the next chunk is under way while the caller uses this one.
+    """Yield (owner, chunk) for every rank; the next chunk is received while the caller uses the current one.
+
+    A chunk is valid only until the next one is requested: its list is then emptied and its memory reused.
 
     Args:
         local: this rank's chunk.
-        layout: of each owner's chunk.
-    Ranks: all of `group`, taking every chunk. Each sends n - 1 packets, of the chunks it passes on; at most two remote
-        chunks are held: a chunk's memory is used again, and its list emptied, when the next one is asked for.
+        layout: function that returns the layout of an owner's chunk.
+    Ranks: all of `group`; each must consume all chunks. Each sends n - 1 packets and holds at most two remote chunks.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     buffer = pack(local, out=_take(layout(rank), local[0]))
@@ -48,19 +49,20 @@ def rotate(
 
 
 class RingGradReducer:
-    """The sum for a chunk travels, as the chunk does: n - 1 packets a rank, each under way while more is computed.
+    """Ring reduction of chunk gradients: partial sums follow the chunks around the ring to the owner.
 
-    What is ours of our own chunk stays with the caller, who does best to compute some of it at the end, while the last
-    packet is under way.
+    Each rank sends n - 1 packets, each overlapping with the computation of the next gradients. The caller keeps this
+    rank's gradients of its own chunk. To overlap the last packet, compute part of them between the last `add` and
+    `finish`.
     """
 
     def __init__(self, layout: LayoutOf, *, group: dist.ProcessGroup) -> None:
         self._layout, self._group = layout, group
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._pending: tuple[Pending, Tensor, Tensor, int] | None = None  # what leaves, what arrives, and its owner
+        self._pending: tuple[Pending, Tensor, Tensor, int] | None = None  # (transfer, sent, received, owner)
 
     def add(self, owner: int, grads: Sequence[Tensor]) -> None:
-        """Give this rank's share for another's chunk; in the order of the rotation."""
+        """Add this rank's gradients of `owner`'s chunk and send the sum on. Call it in the order of `rotate`."""
         layout = self._layout(owner)
         if self._pending is None:
             buffer = _take(layout, grads[0])
@@ -77,14 +79,14 @@ class RingGradReducer:
         self._pending = (pending, buffer, incoming, expected)
 
     def finish(self, totals: Sequence[Tensor]) -> None:
-        """Add the others' shares for this rank's own chunk to ours."""
+        """Add the other ranks' gradients of this rank's chunk to `totals`."""
         buffer = self._arrive(self._rank)
         for total, theirs in zip(totals, unpack(buffer, self._layout(self._rank)), strict=True):
             total.add_(theirs)
         BUFFERS.give(buffer)
 
     def _arrive(self, owner: int) -> Tensor:
-        """The buffer with the sum for `owner`'s chunk so far."""
+        """Wait for the partial sum of `owner`'s chunk. Returns: the buffer that holds it."""
         assert self._pending is not None, "a transfer was started"
         pending, outgoing, incoming, expected = self._pending
         assert expected == owner, f"the sum for chunk {expected} arrived where {owner} was due"

@@ -1,4 +1,4 @@
-"""Which rank holds which tokens, and the gather that puts them together again."""
+"""Shard sizes, and all-gather of sharded tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_cp.mesh import MeshGroups, groups_by_name
 
 
 def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """Tokens of each rank: even, earlier ranks one more where `length` does not divide."""
+    """Return the number of tokens on each rank: `length // ranks`, and one more on the first `length % ranks` ranks."""
     return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
 
 
 def shard_range(length: int, ranks: int, rank: int) -> range:
-    """Positions of one rank's tokens, of sizes as `shard_sizes` says."""
+    """Return the global positions of one rank's tokens, for the sizes of `shard_sizes`."""
     sizes = shard_sizes(length, ranks)
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
@@ -26,7 +26,7 @@ def shard_range(length: int, ranks: int, rank: int) -> range:
 
 @torch.library.custom_op("lightning_cp::gather", mutates_args=())
 def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """The operator of `gather`, without a forward derivative."""
+    """Custom operator of `gather`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
@@ -47,9 +47,9 @@ def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 @torch.library.custom_op("lightning_cp::scatter_sum", mutates_args=())
 def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """The sum over ranks of `x`, of which each rank gets its shard: the adjoint of `gather_operator`, same arguments.
+    """Reduce-scatter (sum) of `x`: the adjoint of `gather_operator`, same arguments.
 
-    Ranks: all of the context group. The sum is in float32 or wider.
+    Ranks: all of the context group. The sum is computed in float32 or wider.
     """
     group = groups_by_name(groups)
     if group.context is None:
@@ -79,13 +79,13 @@ register_adjoint(gather_operator, scatter_sum)
 
 
 def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    """Gather the shards of all ranks, in rank order, along `dim`: the whole, on every rank.
+    """All-gather the shards of the context group along `dim`, in rank order.
 
     Args:
-        x: this rank's shard; with several segments (`[text | image]`), one after the other.
-        sizes: tokens of each rank in the first segment, then of each rank in the next, ...
-        groups: `MeshGroups.name`; the shards are those of its context group.
-    Returns: the first segment whole, then the next, ...
+        x: this rank's shard; several segments (`[text | image]`) are concatenated along `dim`.
+        sizes: number of tokens on each rank in the first segment, then on each rank in the second, and so on.
+        groups: `MeshGroups.name`.
+    Returns: the full tensor on every rank: the full first segment, then the second, and so on.
     Ranks: all of the context group. Forward: all-gather. Backward: reduce-scatter (sum), the true adjoint.
     Forward derivative: all-gather of the tangents.
     """
@@ -93,13 +93,13 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 
 def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
-    """This rank's shard of a whole tensor. Gradient: a slice; backward pads with zeros."""
+    """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros."""
     own = shard_range(x.shape[dim], groups.context_size, groups.context_rank)
     return x.narrow(dim, own.start, len(own)).contiguous()
 
 
 def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
-    """The whole of a sharded tensor, on every rank; ranks tell each other how much they hold.
+    """All-gather a sharded tensor of unknown shard sizes; the sizes are all-gathered first.
 
     Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
     """
@@ -111,5 +111,5 @@ def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:
-    """Each rank's segments."""
+    """Return the segment lengths of each rank."""
     return [list(sizes[rank::ranks]) for rank in range(ranks)]

@@ -1,6 +1,7 @@
-"""What a thread of a rank is doing, read from its stack: the line and the collective.
+"""Locate a thread of a rank from its stack: the source line and the collective.
 
-Only code and line numbers are read: `f_locals` of a frame that runs in another thread ends the process (SIGSEGV).
+Only code objects and line numbers are read: reading `f_locals` of a frame that runs in another thread ends the process
+(SIGSEGV).
 """
 
 from __future__ import annotations
@@ -17,20 +18,20 @@ from torch import nn
 _OURS = str(Path(__file__).parent)
 _TORCHS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).parent))
 _PACKAGE, _STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
-BACKWARD = "_engine_run_backward"  # beneath it, in C++, gradients are averaged
+BACKWARD = "_engine_run_backward"  # calls C++ code, which averages gradients
 _DETOURS = ("wrapper", "inner", "_call_impl", "_wrapped_call_impl")
 
 
 @dataclass(frozen=True)
 class StackLocation:
-    """What a rank is doing: the line (of the user's code, where it is in a collective), module, and collective."""
+    """Source line (of the user's code if the thread is in a collective), module and collective of a thread."""
 
     line: str
     module: str = ""
     collective: str = ""
 
     def describe(self) -> str:
-        """What comes after "rank 1 "."""
+        """Return the text that follows "rank 1 is" or "rank 1 waits" in a message."""
         where = f", {self.module}" if self.module else ""
         if self.collective:
             return f"in {self.collective}{where} ({self.line})"
@@ -38,7 +39,12 @@ class StackLocation:
 
 
 def locate_stack(frame: FrameType, module: str) -> StackLocation:
-    """Where a stopped thread is, from its innermost frame, and the module that it was in last."""
+    """Return the location of a thread.
+
+    Args:
+        frame: its innermost frame.
+        module: description of the last module it entered.
+    """
     collective = _collective_of(frame)
     at = next((outer for outer in _outward(frame) if collective and _is_users(outer)), frame)
     line = f"{'/'.join(Path(at.f_code.co_filename).parts[-2:])}:{at.f_lineno} in {at.f_code.co_name}"
@@ -54,7 +60,7 @@ def _collective_of(frame: FrameType) -> str:
 
 
 def name_of_collective(frame: FrameType) -> str:
-    """What of `torch.distributed`, or of ours around it, is being called; "" where it is something else."""
+    """Return the `torch.distributed` function in progress and the function here that called it; "" if there is none."""
     torchs = ours = ""
     for outer in _outward(frame):
         file, name = outer.f_code.co_filename, outer.f_code.co_name

@@ -1,7 +1,8 @@
-"""A collective that does not end, told before its time-out: which ranks wait where, and what the others do instead.
+"""Report a stalled collective before its time-out: which ranks wait, where, and what the other ranks do.
 
-Two threads in each rank. One looks at the rank's own stack: in which collective and module it is, and for how long
-without moving. The other leaves that in a store which all ranks read, and may hang where the network does.
+Two threads run on each rank. One reads the rank's own stack: the collective and module it is in, and how long it has
+not moved. The other writes that to a store that all ranks read. They are separate because store requests can hang with
+the network.
 """
 
 from __future__ import annotations
@@ -26,52 +27,53 @@ from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_sta
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import moves_cuda_by
 
-_PATIENCE = timedelta(seconds=10)  # with the store
+_PATIENCE = timedelta(seconds=10)  # time-out of a request to the store
 
 
 @dataclass
 class Status:
-    """A rank's word about itself. `beat` grows with each."""
+    """State of one rank, as it reports it. `beat` is incremented with each report."""
 
     place: StackLocation
     for_s: float
     waits: bool
     beat: int = 0
-    heard_at: float = field(default_factory=time.monotonic)  # by the reader's clock
+    heard_at: float = field(default_factory=time.monotonic)  # monotonic time on the reading rank
 
     def to_text(self) -> str:
-        """For the other ranks."""
+        """Serialize for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: bytes) -> Status:
-        """What `to_text` told, heard now."""
+        """Parse the output of `to_text`; `heard_at` is set to the current time."""
         fields = json.loads(text)
         return cls(StackLocation(**fields["place"]), fields["for_s"], fields["waits"], fields["beat"])
 
 
 class _WatchThread(threading.Thread):
-    """Can be ended from outside, as Lightning's test suite does with daemon threads that it finds."""
+    """Daemon thread with a `stop` method, which Lightning's test suite calls on daemon threads that it finds."""
 
     def __init__(self, ended: threading.Event, job: Callable[..., None], args: tuple[object, ...]) -> None:
         super().__init__(target=job, args=args, name="lightning_cp_stall_watch", daemon=True)
         self._watch_ended = ended
 
     def stop(self) -> None:
-        """Ends the watch, and waits for this thread: `_PATIENCE` at the longest, where the network hangs."""
+        """End the watch and wait for this thread, at most `_PATIENCE` in case the network hangs."""
         self._watch_ended.set()
         self.join(_PATIENCE.total_seconds())
 
 
 class StallWatch:
-    """Tells once for each stall, on every rank that waits and on the first.
+    """Watch that reports each stall once, on every waiting rank and on rank 0.
 
     Args:
-        rank, world: of this process.
-        after_s: how long a rank may stay in one collective without moving.
-        timeout_s: after which collectives fail by themselves, for the message.
-        store: of all ranks, and of the watch alone; None: this rank only knows of itself.
-        tell: gets the message; None: it is printed on the terminal of our launcher, else to stderr.
+        rank: global rank of this process.
+        world: world size.
+        after_s: seconds without progress in one collective after which a rank counts as waiting.
+        timeout_s: time-out of collectives in seconds, printed in the message.
+        store: store shared by all ranks and used only by the watch; None: only this rank is reported.
+        tell: callback for the message; None: print it on the launcher's terminal, or to stderr without a launcher.
     """
 
     def __init__(
@@ -89,14 +91,14 @@ class StallWatch:
         self._tell = tell or self._warn
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
-        # With NCCL the host runs on from a collective, until it needs what the GPU has not done.
+        # With NCCL a collective returns at once on the host, which blocks later, when it needs a GPU result.
         self._gpu = torch.cuda.current_device() if moves_cuda_by("nccl") else None
         self._own = Status(StackLocation("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []
 
     def start(self) -> None:
-        """Begins to watch the thread that calls this."""
+        """Start to watch the calling thread."""
         watched = threading.get_ident()
         jobs = [(self._observe, (watched,))] + ([(self._exchange, ())] if self._store is not None else [])
         self._threads = [_WatchThread(self._ended, job, args) for job, args in jobs]
@@ -104,7 +106,7 @@ class StallWatch:
             thread.start()
 
     def stop(self) -> None:
-        """Ends it and its threads: one that is still in the store when Python ends would abort the process."""
+        """Stop the threads of the watch: a thread in a store request when Python exits would abort the process."""
         self._ended.set()
         for thread in self._threads:
             thread.stop()
@@ -118,13 +120,13 @@ class StallWatch:
                 break
             place = locate_stack(frame, STATS.describe_module())
             now = (id(frame), frame.f_lasti, STATS.collectives, self._worked(watched))
-            del frame  # and what its locals hold
+            del frame  # it keeps its local variables alive
             if now != seen:
                 seen, since = now, time.monotonic()
             for_s, before = time.monotonic() - since, self._own
             waits = for_s >= self._after_s and (bool(place.collective) or self._gpu_is_busy())
             self._own = Status(place, for_s, waits, before.beat + 1)
-            # One tick after it began to wait, so that the others' words of it are here.
+            # Report one tick after the wait began, so that the statuses of the other ranks have arrived.
             stalls = before.waits if waits else self._rank == 0 and any(x.waits for x in self._fresh().values())
             if stalls and not told:
                 self._tell(self._message())
@@ -132,19 +134,28 @@ class StallWatch:
         self._ended.set()
 
     def _warn(self, message: str) -> None:
-        """Print on the terminal of the launcher, which may differ from this rank's stderr, and in this rank's log."""
+        """Send the message to the launcher's terminal; print it to stderr too on ranks above 0 or if sending fails.
+
+        The launcher's terminal may differ from this rank's stderr, which goes to its log.
+        """
         warning = {"kind": "stall", "text": message, "after_s": self._after_s}
         if not channel.send(warning, patience_s=1) or self._rank > 0:
             print(message, file=sys.stderr, flush=True)
 
     def _worked(self, watched: int) -> int:
-        """Grows while the thread computes: frames of a loop are often found at one address, at one instruction."""
+        """Return a counter that grows with the thread's CPU time; 0 with NCCL, or if it cannot be measured.
+
+        Frame and instruction are not enough: frames of a loop often have the same address and the same instruction.
+        """
         if self._gpu is not None or not hasattr(time, "pthread_getcpuclockid"):
             return 0
         return int(time.clock_gettime(time.pthread_getcpuclockid(watched)) / (0.02 * self._tick_s))
 
     def _gpu_is_busy(self) -> bool:
-        """Asked only of a host that has not moved for long, so never while it captures a CUDA graph."""
+        """Return True if the GPU has unfinished work.
+
+        Only called after the host has not moved for `after_s`, so never during the capture of a CUDA graph.
+        """
         return self._gpu is not None and not torch.cuda.default_stream(self._gpu).query()
 
     def _exchange(self) -> None:
@@ -158,12 +169,12 @@ class StallWatch:
                     known = self._peers.get(rank)
                     if status is not None and (known is None or known.beat != status.beat):
                         self._peers[rank] = status
-            except (RuntimeError, ValueError):  # the store's host is gone or out of reach: it will be said who is
+            except (RuntimeError, ValueError):  # no connection to the store: the message lists the missing ranks
                 continue
 
     def _fresh(self) -> dict[int, Status]:
         now = time.monotonic()
-        peers = dict(self._peers)  # the other thread adds to it
+        peers = dict(self._peers)  # copy: the exchange thread adds entries
         return {rank: x for rank, x in peers.items() if now - x.heard_at < 4 * self._tick_s}
 
     def _message(self) -> str:
@@ -187,12 +198,12 @@ class StallWatch:
 def watch_stalls(
     *, host: str, after_s: float, timeout_s: float, tell: Callable[[str], None] | None = None
 ) -> StallWatch | None:
-    """Starts this process' watch, in the place of an earlier one; None where the world is one rank.
+    """Start the watch of this process, which replaces an earlier one. Returns: the watch; None if the world size is 1.
 
     Args:
-        host: an address of the first rank that all ranks can reach.
+        host: address of rank 0 that all ranks can reach.
         after_s, timeout_s, tell: see `StallWatch`.
-    Ranks: the whole world.
+    Ranks: all ranks of the world.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
@@ -207,9 +218,9 @@ def watch_stalls(
     if store is None:
         try:
             store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=_PATIENCE)
-        except RuntimeError:  # a firewall: this rank will tell of itself alone
+        except RuntimeError:  # for instance a firewall: this rank then reports only itself
             store = None
-    dist.all_gather_object([False] * world, True)  # the first rank may end at once, and its store with it
+    dist.all_gather_object([False] * world, True)  # barrier: rank 0 may exit right after, and its store with it
     stop_watch()
     global _watch
     _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, tell=tell)
@@ -219,7 +230,7 @@ def watch_stalls(
 
 
 def stop_watch() -> None:
-    """Ends this process' watch, where there is one: before its process group is destroyed, and before Python ends."""
+    """Stop the watch of this process, if any: before its process group is destroyed, and before Python exits."""
     global _watch
     if _watch is not None:
         _watch.stop()
@@ -231,7 +242,7 @@ atexit.register(stop_watch)
 
 
 def _waiting_frame(watched: int) -> FrameType | None:
-    """The innermost frame of the watched thread, or of one that runs backward for it and is in a collective."""
+    """Return the innermost frame of the watched thread, or of an autograd thread that is in a collective for it."""
     frames = sys._current_frames()
     main = frames.pop(watched, None)
     frames.pop(threading.get_ident(), None)

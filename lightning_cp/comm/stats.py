@@ -1,4 +1,4 @@
-"""What a rank's own thread notes of itself, for the watch of stalls: it alone may know its module."""
+"""Communication statistics of a process and the module it is in, read by the stall watch and the benchmark."""
 
 from __future__ import annotations
 
@@ -13,34 +13,39 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Module:
-    """A module of a model; held weakly, so that a note keeps no model alive."""
+    """A module of a model, held by weak references so that the statistics keep no model alive.
+
+    Attributes:
+        inner: the module.
+        outer: the model that contains it.
+    """
 
     inner: weakref.ref[nn.Module]
     outer: weakref.ref[nn.Module]
 
     def describe(self) -> str:
-        """`path of Class`; "" where it is gone."""
+        """Return "path of Class"; "" if the module or the model no longer exists."""
         inner, outer = self.inner(), self.outer()
         if inner is None or outer is None:
             return ""
         try:
             path = next((name for name, module in outer.named_modules() if module is inner), "")
-        except RuntimeError:  # modules are being added, by the thread that is watched
+        except RuntimeError:  # the watched thread is adding modules
             path = ""
         return f"{path} of {type(outer).__name__}" if path else type(outer).__name__
 
 
 @dataclass
 class CommStats:
-    """One for each process.
+    """Communication statistics of one process.
 
     Attributes:
-        wanted: whether there is a watch; else modules are not noted.
-        collectives: how many were begun.
-        sent_bytes: to others, by our own transfers.
-        waited_s: for them to end, on the host.
-        traced: whether exchanges and waits are marked for a profiler, which takes its time.
-        module: where the thread is.
+        wanted: True while a stall watch runs; modules are recorded only then.
+        collectives: number of calls of `comm.transfer.exchange`.
+        sent_bytes: bytes sent to other ranks by `comm.transfer.exchange`.
+        waited_s: seconds that the host waited for these transfers.
+        traced: True: mark exchanges and waits for the profiler, which costs time.
+        module: module that the thread is in; None: no module.
     """
 
     wanted: bool = False
@@ -51,20 +56,23 @@ class CommStats:
     module: Module | None = None
 
     def enter(self, module: nn.Module, model: nn.Module | None = None) -> None:
-        """The thread is in `module` from now on. Args: model: that it is in; None: as before."""
+        """Record that the thread entered `module`.
+
+        Args: model: model that contains it; None: the model recorded before.
+        """
         if not self.wanted or torch.compiler.is_compiling():
             return
         outer = weakref.ref(model) if model is not None else None if self.module is None else self.module.outer
         self.module = None if outer is None else Module(weakref.ref(module), outer)
 
     def leave(self) -> None:
-        """The thread is in no model."""
+        """Record that the thread left the model."""
         if self.wanted and not torch.compiler.is_compiling():
             self.module = None
 
     @contextmanager
     def again_in(self, module: Module | None) -> Iterator[None]:
-        """Around a backward. Args: module: that was noted in its forward."""
+        """Record `module` for the duration of a backward. Args: module: module recorded in the forward."""
         self.module = module
         try:
             yield
@@ -72,7 +80,7 @@ class CommStats:
             self.module = None
 
     def describe_module(self) -> str:
-        """For the watch; "" for none."""
+        """Return the description of the current module; "" for none."""
         module = self.module
         return "" if module is None else module.describe()
 

@@ -1,4 +1,4 @@
-"""PyTorch's profiler round a step, our exchanges and waits being marked in it."""
+"""PyTorch profiler with marks for exchanges and waits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_cp.comm.stats import STATS
 
 @contextmanager
 def traced(*, memory: bool = False) -> Iterator[profile]:
-    """Records what runs within, on a GPU to its end. Args: memory: allocations too."""
+    """Profile the code in the context, including GPU work that it launched. Args: memory: record allocations too."""
     gpu = [ProfilerActivity.CUDA] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     with profile(activities=[ProfilerActivity.CPU, *gpu], profile_memory=memory) as found:
         STATS.traced = True

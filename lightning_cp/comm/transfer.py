@@ -1,6 +1,6 @@
-"""The two ways in which bytes move between ranks. Everything above is built on these, and tests count them.
+"""Point-to-point exchange and all-gather: the two primitives on which all communication here is built.
 
-gloo moves host memory only, so buffers on another device pass through the host there.
+Tests count their calls. gloo transfers host memory only, so buffers on other devices are then copied through the host.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.profiler import record_function
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import moves_cuda_by
 
-# In a trace, with the number of the exchange, which is under way from the one to the other.
+# Names in a profile, followed by the number of the exchange: it runs from its EXCHANGE mark to its WAIT mark.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
 
-# torch 2.11 only has the old name, which later versions warn about.
+# torch 2.11 has only the old name; later versions deprecate it.
 all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
 class Pending:
-    """A transfer under way; buffers may be read (received) or reused (sent) after `wait`."""
+    """A transfer in progress; received buffers may be read, and sent buffers reused, after `wait`."""
 
     works: list[dist.Work] = field(default_factory=list)
-    recv_buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, where it belongs)
+    recv_buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, device buffer)
     held: list[Tensor] = field(default_factory=list)
     number: int = 0
 
@@ -52,9 +52,10 @@ class Pending:
 def exchange(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], *, group: dist.ProcessGroup
 ) -> Pending:
-    """Start sending to and receiving from peers (ranks within `group`); empty buffers are left out.
+    """Start to send to and receive from peers; empty buffers are skipped.
 
-    Ranks: each peer with the matching calls, in the same order.
+    Args: sends, receives: (rank within `group`, buffer).
+    Ranks: each peer, with matching sends and receives in the same order.
     """
     STATS.collectives += 1
     pending = Pending(number=STATS.collectives)
@@ -81,7 +82,7 @@ def _marked(name: str, number: int) -> AbstractContextManager[object]:
 
 
 def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:
-    """A short list of ints from every rank of `group`, in rank order. Synchronises the host.
+    """All-gather a short list of ints, in rank order. Synchronises the host.
 
     Ranks: all of `group`.
     """

@@ -1,9 +1,8 @@
-"""Forward derivatives, and derivatives of derivatives, of the operators of this package.
+"""Forward derivatives and higher derivatives of the custom operators of this package.
 
-`torch.library` gives an operator a backward, but no forward derivative: where no input requires grad, it calls the
-operator below autograd, and the result has no tangent. A tangent is then 0 without an error. So the functions that call
-an operator go through an `autograd.Function` while a forward derivative may be under way. Otherwise they call the
-operator itself, at no cost.
+`torch.library` supports a backward for an operator, but no forward derivative: if no input requires grad, it calls the
+operator below autograd, and the result has no tangent, without an error. Therefore operators are called through an
+`autograd.Function` while inputs may have tangents. Otherwise they are called directly, at no cost.
 """
 
 from __future__ import annotations
@@ -18,16 +17,18 @@ from torch.autograd import forward_ad
 
 from lightning_cp.comm.stats import STATS
 
-# (operator, its adjoint), by the operator's name: both linear in their first argument, with the same other arguments.
+# operator name -> (operator, adjoint): both are linear in their first argument and share the other arguments.
 _ADJOINTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {}
 
 
 def transforms_are_on() -> bool:
-    """Whether an operator must be called through an `autograd.Function`: its inputs may carry tangents (within
-    `torch.autograd.forward_ad.dual_level` or `torch.func.jvp`), or another transform of `torch.func` is under way.
+    """Return True if operators must be called through an `autograd.Function`.
 
-    Raises: NotImplementedError: inputs may carry tangents while `torch.compile` traces, since compiled operators have
-        no forward derivative.
+    This is the case if inputs may have tangents (inside `torch.autograd.forward_ad.dual_level` or `torch.func.jvp`), or
+    another transform of `torch.func` is active.
+
+    Raises: NotImplementedError: inputs may have tangents under `torch.compile`: compiled operators have no forward
+        derivative.
     """
     tangents = forward_ad._current_level >= 0
     if not torch.compiler.is_compiling():
@@ -41,13 +42,16 @@ def transforms_are_on() -> bool:
 
 
 def primal_of(x: Tensor) -> Tensor:
-    """`x` without the tangent of the innermost level. Gradient: passes through."""
+    """Return `x` without the tangent of the innermost level. The gradient passes through."""
     primal: Tensor = forward_ad.unpack_dual(x).primal  # type: ignore[no-untyped-call]
     return primal
 
 
 def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
-    """Raise for what has no forward derivative. Raises: NotImplementedError: one of the tensors has a tangent."""
+    """Raise NotImplementedError if one of the tensors has a tangent.
+
+    Args: what: name of the function without a forward derivative, for the message.
+    """
     if forward_ad._current_level < 0:
         return
     duals = [forward_ad.unpack_dual(x) for x in tensors if x is not None]  # type: ignore[no-untyped-call]
@@ -59,9 +63,9 @@ def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
 
 
 def register_adjoint(operator: Any, adjoint: Any) -> None:
-    """Make two linear operators each other's derivative, of any order.
+    """Register two linear operators as each other's backward, which gives derivatives of any order.
 
-    Args: operator, adjoint: custom operators `(x, *arguments) -> Tensor` with the same arguments; they may be one.
+    Args: operator, adjoint: custom operators `(x, *arguments) -> Tensor` with the same arguments; may be the same one.
     """
     for this, other in ((operator, adjoint), (adjoint, operator)):
         _ADJOINTS[this._qualname] = (this, other)
@@ -69,10 +73,10 @@ def register_adjoint(operator: Any, adjoint: Any) -> None:
 
 
 def call_linear(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
-    """Call an operator that has an adjoint.
+    """Call an operator registered by `register_adjoint`.
 
-    Ranks: those of the operator. Forward derivative: the operator, on the tangent; ranks that exchange must agree
-    whether there is one. Gradient: the adjoint.
+    Ranks: those of the operator. Gradient: the adjoint. Forward derivative: the operator applied to the tangent; either
+    all ranks or no rank have a tangent.
     """
     if not transforms_are_on():
         found: Tensor = operator(x, *arguments)
@@ -95,7 +99,7 @@ def _backward_of(operator: Any) -> Callable[..., tuple[Tensor | None, ...]]:
 
 
 class _Linear(torch.autograd.Function):
-    """An operator with an adjoint: `apply(x, name, *arguments)`."""
+    """Linear operator with an adjoint. Use: `apply(x, name, *arguments)`, with the name of the operator."""
 
     @staticmethod
     def forward(x: Tensor, name: str, *arguments: Any) -> Tensor:
@@ -121,26 +125,26 @@ class _Linear(torch.autograd.Function):
 
 
 def apply_eagerly(function: Any, *arguments: Any) -> Any:
-    """Apply an `autograd.Function` without compiling what it calls.
+    """Apply an `autograd.Function` and exclude the functions it calls from compilation.
 
-    A compiled model runs eager code where it computes tangents. Dynamo would try to compile each function below, and
-    fail, on some ranks only.
+    A compiled model runs eagerly while it computes tangents. Dynamo would then try to compile each called function, and
+    fail on some ranks only.
     """
     return uncompiled(function.apply)(*arguments)
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which dynamo leaves alone, also where it runs frame by frame what it could not trace."""
-    if "torch._dynamo" not in sys.modules:  # not imported for this: it takes seconds
+    """Exclude `function` from dynamo, also if dynamo compiles single frames after a graph break."""
+    if "torch._dynamo" not in sys.modules:  # do not import it here: that takes seconds
         return function
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled
 
 
 def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Apply an `autograd.Function` to one sample of `torch.func.vmap` after another, as its `vmap` rule.
+    """Implement the `vmap` rule of an `autograd.Function` as a loop over samples.
 
-    Ranks: those of the function; with equal batches, they exchange as often.
+    Ranks: those of the function, with equal batch sizes, so that all make the same number of exchanges.
     """
 
     def sample(index: int) -> list[Any]:
@@ -154,7 +158,7 @@ def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], argument
 
 
 def refuse(what: str) -> Callable[..., NoReturn]:
-    """A backward or a forward derivative that is not there. Args: what: begins the error's sentence."""
+    """Return a backward or jvp function that raises NotImplementedError. Args: what: the error message."""
 
     def raise_it(ctx: Any, *_: object) -> NoReturn:
         raise NotImplementedError(what)

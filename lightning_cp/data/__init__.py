@@ -1,4 +1,4 @@
-"""Data loading that gives every rank of a context group the same samples: samplers, seeds and random numbers."""
+"""Load the same samples on all ranks of a context group: samplers, seeds and random numbers."""
 
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.keyed_random import RandomStream, keyed_generator

@@ -1,4 +1,4 @@
-"""Divide the batches of any batch sampler over data groups."""
+"""Share out the batches of any batch sampler over data groups."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_cp.data.wrapped_sampler import WrappedSampler
 class GroupBatches(WrappedSampler):
     """Yield every `data_size`-th batch of a batch sampler, starting with batch `data_rank`.
 
-    Use it for a batch sampler of your own, such as one that puts samples of one size into a batch. Each data group then
-    takes other batches of the same epoch. All ranks must iterate over the same batches: seed the sampler equally.
+    Use it for a custom batch sampler, such as one that groups samples by size. Each data group gets different batches
+    of the same epoch. All ranks must iterate over the same batches: give the sampler the same seed on all ranks.
 
     Args:
         batches: a batch sampler, or another iterable of batches.
         data_rank: index of this rank's context group (`strategy.data_rank`).
         data_size: number of context groups (`strategy.data_size`).
-        repeat: where the last round has fewer than `data_size` batches, fill it with the first batches, so that all
-            data groups take the same number of steps. Without it the data groups may differ by one batch.
-    Raises: ValueError: `data_rank` is not one of the data groups.
+        repeat: if the last round has fewer than `data_size` batches, fill it with the first batches, so that all data
+            groups take the same number of steps. With False, data groups may differ by one batch.
+    Raises: ValueError: `data_rank` is not in 0 to data_size - 1.
 
     >>> [list(GroupBatches([[0, 1], [2], [3, 4]], rank, 2)) for rank in range(2)]
     [[[0, 1], [3, 4]], [[2], [0, 1]]]

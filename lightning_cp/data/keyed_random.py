@@ -1,7 +1,7 @@
-"""Random numbers that depend on a key alone: no state, no order of calls, no device.
+"""Draw random numbers that depend only on a key: not on state, call order or device.
 
-Each draw is a Philox stream (Salmon et al., SC 2011) keyed by the seed and by what the draw is for, and counted by the
-step and the index of the sample. So a rank that holds rows 4 to 7 of a batch draws what one process draws for them.
+Each draw is a Philox stream (Salmon et al., SC 2011). Its key is the seed and the stream number, its counter the step
+and the sample index. A rank with rows 4 to 7 of a batch therefore draws the same numbers as a single process for them.
 """
 
 from enum import IntEnum, unique
@@ -13,7 +13,7 @@ _WORD = (1 << 64) - 1
 
 @unique
 class RandomStream(IntEnum):
-    """What a draw is for. Two streams of one seed never share a number."""
+    """Stream numbers, one per purpose. Streams of one seed never overlap."""
 
     ORDER = 1
     NOISE = 2
@@ -25,13 +25,13 @@ class RandomStream(IntEnum):
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:
-    """A generator at the start of the stream named by (seed, stream, step, index).
+    """Create a generator at the start of the stream (seed, stream, step, index).
 
     Args:
-        seed: of the run; taken modulo 2^64.
-        stream: one of `RandomStream`, or a number of the caller's own from 1000 on.
-        step: of training, or the epoch, or whatever counts in the caller's time.
-        index: of the sample in the global batch or in the data set.
+        seed: seed of the run, modulo 2^64.
+        stream: a `RandomStream`, or a custom number of at least 1000.
+        step: training step, epoch or another counter.
+        index: sample index in the global batch or in the data set.
     """
     key = np.array([seed & _WORD, int(stream) & _WORD], dtype=np.uint64)
     counter = np.array([0, 0, index & _WORD, step & _WORD], dtype=np.uint64)  # the low word counts the blocks drawn

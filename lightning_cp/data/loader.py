@@ -1,4 +1,4 @@
-"""A DataLoader over batches without end."""
+"""Load an endless sequence of batches with a DataLoader."""
 
 import traceback
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from lightning_cp.errors import DataError
 
 
 class EndlessLoader(DataLoader[Any]):
-    """A DataLoader whose batches must not end: the end of its iteration is an error, not the end of training.
+    """An endless DataLoader: the end of iteration is an error, not the end of training.
 
-    A loop over a DataLoader ends on StopIteration, whether its sampler ends or a data set raises it by mistake (a
-    `next` without a default, in a worker too). It would end on one rank alone, while the others wait for it.
+    A loop over a DataLoader ends on StopIteration, also when a data set raises it by mistake (`next` without a
+    default, perhaps in a worker). Training would then end on one rank while the other ranks wait for it.
 
     Raises: DataError: the batches have ended.
     """
@@ -31,10 +31,10 @@ class EndlessLoader(DataLoader[Any]):
 
 
 def _cause(end: StopIteration) -> str:
-    """Where a StopIteration was raised, and what to do."""
+    """Describe the place where StopIteration was raised, and the fix."""
     place = traceback.extract_tb(end.__traceback__)[-1]
     where = f"StopIteration was raised in {place.name}, {place.filename}:{place.lineno}"
-    if isinstance(end.value, str) and end.value.startswith("Caught StopIteration"):  # in a worker, which sends its text
+    if isinstance(end.value, str) and end.value.startswith("Caught StopIteration"):  # worker traceback, as text
         lines = [line.strip() for line in end.value.splitlines() if line.strip().startswith("File ")]
         where = f"StopIteration was raised in a worker: {lines[-1]}"
     return f"{where}; a data set and its sampler must give a sample for every index, without end"

@@ -21,30 +21,30 @@ from lightning_cp.mesh import MeshGroups
 
 Order = Iterable[Any]
 
-_FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries that are sent at a time; each chunk is twice the one before
-_COMPARED = 8  # batches, or indices, of each data group
-_RECORDER = "_IndexBatchSamplerWrapper"  # by name: it belongs to lightning.pytorch, which Fabric does without
+_FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries per broadcast; each chunk is twice as large as the previous one
+_COMPARED = 8  # batches (or indices) compared between data groups
+_RECORDER = "_IndexBatchSamplerWrapper"  # matched by name: it is in lightning.pytorch, which Fabric does not import
 _SAME_EVERYWHERE = (GlobalBatchSampler, EndlessBatches)
 
 
 def is_foreign(batch_sampler: object) -> bool:
-    """Whether it is a batch sampler without an index sampler inside, so that Lightning cannot divide it."""
+    """Return True for a batch sampler without an inner index sampler: Lightning cannot shard it."""
     known = (type(None), BatchSampler)
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
 
 
 def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool) -> DataLoader[Any]:
-    """Return a loader whose batches are the same on all ranks of a context group.
+    """Return a loader that yields the same batches on all ranks of a context group.
 
-    The order is that of the first rank of the group. With several data groups, a loader that is not divided yet is
-    divided by batches where its batch sampler is of the user's own and `divide` is set; else its order is compared
-    between data groups when iteration starts with gradients enabled.
+    The first rank of the group defines the order. With several data groups, a loader that is not sharded yet is
+    handled in one of two ways. With a custom batch sampler and `divide` set, its batches are shared out between data
+    groups. Otherwise its order is compared between data groups when iteration starts with gradients enabled.
 
     Args:
-        loader: as the user, or Lightning, made it. It is not changed; it is returned where nothing is to be done.
+        loader: the DataLoader built by the user or Lightning. It is not modified; it is returned if nothing is needed.
         groups: the process groups of the strategy.
-        divide: whether samplers are to be divided (Lightning's `use_distributed_sampler`).
-    Raises: ValueError: a DistributedSampler for other replicas than the data groups.
+        divide: True to shard samplers over data groups (Lightning's `use_distributed_sampler`).
+    Raises: ValueError: a DistributedSampler has a num_replicas or rank that does not match the data groups.
     """
     source = _source(loader)
     _check_replicas(loader.sampler, groups)
@@ -72,20 +72,21 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
 
 
 class FirstRanksOrder(WrappedSampler):
-    """Iterate over a sampler on the first rank of a group, and send what it yields to the others.
+    """Iterate over a sampler on the first rank of a group and broadcast its output to the other ranks.
 
-    What the sampler draws from global generators is drawn on the first rank alone. The others are then given the first
-    rank's random states, so that all ranks still draw the same numbers. If `group` holds several context groups, whose
-    states may differ, the first rank takes its states back instead, and every rank draws one number.
+    Only the first rank runs the sampler, so only its global generators advance. Within one context group, the other
+    ranks then receive its random states, so that all ranks still draw the same numbers. If `group` spans several
+    context groups, their states may differ: the first rank restores its states instead, and every rank draws one
+    number.
 
-    A sampler with a length is not asked for more before its reader is: a generator of its own is then in the state that
-    it would have in one process, since many samplers draw once more at their end.
+    A sampler with a length is never read past that length before the consumer gets there: many samplers draw once more
+    at their end, and a private generator must have the same state as in a single process.
 
     Args:
         order: a sampler of indices, or a batch sampler.
-        group: ranks that shall have the same order. None: only this rank.
-        shares_states: whether these ranks are one context group.
-    Ranks: all of `group` iterate together. Raises: DataError: on all of them: the sampler has failed on the first.
+        group: ranks that get the same order. None: only this rank.
+        shares_states: True if these ranks are one context group.
+    Ranks: all ranks of `group` iterate together. Raises: DataError: on all ranks, if the sampler fails on the first.
     """
 
     def __init__(self, order: Order, group: dist.ProcessGroup | None, *, shares_states: bool = True) -> None:
@@ -99,7 +100,7 @@ class FirstRanksOrder(WrappedSampler):
             return
         is_first = dist.get_rank(self.group) == 0
         own = iter(self.order) if is_first else iter(())
-        # A sampler that can say where it stands must not be read ahead of training.
+        # Do not prefetch from a sampler with a state_dict: its saved position would be ahead of training.
         size, last = (1, 1) if hasattr(self.order, "state_dict") else (_FIRST_CHUNK, _LAST_CHUNK)
         left = length_or_none(self.order) if is_first else None
         while True:
@@ -118,7 +119,7 @@ class FirstRanksOrder(WrappedSampler):
             elif drawn is not None:
                 if is_first:
                     set_random_state(before)
-                torch.empty((), dtype=torch.int64).random_()  # other numbers in the next epoch
+                torch.empty((), dtype=torch.int64).random_()  # advance the generator, so that the next epoch differs
             yield from chunk
             if error is not None:
                 raise DataError(f"a sampler failed on the first rank of its group: {error}")
@@ -128,15 +129,15 @@ class FirstRanksOrder(WrappedSampler):
 
 
 class DifferentOrders(WrappedSampler):
-    """Iterate over a sampler, after a check that data groups do not all have the same order.
+    """Iterate over a sampler after checking that data groups have different orders.
 
     Args:
         order: a sampler of indices, or a batch sampler.
         groups: the process groups of the strategy.
-        length: of the data set, None where it has none.
-    Ranks: the whole world iterates together, with gradients enabled on all ranks or on none.
-    Raises: DataError: on every rank: all data groups begin with the same indices of a data set of the same length, and
-        gradients are enabled.
+        length: length of the data set; None if it has none.
+    Ranks: all ranks of the world iterate together, with gradients enabled on all ranks or on none.
+    Raises: DataError: on every rank, if gradients are enabled and all data groups begin with the same indices of a
+        data set of the same length.
     """
 
     def __init__(self, order: Order, groups: MeshGroups, length: int | None) -> None:
@@ -145,7 +146,7 @@ class DifferentOrders(WrappedSampler):
 
     @override
     def __iter__(self) -> Iterator[Any]:
-        if not torch.is_grad_enabled():  # an evaluation of the same data on every rank is right
+        if not torch.is_grad_enabled():  # evaluating the same data on every rank is correct
             yield from self.order
             return
         order = iter(self.order)
@@ -163,13 +164,13 @@ class DifferentOrders(WrappedSampler):
 
 
 def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLoader[Any]:
-    """Copy a loader, with another order of its samples.
+    """Copy a loader and replace its sampler or batch sampler.
 
     Args:
-        wrap: makes the new sampler, or batch sampler, of the old one.
+        wrap: takes the old sampler (or batch sampler) and returns the new one.
     """
     made = copy.copy(loader)
-    attributes = made.__dict__  # DataLoader forbids to set these
+    attributes = made.__dict__  # bypass DataLoader.__setattr__, which rejects these attributes
     attributes["_iterator"] = None
     if loader.batch_sampler is None:
         attributes["sampler"] = wrap(loader.sampler)
@@ -195,12 +196,12 @@ def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
 
 
 def _unwrapped(batch_sampler: Any) -> Any:
-    """The batch sampler inside the one with which Lightning records the indices of predictions."""
+    """Return the batch sampler inside Lightning's wrapper that records prediction indices, if it is wrapped."""
     return batch_sampler._batch_sampler if type(batch_sampler).__name__ == _RECORDER else batch_sampler
 
 
 def _source(loader: DataLoader[Any]) -> Any:
-    """What decides on the order: the batch sampler of the user's own, else the sampler."""
+    """Return the sampler that defines the order: a custom batch sampler, otherwise the index sampler."""
     batch_sampler = _unwrapped(loader.batch_sampler)
     if batch_sampler is None:
         return loader.sampler
@@ -208,7 +209,7 @@ def _source(loader: DataLoader[Any]) -> Any:
 
 
 def _check_replicas(sampler: object, groups: MeshGroups) -> None:
-    """Raises: ValueError: see `prepare_loader`."""
+    """Check a DistributedSampler against the data groups. Raises: ValueError: see `prepare_loader`."""
     if not isinstance(sampler, DistributedSampler):
         return
     found, valid = (sampler.num_replicas, sampler.rank), (groups.data_size, groups.data_rank)
@@ -227,14 +228,14 @@ def _is_divided(loader: DataLoader[Any]) -> bool:
 
 
 def _on_peers(order: Any, groups: MeshGroups) -> Any:
-    """The order of the first rank of the context group, where the ranks' own may differ."""
+    """Broadcast the order from the first rank of the context group, unless all ranks have the same order anyway."""
     if groups.context is None or type(order) in (SequentialSampler, DistributedSampler):
         return order
     return FirstRanksOrder(order, groups.context)
 
 
 def length_or_none(x: Any) -> int | None:
-    """`len(x)`; None if it has none."""
+    """Return `len(x)`, or None if x has no length."""
     try:
         return len(x)
     except (TypeError, NotImplementedError):
@@ -242,7 +243,7 @@ def length_or_none(x: Any) -> int | None:
 
 
 def _next_chunk(order: Iterator[Any], size: int, name: str) -> tuple[list[Any], str | None]:
-    """Up to `size` entries, and why there are no more of them if that is an error."""
+    """Read up to `size` entries. Returns: the entries, and the error message if the sampler failed, otherwise None."""
     chunk: list[Any] = []
     try:
         chunk.extend(islice(order, size))

@@ -1,6 +1,6 @@
-"""The states of the random number generators that user code draws from: torch's, Python's and NumPy's.
+"""Save, share and restore the global random states that user code draws from: torch, Python and NumPy.
 
-Ranks of a context group share a sample, so they must draw the same numbers; data groups draw what their seeds give.
+Ranks of a context group share a sample, so they must draw the same numbers. Data groups keep their own states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 
 def get_random_state() -> State:
-    """The states of this process: torch's on the CPU and on the current CUDA device, Python's, NumPy's global one."""
+    """Return this process's states: torch (CPU and current CUDA device), Python, and NumPy's global generator."""
     version, internal, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     state: State = {
@@ -35,7 +35,7 @@ def get_random_state() -> State:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Set what `get_random_state` returned. A state of CUDA is left out where there is no GPU."""
+    """Restore states from `get_random_state`. A CUDA state is ignored without a GPU."""
     torch.set_rng_state(state["torch"].cpu())
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
@@ -46,9 +46,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def share_random_state(groups: MeshGroups) -> None:
-    """Give the ranks of each context group the states of its first rank. Data groups keep theirs.
+    """Copy the first rank's states to all ranks of its context group. Data groups keep their own states.
 
-    Ranks: all of the context group.
+    Ranks: all ranks of the context group.
     """
     if groups.context is None:
         return
@@ -58,25 +58,25 @@ def share_random_state(groups: MeshGroups) -> None:
 
 
 def random_states(data_rank: int, data_size: int) -> list[State]:
-    """The states of each data group, in their order: those of its first rank.
+    """Gather the states of each data group's first rank, in data-rank order.
 
-    Args: data_rank, data_size: index of this rank's context group, and how many there are.
+    Args: data_rank, data_size: index of this rank's context group, and number of context groups.
     Ranks: the whole world.
     """
     if not dist.is_initialized():
         return [get_random_state()]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, (data_rank, _as_arrays(get_random_state())))
-    first = dict(reversed(everyone))  # the lowest rank of each
+    first = dict(reversed(everyone))  # keep the lowest rank of each data group
     return [_as_tensors(first[group]) for group in range(data_size)]
 
 
 def restore_random_states(states: Sequence[State], data_rank: int, data_size: int) -> None:
-    """Set the states of this rank's data group, as `random_states` returned them.
+    """Restore the states of this rank's data group from the result of `random_states`.
 
-    With another number of data groups than then: if all groups had the same states, every group gets these; else each
-    group is seeded from all of them and from its index, so that groups draw different numbers, and none draws those
-    that were drawn before. Nothing is done if `states` is empty.
+    If the number of data groups has changed: when all saved states are equal, every group gets that state. Otherwise
+    each group is seeded with a hash of all saved states and its index, so that groups draw different numbers, which
+    were not drawn before. If `states` is empty, nothing is done.
     """
     if not states:
         return
@@ -93,30 +93,30 @@ def restore_random_states(states: Sequence[State], data_rank: int, data_size: in
 
 
 def is_same_state(a: State, b: State) -> bool:
-    """Whether two states are equal."""
+    """Return True if two states are equal."""
     return _digest(a) == _digest(b)
 
 
 class RandomStates:
-    """The random states of all data groups, as an object that `fabric.save` and `fabric.load` take in their state.
+    """The random states of all data groups, as a stateful object for `fabric.save` and `fabric.load`.
 
-    Saving gathers them from all ranks; loading restores them, as `restore_random_states` does.
+    Saving gathers the states from all ranks; loading restores them like `restore_random_states`.
     """
 
     def __init__(self, data_rank: int, data_size: int) -> None:
         self._data_rank, self._data_size = data_rank, data_size
 
     def state_dict(self) -> dict[str, Any]:
-        """States of each data group. Ranks: the whole world."""
+        """Gather the states of all data groups. Ranks: the whole world."""
         return {"groups": random_states(self._data_rank, self._data_size)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this data group's."""
+        """Restore the states of this rank's data group."""
         restore_random_states(state["groups"], self._data_rank, self._data_size)
 
 
 def _as_arrays(value: Any) -> Any:
-    """The same nest with arrays in place of tensors, which torch would pickle as files."""
+    """Replace tensors in a nest by NumPy arrays, because torch pickles tensors as files."""
     if isinstance(value, Tensor):
         return value.cpu().numpy()
     if isinstance(value, Mapping):
@@ -133,7 +133,7 @@ def _as_tensors(value: Any) -> Any:
 
 
 def _digest(value: Any) -> int:
-    """64 bits of a hash of a nest of tensors and plain values."""
+    """Return a 64-bit hash of a nest of tensors and plain values."""
     return int.from_bytes(hashlib.blake2b(repr(_plain(value)).encode(), digest_size=8).digest(), "big")
 
 

@@ -1,4 +1,4 @@
-"""One order of the data for every strategy, and each data rank's slice of it."""
+"""Define one data order for every strategy, and each data rank's slice of it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,20 +10,20 @@ from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """Yields this data rank's contiguous slice of each global batch.
+    """Yield this data rank's contiguous slice of each global batch.
 
-    The global batch is a function of (seed, epoch) alone, so that the same samples are seen at every degree of
-    parallelism: one process, eight ranks of one sample, or eight data ranks. A last batch that is not full is dropped.
-    Give it to a DataLoader as `batch_sampler`; all ranks of a context group take the same `data_rank`.
+    The global batches depend only on (seed, epoch), so training sees the same samples at every degree of parallelism:
+    one process, eight context ranks, or eight data ranks. An incomplete last batch is dropped. Pass the sampler to a
+    DataLoader as `batch_sampler`; all ranks of a context group use the same `data_rank`.
 
     Args:
-        num_samples: in the data set.
-        batch_size: global, over all data ranks.
-        seed: of the order.
-        shuffle: else in order of index.
+        num_samples: number of samples in the data set.
+        batch_size: global batch size, over all data ranks.
+        seed: seed of the order.
+        shuffle: True for a random order in each epoch, False for index order.
         data_rank: index of this rank's context group (`strategy.data_rank`).
         data_size: number of context groups (`strategy.data_size`).
-    Raises: ValueError: a batch that is larger than the data set, or that `data_size` does not divide.
+    Raises: ValueError: batch_size exceeds num_samples or is not a multiple of data_size, or data_rank is out of range.
 
     >>> [batch for batch in GlobalBatchSampler(7, 4, shuffle=False, data_rank=1, data_size=2)]
     [[2, 3]]
@@ -56,16 +56,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.data_rank = data_rank
         self.data_size = data_size
         self._epoch = 0
-        self._start = 0  # the batch of this epoch that the next iteration begins with
-        self._yielded = 0  # batches of this epoch given out so far
+        self._start = 0  # first batch of the next iteration
+        self._yielded = 0  # batches of this epoch yielded so far
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches per epoch."""
         return self.num_samples // self.batch_size
 
     @property
     def first_index(self) -> int:
-        """Index in the global batch of this data rank's first sample."""
+        """Global batch index of this data rank's first sample."""
         return self.data_rank * (self.batch_size // self.data_size)
 
     @override
@@ -79,24 +79,25 @@ class GlobalBatchSampler(Sampler[list[int]]):
             yield order[first : first + size]
 
     def set_epoch(self, epoch: int) -> None:
-        """Chooses the order; the next iteration begins at the epoch's first batch."""
+        """Select the epoch's order; the next iteration begins with its first batch."""
         self._epoch, self._start, self._yielded = epoch, 0, 0
 
     def seek(self, step: int) -> None:
-        """The next iteration begins with the batch of this step, counted from 0 over all epochs."""
+        """Start the next iteration at the batch of this step, counted from 0 over all epochs."""
         self._epoch, self._start = divmod(step, len(self))
         self._yielded = self._start
 
     @property
     def epoch(self) -> int:
-        """The epoch whose order is in use."""
+        """Current epoch, counted from 0."""
         return self._epoch
 
     def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Where the order stands.
+        """Return the position in the data order.
 
         Args:
-            step: batches consumed over all epochs. Without it, those given out: too many where workers fetch ahead.
+            step: number of consumed batches over all epochs. None: number of yielded batches, which is too high when
+                DataLoader workers prefetch.
         """
         position = self._epoch * len(self) + self._yielded if step is None else step
         return {
@@ -108,9 +109,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, at any data parallelism.
+        """Continue from the position of a `state_dict`, at any data-parallel degree.
 
-        Raises: ValueError: the order is another one (seed, batch size or data set changed).
+        Raises: ValueError: the order differs (seed, shuffle, batch size or number of samples changed).
         """
         for name in ("seed", "shuffle", "batch_size", "num_samples"):
             if state[name] != getattr(self, name):
@@ -128,7 +129,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 class EndlessBatches(Sampler[list[int]]):
-    """The batches of a `GlobalBatchSampler` from where it stands, epoch after epoch, without end."""
+    """Yield the batches of a `GlobalBatchSampler` from its current position, epoch after epoch, without end."""
 
     sharded_by_data_rank = True
 

@@ -1,4 +1,4 @@
-"""Seeds of DataLoader workers."""
+"""Seed DataLoader workers by data rank."""
 
 import random
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 @dataclass(frozen=True)
 class WorkerSeed:
-    """Seeds python, numpy and torch in a worker from (seed, data_rank, worker), and nothing else."""
+    """Seed Python, NumPy and torch in a DataLoader worker from (seed, data_rank, worker_id) only."""
 
     seed: int
     data_rank: int
@@ -26,9 +26,9 @@ class WorkerSeed:
 
 
 def worker_init_fn(seed: int, data_rank: int) -> WorkerSeed:
-    """A `worker_init_fn` for DataLoader that seeds from the data rank.
+    """Create a `worker_init_fn` for DataLoader that seeds by data rank.
 
-    Ranks of one context group augment a sample in the same way; data ranks augment theirs in different ways. (Seeds
-    from the global rank, which is what Lightning gives, would feed the ranks of one group different data.)
+    Ranks of one context group then augment a sample in the same way, and data ranks augment differently. (Lightning
+    seeds by global rank, which would give the ranks of one group different data.)
     """
     return WorkerSeed(seed, data_rank)

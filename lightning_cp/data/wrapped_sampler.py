@@ -1,4 +1,4 @@
-"""A base for samplers that change the order of another one."""
+"""Base class of samplers that wrap another sampler and change its order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import Sampler
 
 
 class WrappedSampler(Sampler[Any]):
-    """Behaves as the sampler inside, except for what a subclass changes.
+    """Behave like the wrapped sampler; subclasses override parts of it.
 
     Args: order: a sampler of indices, or a batch sampler.
     """
@@ -18,12 +18,12 @@ class WrappedSampler(Sampler[Any]):
         self.order = order
 
     def __len__(self) -> int:
-        """Length of the sampler inside. Raises: TypeError: it has none."""
+        """Length of the wrapped sampler. Raises: TypeError: it has no length."""
         count: int = len(self.order)  # type: ignore[arg-type]
         return count
 
     def __getattr__(self, name: str) -> Any:
-        """Look up other attributes on the sampler inside: `set_epoch`, `batch_size`, `state_dict`."""
+        """Look up other attributes on the wrapped sampler: `set_epoch`, `batch_size`, `state_dict`."""
         if name.startswith("__") or name == "order":
             raise AttributeError(name)
         return getattr(self.order, name)

@@ -1,4 +1,4 @@
-"""Attention over one (q, k, v) on one device: backends behind one protocol, and the choice between them."""
+"""Attention over one (q, k, v) on one device: kernels with one protocol, and the choice of a kernel."""
 
 from lightning_cp.kernels.choice import (
     KERNEL_NAMES,

@@ -1,4 +1,4 @@
-"""Which kernel runs: by name, else the first that can, by device, dtype, head size and mask."""
+"""Choice of the kernel: by name, or the first that supports device, dtype, head size and mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel, TangentKernel
 from lightning_cp.kernels.sage import SageKernel
 
-# In order of preference. "flash" is PyTorch's own flash attention, on CPU and on CUDA.
+# In order of preference. "flash" is PyTorch's built-in flash attention, on CPU and on CUDA.
 KERNELS: tuple[Kernel, ...] = (
     CpuFlashKernel(),
     FlashAttn3Kernel(),
@@ -25,13 +25,13 @@ KERNELS: tuple[Kernel, ...] = (
     EfficientKernel(),
     MathKernel(),
 )
-# Approximate kernels without a gradient: only if asked for by name, and only for sampling.
+# Approximate kernels without a gradient: used only if chosen by name, for sampling.
 SAMPLING_KERNELS: tuple[Kernel, ...] = (SageKernel(),)
-# Those that compute forward derivatives, in order of preference.
+# Kernels with a forward derivative, in order of preference.
 TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
 KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in (*KERNELS, *SAMPLING_KERNELS)))
 
-# diffusers' backend names, for those that have a kernel here.
+# diffusers backend name -> kernel name, for backends with a kernel here.
 DIFFUSERS_BACKENDS: dict[str, str] = {
     "native": "auto",
     "_native_flash": "flash",
@@ -45,14 +45,14 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
 
 
 def check_kernel(name: object) -> str:
-    """`name` if there is such a kernel. Raises: KernelError (a ValueError) with the list."""
+    """Return `name` if it is a kernel name. Raises: KernelError (a ValueError) with the list of names."""
     if name not in KERNEL_NAMES:
         raise KernelError(f"kernel={name!r} is not one of {', '.join(KERNEL_NAMES)}")
     return str(name)
 
 
 def kernel_of_backend(backend: str) -> str:
-    """Our kernel's name for a diffusers backend's. Raises: KernelError with the list of those that have one."""
+    """Return the kernel name for a diffusers backend. Raises: KernelError with the list of supported backends."""
     if backend not in DIFFUSERS_BACKENDS:
         raise KernelError(
             f"attention backend {backend!r} gives no log-sum-exp and gradient that context parallelism could merge; "
@@ -63,9 +63,9 @@ def kernel_of_backend(backend: str) -> str:
 
 
 def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
-    """The kernel `name`, or with "auto" the first that takes these tensors.
+    """Return the kernel `name`, or with "auto" the first kernel that supports these tensors.
 
-    Raises: KernelError: unknown, made for another device, or refusing dtype, head size or mask.
+    Raises: KernelError: the name is unknown, or the kernel does not support the device, dtype, head size or mask.
     """
     check_kernel(name)
     reasons = []
@@ -83,7 +83,7 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
 
 
 def check_has_gradient(name: str) -> None:
-    """Raises: KernelError: the kernel `name` cannot be used where a gradient is needed."""
+    """Check that the kernel `name` has a gradient. Raises: KernelError if not."""
     if any(kernel.name == name for kernel in SAMPLING_KERNELS):
         raise KernelError(
             f"kernel={name!r} has no gradient, and an input requires one: use it for sampling under torch.no_grad(), "
@@ -92,9 +92,9 @@ def check_has_gradient(name: str) -> None:
 
 
 def choose_tangent_kernel(name: str) -> TangentKernel:
-    """The kernel that computes forward derivatives, for calls with the setting `name`.
+    """Return the kernel for forward derivatives of calls with the kernel setting `name`.
 
-    Raises: KernelError: the kernel that is named has none.
+    Raises: KernelError: the kernel `name` has no forward derivative.
     """
     for kernel in TANGENT_KERNELS:
         if name in ("auto", kernel.name):

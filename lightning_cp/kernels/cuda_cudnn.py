@@ -1,4 +1,4 @@
-"""cuDNN's fused attention, through aten. Unmeasured: no GPU was at hand when it was written."""
+"""cuDNN's fused attention, called through aten. Not measured: it was written without access to a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class CudnnKernel:
-    """Half precision, from Ampere on; the fastest of the built-in kernels on Hopper by most reports."""
+    """Half-precision kernel for Ampere and later; most reports call it the fastest built-in kernel on Hopper."""
 
     name = "cudnn"
     device_type = "cuda"

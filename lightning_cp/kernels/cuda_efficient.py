@@ -1,4 +1,4 @@
-"""Memory-efficient attention for CUDA, through aten. Unmeasured: no GPU was at hand when it was written."""
+"""Memory-efficient attention for CUDA, called through aten. Not measured: it was written without access to a GPU."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.nn import functional as F
 from lightning_cp.kernels.cuda_flash import pad_heads
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
-_LSE_ALIGNMENT = 32  # queries; the kernel stores and expects lse padded to it
-_BIAS_ALIGNMENT = 8  # keys; its loads of the bias are this wide
+_LSE_ALIGNMENT = 32  # in queries: the kernel pads lse to it, and expects it padded
+_BIAS_ALIGNMENT = 8  # in keys: width of the kernel's loads of the bias
 
 
 class EfficientKernel:
-    """float32 and half precision, with masks; the one built-in CUDA kernel that does both."""
+    """Kernel for float32 and half precision, with masks; the only built-in CUDA kernel that supports both."""
 
     name = "efficient"
     device_type = "cuda"
@@ -48,7 +48,7 @@ class EfficientKernel:
     ) -> Grads:
         d, sq = query.shape[-1], query.shape[1]
         g, q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value))
-        # The kernel takes the row stride of `out` to be heads * d without a check, and needs the rows of lse aligned.
+        # The kernel assumes, unchecked, a row stride of heads * d for `out`, and needs aligned rows of lse.
         out = pad_heads(part.out, 8).contiguous().transpose(1, 2)
         lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
@@ -61,7 +61,7 @@ class EfficientKernel:
 
 
 def _bias(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """The mask as the kernel loads it: q's dtype, rows that start on its alignment, expanded over batch and heads."""
+    """Convert a mask to the bias that the kernel loads: q's dtype, aligned rows, expanded over batch and heads."""
     if mask is None:
         return None
     sk = k.shape[2]

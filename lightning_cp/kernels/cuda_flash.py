@@ -1,4 +1,4 @@
-"""PyTorch's built-in flash attention for CUDA, through aten. Unmeasured: no GPU was at hand when it was written."""
+"""PyTorch's flash attention for CUDA, called through aten. Not measured: it was written without access to a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class CudaFlashKernel:
-    """Half precision without masks; head sizes up to 256 are padded to a multiple of 8."""
+    """Half-precision kernel without masks; head sizes up to 256 are padded to a multiple of 8."""
 
     name = "flash"
     device_type = "cuda"
@@ -58,6 +58,6 @@ class CudaFlashKernel:
 
 
 def pad_heads(x: Tensor, multiple: int) -> Tensor:
-    """`x` with its last dim filled up with zeros to a multiple; attention over it is the same, scale given."""
+    """Pad the last dim with zeros to a multiple of `multiple`; attention with an explicit scale is unchanged."""
     missing = -x.shape[-1] % multiple
     return F.pad(x, (0, missing)) if missing else x

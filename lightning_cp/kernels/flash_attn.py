@@ -1,4 +1,4 @@
-"""The flash-attn packages, versions 2, 3 and 4, if installed. Unmeasured: none of this has run on a GPU yet."""
+"""Kernels of the flash-attn packages 2, 3 and 4, if installed. Not measured: they have not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
 class FlashAttnKernel:
-    """flash-attn 2 (`flash_attn`): half precision, no masks."""
+    """flash-attn 2 (`flash_attn`): half precision, without masks."""
 
     name = "flash_attn"
     device_type = "cuda"
@@ -132,7 +132,7 @@ class FlashAttn3Kernel(FlashAttnKernel):
         scale: float,
     ) -> None:
         backward = self._module()._flash_attn_backward
-        # Releases differ in this name.
+        # The name of this argument differs between releases.
         name = "is_causal" if "is_causal" in inspect.signature(backward).parameters else "causal"
         given: dict[str, Any] = {**dict(zip(("dq", "dk", "dv"), grads, strict=True)), name: causal}
         backward(g, q, k, v, part.out, part.lse, softmax_scale=scale, **given)
@@ -177,7 +177,7 @@ class FlashAttn4Kernel(FlashAttnKernel):
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package, or a subpackage such as `flash_attn.cute`, can be imported. Imports only its parents."""
+    """Return True if a package or subpackage (`flash_attn.cute`) is installed. Imports only its parent packages."""
     try:
         return importlib.util.find_spec(package) is not None
     except ImportError:

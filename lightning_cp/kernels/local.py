@@ -1,4 +1,4 @@
-"""Attention on one device, with the cases that kernels get wrong taken care of once, for all of them."""
+"""Attention on one device. Cases that kernels get wrong are handled here, once for all kernels."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from lightning_cp.kernels.protocol import Grads, Inputs, Kernel, PartialAttentio
 
 
 def accumulation_dtype_of(dtype: torch.dtype) -> torch.dtype:
-    """float64 for float64, else float32: the dtype of lse, masks and accumulators."""
+    """Return the dtype of lse, masks and accumulators: float64 for float64, float32 for all others."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def attend(
     kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, causal: bool, scale: float
 ) -> PartialAttention:
-    """Attention of q over k, v.
+    """Compute attention of q over k and v.
 
     Args:
-        kernel: computes it.
+        kernel: kernel that computes it.
         q: [b, sq, hq, d].
         k, v: [b, sk, hk, d]; hk divides hq.
-        mask: bool (True = attend) or additive, [b or 1, hq or 1, sq or 1, sk]; None: all.
+        mask: bool (True = attend) or additive, [b or 1, hq or 1, sq or 1, sk]; None: no mask.
         causal: query i sees keys up to i; only with sq = sk and without a mask.
-        scale: of the scores.
+        scale: factor on the scores q k.
     Returns: out in q's dtype, [b, sq, hq, d]; rows without a key: out 0, lse -inf.
     """
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
@@ -37,7 +37,7 @@ def attend(
     part = kernel.forward(_dense(q), _dense(k), _dense(v), bias, causal=causal, scale=scale)
     if bias is None:
         return part
-    empty = (bias == float("-inf")).all(-1).transpose(1, 2)  # [b, sq, hq], each dim perhaps 1
+    empty = (bias == float("-inf")).all(-1).transpose(1, 2)  # [b or 1, sq or 1, hq or 1]
     return PartialAttention(part.out.masked_fill(empty.unsqueeze(-1), 0), part.lse.masked_fill(empty, float("-inf")))
 
 
@@ -53,21 +53,24 @@ def attend_backward(
     causal: bool,
     scale: float,
 ) -> Grads:
-    """Gradients of q, k, v through `part` (out and lse over these keys and any others).
+    """Compute the gradients of q, k and v through these keys.
 
-    Args: as `attend`.
+    Args:
+        grad: gradients of out and lse.
+        part: out and lse over these keys and any others.
+        kernel, q, k, v, mask, causal, scale: see `attend`.
     """
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d, heads = q.shape[-1], k.shape[2]
-    out, lse = part.out.to(q.dtype), part.lse.masked_fill(part.lse == float("-inf"), 0)  # such rows: P = exp(-inf)
+    out, lse = part.out.to(q.dtype), part.lse.masked_fill(part.lse == float("-inf"), 0)  # no key: P = exp(-inf)
     grad_out, bias = grad.out.to(q.dtype), _additive(mask, q.dtype)
     if grad.lse is not None:  # dS = P (dP - delta + dlse): dlse is one more column of dP
         grad_lse = grad.lse.to(q.dtype).unsqueeze(-1)
         grad_out = torch.cat([grad_out, grad_lse], -1)
         q, k, out = (torch.cat([x, x.new_zeros(*x.shape[:3], 1)], -1) for x in (q, k, out))
         v = torch.cat([v, v.new_ones(*v.shape[:3], 1)], -1)
-        if kernel.refusal(q, bias) is not None:  # a head size at its limit: any other kernel's backward does as well
+        if kernel.refusal(q, bias) is not None:  # the extra column exceeds its head size limit: use another kernel
             kernel = choose_kernel("auto", q, bias)
     k, v = _for_heads(kernel, q, k, v)
     grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
@@ -88,16 +91,20 @@ def attend_tangents(
     causal: bool,
     scale: float,
 ) -> PartialAttention:
-    """What these keys add to the tangents of attention over these keys and any others; see `TangentKernel`.
+    """Compute the contribution of these keys to the tangents of out and lse over these keys and any others.
 
-    Args: as `attend`. tangents: in the shapes of `inputs`. lse: [b, sq, hq], over all keys.
-    Returns: the sums, in float32 (float64 for float64); 0 for rows without a key.
+    Args:
+        inputs: q, k and v, see `attend`.
+        tangents: tangents of `inputs`, in their shapes.
+        lse: [b, sq, hq], over all keys.
+        kernel, mask, causal, scale: see `attend`.
+    Returns: the sums of `TangentKernel.tangents`, in float32 (float64 for float64); 0 for rows without a key.
     """
     q, k, v = inputs
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
         wide = accumulation_dtype_of(q.dtype)
         return PartialAttention(q.new_zeros(q.shape, dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
-    lse = lse.masked_fill(lse == float("-inf"), 0)  # such rows: P = exp(-inf)
+    lse = lse.masked_fill(lse == float("-inf"), 0)  # no key: P = exp(-inf)
     inputs = Inputs(q, *_for_heads(kernel, q, k, v))
     tangents = Inputs(tangents.query, *_for_heads(kernel, *tangents))
     with torch.autocast(q.device.type, enabled=False):
@@ -105,12 +112,12 @@ def attend_tangents(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """`x` with a last stride of 1, which kernels silently rely on (and no broadcast dims, which some copy badly)."""
+    """Return `x` with last stride 1, which kernels assume unchecked, and no broadcast dims, which some copy badly."""
     return x if x.stride(-1) == 1 and 0 not in x.stride() else x.contiguous()
 
 
 def _for_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V with a head for each query head, where the kernel cannot group them itself."""
+    """Repeat the heads of K and V to one for each query head if the kernel has no native GQA."""
     group = q.shape[2] // k.shape[2]
     if group == 1 or kernel.native_gqa:
         return k, v
@@ -118,7 +125,7 @@ def _for_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor,
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """The mask as a bias of the accumulators' dtype; False, and values meant as "never", become -inf."""
+    """Convert a mask to an additive bias of the accumulation dtype; False, and values <= finfo.min / 2, become -inf."""
     if mask is None:
         return None
     wide = accumulation_dtype_of(dtype)

@@ -1,4 +1,4 @@
-"""The reference: plain matrix products and a softmax, on any device and dtype, in O(sq sk) memory."""
+"""Reference kernel: plain matrix products and softmax, on any device and dtype, with O(sq sk) memory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from lightning_cp.kernels.protocol import Grads, Inputs, PartialAttention
 
-# Scores that the forward derivative holds at a time: it takes the queries in blocks.
+# Maximum number of scores that the forward derivative holds at once: it processes queries in blocks.
 _SCORES_AT_A_TIME = 1 << 24
 
 
 class MathKernel:
-    """Computes in float32 (float64 for float64), whatever the inputs' dtype."""
+    """Reference kernel; computes in float32 for all dtypes (float64 for float64)."""
 
     name = "math"
     device_type = "any"
@@ -75,7 +75,7 @@ class MathKernel:
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, *, first: int = 0) -> Tensor:
-    """Scores [b, h, sq, sk] of queries from position `first` on."""
+    """Compute scores [b, h, sq, sk]. Args: first: position of the first query, for `causal`."""
     wide = torch.promote_types(query.dtype, torch.float32)
     scores = torch.einsum("bqhd,bkhd->bhqk", query.to(wide), key.to(wide)) * scale
     if mask is not None:

@@ -1,6 +1,6 @@
-"""What a kernel is: attention of one set of queries over one set of keys, on one device.
+"""Kernel protocol: attention of one set of queries over one set of keys, on one device.
 
-Shapes here and in every kernel file: b batch, s tokens (sq queries, sk keys), h heads (hq, hk), d head size.
+Shapes in all kernel files: b batch, s tokens (sq queries, sk keys), h heads (hq query heads, hk KV heads), d head size.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from torch import Tensor
 
 
 class PartialAttention(NamedTuple):
-    """Attention over some of the keys, to be merged with attention over others.
+    """Attention over some of the keys, to be merged with attention over other keys.
 
-    out: [b, sq, hq, d]. lse: [b, sq, hq], natural log of the sum of exponentials, float32 (float64 for float64
-    inputs). A query that may attend to none of the keys has out 0 and lse -inf.
+    Queries without a key to attend to have out 0 and lse -inf.
+
+    Attributes:
+        out: [b, sq, hq, d].
+        lse: [b, sq, hq], natural log of the sum of exponentials, float32 (float64 for float64 inputs).
     """
 
     out: Tensor
@@ -22,14 +25,14 @@ class PartialAttention(NamedTuple):
 
 
 class PartialAttentionGrad(NamedTuple):
-    """Gradient of a part: out [b, sq, hq, d]; lse [b, sq, hq], None where lse was not used."""
+    """Gradients of a `PartialAttention`: out [b, sq, hq, d]; lse [b, sq, hq], or None if lse was not used."""
 
     out: Tensor
     lse: Tensor | None
 
 
 class Grads(NamedTuple):
-    """Gradients of the inputs, in their shapes."""
+    """Gradients of query, key and value, in their shapes."""
 
     query: Tensor
     key: Tensor
@@ -37,7 +40,7 @@ class Grads(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """query [b, sq, hq, d], key and value [b, sk, hk, d]; or their tangents."""
+    """Query [b, sq, hq, d], key and value [b, sk, hk, d], or their tangents."""
 
     query: Tensor
     key: Tensor
@@ -45,11 +48,12 @@ class Inputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """One backend. `local.attend` and `local.attend_backward` call it and take care of what is not its business:
+    """One attention backend, called by `local.attend` and `local.attend_backward`.
 
-    there is at least one query and one key; q, k, v are [b, s, h, d] of one dtype with a last stride of 1; a mask is
-    additive, float32 (float64 for float64), [b or 1, hq or 1, sq or 1, sk], contiguous; causal comes with sq = sk and
-    without a mask; hk = hq unless `native_gqa`; in backward lse is finite. Rows without any key may hold anything.
+    The callers guarantee: at least one query and one key; q, k, v are [b, s, h, d] of one dtype with last stride 1; a
+    mask is additive, float32 (float64 for float64), [b or 1, hq or 1, sq or 1, sk], contiguous; `causal` only with
+    sq = sk and without a mask; hk = hq unless `native_gqa`; finite lse in backward. `forward` may return any values
+    for rows without a key: the caller overwrites them.
     """
 
     name: str
@@ -57,13 +61,13 @@ class Kernel(Protocol):
     native_gqa: bool
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
-        """Why it cannot compute this (dtype, head size, mask, missing package); None where it can."""
+        """Return why the kernel cannot compute this (dtype, head size, mask, missing package); None if it can."""
         ...
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
-        """Attention, and its log-sum-exp."""
+        """Compute attention and its LSE."""
         ...
 
     def backward(
@@ -78,28 +82,28 @@ class Kernel(Protocol):
         causal: bool,
         scale: float,
     ) -> Grads:
-        """Gradients through `part.out`, where `part` is attention over these keys *and any others*.
+        """Compute the gradients through `part.out`; `part` is attention over these keys *and any others*.
 
         With P = exp(scale q k + mask - lse): dv = P g, dS = P (g v - sum(g out)), dq = scale dS k, dk = scale dS q.
-        So a ring's last out and lse, given with one chunk of keys, yield that chunk's share.
+        With out and lse over all keys of a ring, one chunk of keys gives the gradients through that chunk.
         """
         ...
 
 
 class TangentKernel(Kernel, Protocol):
-    """A kernel that computes forward derivatives too."""
+    """Kernel that also computes forward derivatives."""
 
     def tangents(
         self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
-        """Sums over these keys that give the tangents of attention over these keys *and any others*.
+        """Compute the sums over these keys for the tangents of attention over these keys *and any others*.
 
         With P = exp(scale q k + mask - lse) and dS = scale (dq k + q dk): out = sum(P (dS v + dv)), lse = sum(P dS).
-        The sums of all chunks of a ring, added, are d(lse) = lse and d(out) = out - lse * (attention's out).
+        Added over all chunks of a ring, they give the tangents d(lse) = lse and d(out) = out - lse * (attention's out).
 
         Args:
             tangents: dq, dk and dv, in the shapes of `inputs`.
-            lse: [b, sq, hq] over all keys, finite.
-        Returns: both sums, in float32 (float64 for float64).
+            lse: [b, sq, hq], over all keys, finite.
+        Returns: sums for out and lse, in float32 (float64 for float64).
         """
         ...

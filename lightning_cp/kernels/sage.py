@@ -1,4 +1,4 @@
-"""SageAttention, if installed: 8-bit attention for sampling. Unmeasured: none of this has run on a GPU yet."""
+"""SageAttention, if installed: 8-bit attention for sampling. Not measured: it has not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lightning_cp.kernels.protocol import PartialAttention
 
 
 class SageKernel:
-    """The package `sageattention`: approximate (8-bit products), without a gradient, so never chosen by "auto".
+    """Package `sageattention`: approximate (8-bit products) and without a gradient, so "auto" never chooses it.
 
-    Its log-sum-exp is the natural logarithm, with the mean that it subtracts from the keys added back, so that the
-    chunks of a ring can be merged.
+    It subtracts the mean from the keys. Its LSE is a natural log and includes that mean again, so that chunks of a ring
+    can be merged.
     """
 
     name = "sage"

@@ -1,4 +1,4 @@
-"""Start the ranks of a job, watch them, and end all of them when one fails. Imports no torch."""
+"""Start the ranks of a job, watch them, and end all ranks when one fails. Imports no torch."""
 
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result

@@ -1,4 +1,4 @@
-"""Which rank made a job fail. Imports no torch."""
+"""Find the rank that made a job fail. Imports no torch."""
 
 import signal
 from collections.abc import Mapping, Sequence
@@ -8,18 +8,18 @@ from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.processes import Event, EventKind
 from lightning_cp.launch.stalls import StallWarnings
 
-# Words of gloo, NCCL and the store about a peer that has gone.
+# Parts of gloo, NCCL and TCPStore error messages about a lost peer.
 _LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "DistNetworkError")
 
 
 @dataclass
 class History:
-    """What happened to the ranks of a job so far.
+    """The events of a job's ranks so far.
 
     Attributes:
-        done: ranks whose target has returned.
-        heard: whether a rank was asked to stop and will write a checkpoint.
-        stalls: prints what ranks report about collectives that do not end.
+        done: ranks that returned from the target.
+        heard: True once a rank has confirmed a stop request; a checkpoint will follow.
+        stalls: prints the ranks' reports of stalled collectives.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -29,7 +29,7 @@ class History:
     _reports: dict[int, Failure] = field(default_factory=dict)
 
     def add(self, event: Event) -> None:
-        """Take note of the next event."""
+        """Record the next event."""
         self.events.append(event)
         if event.kind is not EventKind.SAID:
             return
@@ -41,19 +41,19 @@ class History:
                 self._reports[event.rank] = report
 
     def reports(self) -> list[Failure]:
-        """The failures that ranks reported, the first first."""
+        """Return the failures reported by ranks, in order of arrival."""
         return list(self._reports.values())
 
     def has_trouble(self, codes: Sequence[int | None]) -> bool:
-        """Whether a rank reported a failure, ended badly, or is ending though its target has not returned."""
+        """Return True if a rank reported a failure, exited with an error, or left before its target returned."""
         left = any(event.kind is not EventKind.SAID and event.rank not in self.done for event in self.events)
         return bool(self._reports) or left or any(codes)
 
     def first_cause(self, codes: Sequence[int | None]) -> Failure | None:
-        """The failure that came first, from which the others may have followed.
+        """Return the first failure, which may have caused the others.
 
-        Args: codes: exit codes of the ranks, None for those that run.
-        Returns: None where no rank failed.
+        Args: codes: exit code of each rank, None for running ranks.
+        Returns: None if no rank failed.
         """
         returned: list[int] = []
         for event in self.events:
@@ -73,14 +73,17 @@ class History:
         return None
 
     def _left_early(self, rank: int, codes: Sequence[int | None]) -> Failure | None:
-        """A rank that ended with exit code 0 and without returning: right only if all ranks do so."""
+        """Return the failure of a rank that exited with 0 without returning, or None if all ranks exited with 0."""
         if all(code == 0 for code in codes):
             return None
         message = f"rank {rank} ended with exit code 0 while other ranks were still at work: it called exit itself"
         return Failure(rank, FailureKind.EARLY, f"{message}{self._then(rank)}")
 
     def _or_lost(self, report: Failure, returned: Sequence[int]) -> Failure:
-        """The failure of a rank that lost a peer follows from one whose target returned before. `returned`: those."""
+        """Replace the failure of a rank that lost a peer by the early return that caused it, if a peer had returned.
+
+        Args: report: failure of the rank. returned: ranks that had returned from the target before.
+        """
         others = [rank for rank in returned if rank != report.rank]
         if not others or report.kind is not FailureKind.RAISED or not any(x in report.message for x in _LOST_PEER):
             return report
@@ -93,7 +96,7 @@ class History:
 
 
 def ending(rank: int, code: int) -> Failure:
-    """The failure of a rank that ended without a report. Args: code: not 0; -n for signal n."""
+    """Describe the failure of a rank that ended without a report. Args: code: exit code, not 0; -n for signal n."""
     if code > 0:
         return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {code}", exit_code=code)
     try:

@@ -1,4 +1,4 @@
-"""Ranks that torchrun, SLURM or another launcher has started: this process is one of them."""
+"""Run jobs in ranks that torchrun, SLURM or another launcher has started; this process is one of them."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ from lightning_cp.launch.rank import failure_of, run_target
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Where this process stands in a world that others started."""
+    """The launcher, rank and world size of a process started by an external launcher."""
 
     launcher: str
     rank: int
@@ -23,7 +23,7 @@ class LauncherEnv:
 
 
 def launcher_env(environ: Mapping[str, str]) -> LauncherEnv | None:
-    """This process' place as its environment tells it, or None where no launcher started it."""
+    """Read rank and world size from the launcher's environment variables; None if no launcher started this process."""
     rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
     if rank is not None and size is not None and "LOCAL_RANK" in environ:
         return LauncherEnv("torchrun", rank, size, whole_number(environ, "LOCAL_WORLD_SIZE") or size)
@@ -35,19 +35,19 @@ def launcher_env(environ: Mapping[str, str]) -> LauncherEnv | None:
 
 
 def is_first(place: LauncherEnv | None) -> bool:
-    """Whether this process writes and speaks: it starts the ranks, or is the first of them."""
+    """Return True if this process writes files and prints: it is rank 0, or it starts the ranks itself."""
     return place is None or place.rank == 0
 
 
 def whole_number(environ: Mapping[str, str], name: str) -> int | None:
-    """The variable as a number of 0 or more; None where it is none."""
+    """Read an environment variable as a non-negative integer; None if it is missing or not one."""
     value = environ.get(name, "")
     return int(value) if value.isdecimal() else None
 
 
 @dataclass(frozen=True)
 class ExternalLauncher(Launcher):
-    """Runs the job's target here, as the rank that this process is; the launcher that started it watches it."""
+    """Run the job's target in this process, as its rank; the external launcher watches the processes."""
 
     place: LauncherEnv
 
@@ -65,12 +65,12 @@ class ExternalLauncher(Launcher):
         return Result()
 
 
-_ports: list[int] = []  # on which the next job of this process meets; none yet: where the launcher said
+_ports: list[int] = []  # ports for this process's later jobs; the first job uses the launcher's MASTER_PORT
 
 
 @contextmanager
 def _surroundings_kept() -> Iterator[None]:
-    """The next job in this process finds the environment and the number of threads as this one did."""
+    """Restore the environment variables and torch's thread count afterwards, for the next job in this process."""
     environment, torch = dict(os.environ), sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else None
     try:

@@ -1,4 +1,4 @@
-"""What is launched, what comes of it, and the one interface in between."""
+"""Define a job, its result, and the launcher interface."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -16,12 +16,12 @@ class Job:
     Args:
         target: the function, as `package.module:function` or `/path/to/file.py:function`; it is called with the
             configuration on every rank.
-        config: a resolved YAML file with that configuration.
-        world_size: ranks.
-        log_dir: where the output of all ranks but the first goes, and every rank's traceback.
-        threads: CPU threads a rank; 0 leaves the choice to the environment.
-        environment: variables for the ranks, on top of the launcher's own environment.
-        inherited: file descriptors that stay open in the ranks: locks that are held until the last rank has ended.
+        config: path of the resolved configuration, a YAML file.
+        world_size: number of ranks.
+        log_dir: folder for the output of all ranks but the first, and for every rank's traceback.
+        threads: CPU threads per rank; 0 leaves the choice to the environment.
+        environment: environment variables of the ranks, added to the launcher's environment.
+        inherited: file descriptors that stay open in the ranks, such as locks to hold until the last rank has ended.
     """
 
     target: str
@@ -35,20 +35,20 @@ class Job:
 
 @unique
 class FailureKind(StrEnum):
-    """How a rank ended."""
+    """The kind of failure."""
 
-    REFUSED = "refused"  # an error that says what the user can do: its message is enough
-    RAISED = "raised"  # any other exception: its traceback is needed
+    REFUSED = "refused"  # an error with a clear message for the user; no traceback is printed
+    RAISED = "raised"  # any other exception; its traceback is printed
     SIGNAL = "signal"
     EXIT = "exit"
-    EARLY = "early"  # it ended with exit code 0, and other ranks still needed it
-    TIMEOUT = "timeout"  # the launcher's own limit ran out
-    STOPPED = "stopped"  # the user, or a signal, stopped the launcher
+    EARLY = "early"  # the rank exited with code 0 while other ranks still needed it
+    TIMEOUT = "timeout"  # the launcher's time limit was exceeded
+    STOPPED = "stopped"  # the user or a signal stopped the job
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed: the first cause, on the rank that had it."""
+    """The first cause of a job's failure and the rank where it occurred."""
 
     rank: int
     kind: FailureKind
@@ -57,42 +57,42 @@ class Failure:
     exit_code: int = 1
 
     def describe(self) -> str:
-        """Give the text for the user: one line, and the traceback of an unexpected exception."""
+        """Return the text for the user: the message, plus the traceback of an unexpected exception."""
         if self.kind is FailureKind.RAISED:
             return f"{self.message} (rank {self.rank})\n\n{self.traceback.rstrip()}"
         return self.message
 
     def to_fields(self) -> dict[str, Any]:
-        """Give the failure as a mapping of plain values, cut to a size that is quick to send."""
+        """Return the failure as a mapping of plain values, with message and traceback truncated for sending."""
         return asdict(replace(self, message=self.message[:_MAX_MESSAGE], traceback=self.traceback[-_MAX_TRACEBACK:]))
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> "Failure":
-        """Rebuild a failure from `to_fields`. Raises: TypeError, ValueError: `fields` come from elsewhere."""
+        """Rebuild a failure from `to_fields`. Raises: TypeError, ValueError: `fields` are not from `to_fields`."""
         return cls(**{**fields, "kind": FailureKind(str(fields.get("kind")))})
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a job; `began`: whether ranks were started."""
+    """The result of a job: its failure (None on success); `began` is True if ranks were started."""
 
     failure: Failure | None = None
     began: bool = True
 
     @property
     def was_stopped(self) -> bool:
-        """Whether the user, or a signal, ended the job."""
+        """True if the user or a signal stopped the job."""
         return self.failure is not None and self.failure.kind is FailureKind.STOPPED
 
     @property
     def exit_code(self) -> int:
-        """For the process that launched it; 0 where all ranks ended well."""
+        """Exit code for the launching process; 0 if all ranks succeeded."""
         return 0 if self.failure is None else self.failure.exit_code
 
 
 class Launcher(Protocol):
-    """Runs jobs, one after another. Holds nothing between two jobs, and leaves its own process as it was."""
+    """Run jobs one after another, without keeping state between jobs or changing the launching process."""
 
     def launch(self, job: Job) -> Result:
-        """Runs the job to its end. Returns with no rank left running."""
+        """Run the job to its end. No rank is running when it returns."""
         ...

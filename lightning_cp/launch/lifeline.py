@@ -1,8 +1,8 @@
-"""Ranks that end with the process that started them, however that one ends.
+"""End the ranks when their launcher ends, for whatever reason.
 
-The launcher holds the write end of a pipe and each rank the read end. When the launcher is gone, even by SIGKILL, the
-kernel closes the write end, and a thread of each rank ends its whole process group: the rank and what it started. (A
-death signal asked of the kernel, PR_SET_PDEATHSIG, would come first and leave a rank's own children running.)
+The launcher holds the write end of a pipe and each rank holds the read end. When the launcher ends, even by SIGKILL,
+the kernel closes the write end. A thread in each rank then kills its whole process group: the rank and its children.
+(PR_SET_PDEATHSIG would kill the rank first and leave its children running.)
 """
 
 import os
@@ -11,10 +11,10 @@ import threading
 
 
 def hold_on_to_launcher(read_end: int) -> None:
-    """Ends this process and its group when the launcher has ended.
+    """Kill this process and its process group when the launcher has ended.
 
     Args:
-        read_end: file descriptor of the pipe whose write end only the launcher holds.
+        read_end: file descriptor of the pipe's read end; only the launcher holds the write end.
     """
     threading.Thread(target=_wait_for_end, args=(read_end,), name="lifeline", daemon=True).start()
 

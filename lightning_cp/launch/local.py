@@ -28,7 +28,7 @@ _LONGEST_WAIT_S = 3600.0  # a wait without a limit is longer than the system's c
 
 
 class StoppedBySignal(BaseException):
-    """The launcher's own process was told to end."""
+    """The launcher process received a stop signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by signal {number} ({signal.Signals(number).name})")
@@ -37,15 +37,15 @@ class StoppedBySignal(BaseException):
 
 @dataclass(frozen=True)
 class LocalLauncher(Launcher):
-    """One process a rank, each in a session of its own, on a free port of the loopback.
+    """Launch one process per rank on this machine, each in a new session, with a free loopback port for rendezvous.
 
     Args:
-        settle_s: after the first failure, how long others may take to end and to write their logs. Also how far apart
-            ranks may end that call `sys.exit(0)` instead of returning from the target; more is a failure.
-        terminate_s: how long ranks may take to end on SIGTERM before SIGKILL.
-        hear_s: when this process is asked to stop (SIGTERM, SIGUSR1), how long until a rank must have heard of it.
-        checkpoint_s: how long ranks may then take to write a checkpoint; a second signal ends them at once.
-        limit_s: how long a job may take.
+        settle_s: seconds that other ranks get to end and write their logs after the first failure. Also the largest
+            time between ranks that call `sys.exit(0)` instead of returning from the target; a longer gap is a failure.
+        terminate_s: seconds between SIGTERM and SIGKILL.
+        hear_s: seconds for a rank to confirm a stop request (SIGTERM, SIGINT or SIGUSR1 to this process).
+        checkpoint_s: seconds for ranks to write a checkpoint after that; a second signal ends them at once.
+        limit_s: time limit of a job, in seconds.
     """
 
     settle_s: float = 2.0
@@ -72,9 +72,9 @@ class LocalLauncher(Launcher):
                         message = self._ask_to_stop(ranks, history, stop) if stop.number in ASKING else str(stop)
                         return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
                     finally:
-                        ignore_signals()  # the end takes no longer than `terminate_s`
+                        ignore_signals()  # cleanup must not be interrupted; it takes at most `terminate_s`
                         ranks.end(self.terminate_s)
-            except StoppedBySignal as stop:  # again, while ranks were writing their checkpoint
+            except StoppedBySignal as stop:  # a second signal, while ranks were writing their checkpoint
                 return Result(Failure(-1, FailureKind.STOPPED, str(stop), exit_code=128 + stop.number))
 
     def _watch(self, ranks: Processes, history: History) -> Result:
@@ -95,7 +95,7 @@ class LocalLauncher(Launcher):
                 return Result(Failure(slow, FailureKind.TIMEOUT, f"not done after {self.limit_s:.0f} s"))
 
     def _ask_to_stop(self, ranks: Processes, history: History, stop: StoppedBySignal) -> str:
-        """Pass the signal on, and wait until ranks have written what they have. Returns: what they report."""
+        """Forward the signal to the ranks and wait for their checkpoint. Returns: the stop message to report."""
         ranks.signal(stop.number)
         started = time.monotonic()
         while ranks.are_running():
@@ -107,12 +107,12 @@ class LocalLauncher(Launcher):
         return said[0] if said else str(stop)
 
     def _settle(self, ranks: Processes, history: History) -> None:
-        """After the first failure, give the others time to end and to write their logs."""
+        """Give the other ranks time to end and write their logs after the first failure."""
         deadline = time.monotonic() + self.settle_s
         while (left_s := deadline - time.monotonic()) > 0 and ranks.are_running():
             refused = [report.rank for report in history.reports() if report.kind is FailureKind.REFUSED]
             if any(ranks.codes()[rank] is not None for rank in refused):
-                return  # a refusal follows from nothing else, and has been written to its log
+                return  # a REFUSED failure is always a first cause, and it is already in the log
             _wait(ranks, history, left_s)
 
 
@@ -140,7 +140,7 @@ def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) ->
     if job.threads:
         environment.setdefault("OMP_NUM_THREADS", str(job.threads))
     if "SLURM_NTASKS" in environment:
-        environment["SLURM_JOB_NAME"] = "interactive"  # tells Lightning that SLURM did not start this process
+        environment["SLURM_JOB_NAME"] = "interactive"  # so that Lightning does not treat this process as a SLURM task
     return environment | {
         **job.environment,
         "RANK": str(rank),
@@ -155,8 +155,10 @@ def _environment(job: Job, rank: int, listener: socket.socket, lifeline: int) ->
 
 @contextmanager
 def _signals_raise() -> Iterator[Callable[[], None]]:
-    """Inside, signals that ask this process to end raise `StoppedBySignal`, until what it gives is called; handlers are
-    put back after."""
+    """Raise `StoppedBySignal` on stop signals inside the context, and restore the old handlers afterwards.
+
+    Yields: a function that makes these signals be ignored from then on.
+    """
     heeds = True
 
     def stop(number: int, _frame: FrameType | None) -> None:
@@ -170,7 +172,7 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
     wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     try:
         before = {number: signal.signal(number, stop) for number in wanted}
-    except ValueError:  # not the main thread: whoever owns it handles its signals
+    except ValueError:  # not the main thread, where Python cannot set signal handlers
         yield ignore
         return
     try:

@@ -1,4 +1,4 @@
-"""What this machine has to run ranks on, found without importing torch."""
+"""Find the CPU cores and GPUs of this machine without importing torch."""
 
 import ctypes
 import os
@@ -11,29 +11,29 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Machine:
-    """Cores that this process may use, and CUDA devices that torch would see (counted when first asked for)."""
+    """CPU cores that this process may use, and CUDA devices that torch would see (counted at first access)."""
 
     cores: int
 
     @classmethod
     def this(cls) -> "Machine":
-        """The machine that this process runs on."""
+        """Describe the machine that this process runs on."""
         affinity = getattr(os, "sched_getaffinity", None)
         return cls(cores=len(affinity(0)) if affinity is not None else os.cpu_count() or 1)
 
     @cached_property
     def gpus(self) -> int:
-        """Number of CUDA devices; 0 where there is no driver or torch is built without CUDA."""
+        """Number of CUDA devices; 0 without a driver or with a torch built without CUDA."""
         return count_gpus()
 
     @property
     def max_cpu_ranks(self) -> int:
-        """More ranks than this on CPU are taken for a mistake."""
+        """Largest accepted number of CPU ranks; more are assumed to be a mistake."""
         return max(16, 4 * self.cores)
 
 
 def count_gpus() -> int:
-    """Asks torch in a process of its own, and only where there is a CUDA driver."""
+    """Count CUDA devices with torch in a subprocess; return 0 without starting it if there is no CUDA driver."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -49,7 +49,7 @@ def count_gpus() -> int:
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+    """Return a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

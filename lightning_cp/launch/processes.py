@@ -1,4 +1,4 @@
-"""The processes of a job's ranks, and what happens to them, in the order in which it happens. Imports no torch."""
+"""Start and watch the processes of a job's ranks; report their events in order. Imports no torch."""
 
 import os
 import select
@@ -12,21 +12,21 @@ from typing import IO, Any
 
 from lightning_cp.comm.channel import CHANNEL, Inbox
 
-_TICK_S = 0.05  # between two looks at processes, where the system cannot wait for their end
+_TICK_S = 0.05  # polling interval on systems without pidfd
 
 
 @unique
 class EventKind(Enum):
-    """What happened to a rank."""
+    """The kinds of events of a rank."""
 
-    SAID = auto()  # it sent a message
-    CLOSED = auto()  # its pipe was closed: it is ending
-    ENDED = auto()  # its process has ended
+    SAID = auto()  # the rank sent a message
+    CLOSED = auto()  # the rank's pipe was closed: the rank is ending
+    ENDED = auto()  # the rank's process has ended
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a rank. Attributes: message: of SAID."""
+    """An event of a rank. Attributes: message: the message of a SAID event."""
 
     rank: int
     kind: EventKind
@@ -41,10 +41,10 @@ class _Rank:
 
 
 class Processes:
-    """The processes of the ranks, each with a pipe to this one.
+    """The processes of the ranks, each with a pipe to this process.
 
-    On Linux one `epoll` waits for messages, for the closing of pipes and for the ends of processes. It gives them in
-    the order in which they happened, also when this process could not run for a while.
+    On Linux one `epoll` waits for messages, closed pipes and ended processes. It returns events in the order in which
+    they happened, even if this process could not run for a while.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class Processes:
         output: IO[bytes] | None,
         inherited: Sequence[int],
     ) -> None:
-        """Start the next rank, in a session of its own.
+        """Start the next rank in a new session.
 
         Args:
             command: program and arguments.
-            environment: its variables; the one of its pipe is added.
-            output: where it writes; None: where this process does.
-            inherited: descriptors that stay open in it.
+            environment: environment variables of the rank; the variable with its pipe is added.
+            output: file for stdout and stderr; None: those of this process.
+            inherited: file descriptors that stay open in the rank.
         """
         reader, writer = os.pipe()
         try:
@@ -88,37 +88,37 @@ class Processes:
         self._add(process, reader)
 
     def wait(self, timeout_s: float) -> list[Event]:
-        """Wait until something happens, at most `timeout_s`. Returns: what happened, the first first."""
+        """Wait for events, at most `timeout_s` seconds. Returns: the events, oldest first."""
         deadline = time.monotonic() + timeout_s
         while True:
             events = [event for descriptor in self._ready(deadline) for event in self._events(descriptor)]
             if self._has_polling():
-                # Here the order is only known from one look to the next: a rank that ends comes before what others say.
+                # Polling does not give the order within one interval: put ended ranks before messages of other ranks.
                 events += [event for rank in range(len(self._ranks)) for event in self._look_at(rank)]
                 events.sort(key=lambda event: event.kind is EventKind.SAID)
             if events or time.monotonic() >= deadline:
                 return events
 
     def codes(self) -> list[int | None]:
-        """The exit code of each rank, in their order; -n for signal n, None while it runs."""
+        """Return the exit code of each rank, in rank order; -n for signal n, None while it runs."""
         return [rank.process.returncode for rank in self._ranks]
 
     def pids(self) -> list[int]:
-        """The process id of each rank."""
+        """Return the process id of each rank, in rank order."""
         return [rank.process.pid for rank in self._ranks]
 
     def are_running(self) -> bool:
-        """Whether any rank runs."""
+        """Return True if any rank is running."""
         return None in self.codes()
 
     def signal(self, number: int) -> None:
-        """Send a signal to each rank that runs."""
+        """Send a signal to each running rank."""
         for rank in self._ranks:
             if rank.process.returncode is None:
                 rank.process.send_signal(number)
 
     def end(self, terminate_s: float) -> None:
-        """End all ranks and what they have started: by SIGTERM, and by SIGKILL after `terminate_s`."""
+        """End all ranks and their children: SIGTERM first, SIGKILL after `terminate_s` seconds."""
         for rank in self._ranks:
             _signal_group(rank.process, signal.SIGTERM)
         deadline = time.monotonic() + terminate_s
@@ -128,7 +128,7 @@ class Processes:
             except subprocess.TimeoutExpired:
                 _signal_group(rank.process, signal.SIGKILL)
         for rank in self._ranks:
-            _signal_group(rank.process, signal.SIGKILL)  # what the rank itself started, and left behind
+            _signal_group(rank.process, signal.SIGKILL)  # children that the rank left running
             rank.process.wait()
 
     def close(self) -> None:
@@ -144,7 +144,7 @@ class Processes:
         if self._epoll is not None:
             try:
                 pidfd = os.pidfd_open(process.pid)
-            except OSError:  # an old kernel, or one that forbids it: `wait` looks from time to time
+            except OSError:  # not supported or not permitted by the kernel: `wait` polls instead
                 pidfd = None
         self._ranks.append(_Rank(process, Inbox(reader), pidfd))
         for descriptor in (reader, pidfd):
@@ -169,7 +169,7 @@ class Processes:
 
     def _events(self, descriptor: int) -> list[Event]:
         number = self._owners.get(descriptor)
-        if number is None:  # closed by an earlier event of the same look
+        if number is None:  # closed by an earlier event of the same poll
             return []
         rank = self._ranks[number]
         return self._read(number) if rank.inbox and descriptor == rank.inbox.descriptor else self._look_at(number)

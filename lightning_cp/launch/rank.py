@@ -1,4 +1,4 @@
-"""The life of one rank: load the configuration, call the target, leave word of what went wrong."""
+"""Run one rank: load the configuration, call the target, report a failure."""
 
 import importlib
 import importlib.util
@@ -24,7 +24,7 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
 def load_target(target: str) -> Target:
-    """The function named by `package.module:function` or `/path/to/file.py:function`."""
+    """Import the function named by `package.module:function` or `/path/to/file.py:function`."""
     place, _, name = target.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     function: Target = getattr(module, name)
@@ -32,18 +32,19 @@ def load_target(target: str) -> Target:
 
 
 def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int | None:
-    """Calls the target with the configuration, and takes down the process group if it made one.
+    """Call the target with the configuration, then destroy the process group if there is one.
 
-    After an error peers may never come, so the group is left to the end of the process.
+    After an error the group is not destroyed, because other ranks may never join in; it ends with the process.
 
     Args:
-        more_to_come: these processes may run another job.
-    Returns: then, the port at which they shall meet: in the store of this group they would find what it left there.
+        more_to_come: True if these processes may run another job.
+    Returns: with `more_to_come`, the MASTER_PORT of the next job: this group's store still holds old keys. Otherwise
+        None.
     """
     from omegaconf import OmegaConf
 
     load_target(target)(OmegaConf.load(config))
-    channel.send({"kind": "done"})  # before peers can see that this rank leaves the process group
+    channel.send({"kind": "done"})  # must be sent before other ranks can notice that this rank leaves the group
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
@@ -58,9 +59,9 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """Describe an exception: in one line where it was raised to be read, else with its traceback.
+    """Describe an exception: in one line if its message is meant for the user, otherwise with its traceback.
 
-    It never raises, also for an exception that cannot be converted to a text.
+    It never raises, even for an exception that cannot be converted to text.
     """
     cause = _root(error)
     if isinstance(cause, SystemExit) and isinstance(cause.code, int):
@@ -68,7 +69,7 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     said, name = _text_of(cause), type(cause).__name__
     try:
         text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-    except BaseException as second:  # a `__cause__` or notes that cannot be shown
+    except BaseException as second:  # a `__cause__` or notes that cannot be formatted
         text = "".join(traceback.format_tb(cause.__traceback__)) + f"(no more is known: {type(second).__name__})"
     if isinstance(cause, Stopped):
         return Failure(rank, FailureKind.STOPPED, said, text, exit_code=cause.exit_code)
@@ -85,13 +86,17 @@ def _text_of(error: BaseException) -> str:
 
 
 def was_raised_for_the_user(error: BaseException) -> bool:
-    """Whether the message says all: errors of ours, and ValueErrors and the like that a line of ours raises."""
+    """Return True if the message needs no traceback.
+
+    That holds for this package's error classes, Lightning's MisconfigurationException, and ValueError, TypeError or
+    FileNotFoundError from a `raise` statement in this package.
+    """
     kind = type(error)
     if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
         return True
     frames = traceback.extract_tb(error.__traceback__)
     ours = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
-    meant = ours and (frames[-1].line or "raise").startswith("raise")  # not a mistake in that line
+    meant = ours and (frames[-1].line or "raise").startswith("raise")  # not a bug in that line
     return meant and kind in (ValueError, TypeError, FileNotFoundError)
 
 
@@ -106,13 +111,13 @@ def main(spec: str) -> None:
         run_target(given["target"], Path(given["config"]))
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            channel.send({"kind": "left"})  # instead of "done": a failure, unless all ranks leave in this way
+            channel.send({"kind": "left"})  # sent instead of "done": a failure, unless all ranks exit this way
             return
         _leave(failure_of(error, rank), Path(given["log_dir"]))
 
 
 def _leave(failure: Failure, log_dir: Path) -> NoReturn:
-    """Report a failure, and end this process without waiting for peers, which may wait for this rank."""
+    """Report a failure and end this process without waiting for other ranks, which may be waiting for this rank."""
     try:
         channel.send({"kind": "failure", "failure": failure.to_fields()})
         log = log_dir / f"rank_{failure.rank}.traceback.txt"
@@ -128,13 +133,13 @@ def _load_file(path: Path) -> ModuleType:
     if module_spec is None or module_spec.loader is None:
         raise ImportError(f"{path} is no python file")
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # so that what it defines can be pickled for DataLoader workers
+    sys.modules[module_spec.name] = module  # so that its classes and functions can be pickled for DataLoader workers
     module_spec.loader.exec_module(module)
     return module
 
 
 def _root(error: BaseException) -> BaseException:
-    """Hydra wraps what a constructor raises; the user needs what was raised."""
+    """Return the original exception of a constructor, which Hydra wraps in InstantiationException."""
     while type(error).__name__ == "InstantiationException" and error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,8 +1,8 @@
-"""Meeting of ranks on one machine through the loopback interface only. Imports no torch.
+"""Rendezvous of ranks on one machine, through the loopback interface only. Imports no torch.
 
-torch's own rendezvous (`env://`) lets rank 0 listen on every network interface, so that anybody who reaches this
-machine can read and write the store of the process group. Here the launcher binds a port of 127.0.0.1 and rank 0
-inherits the listening socket. So no other program can take the port between its choice and its use either.
+With torch's `env://` rendezvous rank 0 listens on every network interface, so anybody who can reach this machine can
+read and write the process group's store. Here the launcher binds a port of 127.0.0.1 and rank 0 inherits the listening
+socket. This also prevents other programs from taking the port before rank 0 uses it.
 """
 
 import importlib.util
@@ -37,22 +37,22 @@ def listen() -> socket.socket:
 
 
 def rendezvous_environment(listener: socket.socket, rank: int) -> dict[str, str]:
-    """Variables for a rank that meets its peers at `listener`; rank 0 must inherit its descriptor."""
+    """Return the rendezvous variables of a rank for the socket `listener`; rank 0 must inherit its descriptor."""
     descriptor = listener.fileno() if rank == 0 else -1
     return {"MASTER_ADDR": _HOST, "MASTER_PORT": str(listener.getsockname()[1]), LISTENER: str(descriptor)}
 
 
 def loopback_environment() -> dict[str, str]:
-    """Variables that make gloo and NCCL use the loopback interface, for ranks that are all on this machine."""
+    """Return variables that make gloo and NCCL use the loopback interface; all ranks must be on this machine."""
     names = [name for _, name in socket.if_nameindex()] if hasattr(socket, "if_nameindex") else []
     loopback = next((name for name in ("lo", "lo0") if name in names), None)
     return {} if loopback is None else {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}"}
 
 
 def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
-    """In a rank of `LocalLauncher`: make `env://` use the launcher's socket, once torch is imported.
+    """Make `env://` use the launcher's socket in a rank of `LocalLauncher`, once torch is imported.
 
-    Args: environ: variables of this process; the descriptor is removed from them.
+    Args: environ: environment variables of this process; the variable with the descriptor is removed.
     """
     given = environ.pop(LISTENER, None)
     if given is None:
@@ -68,16 +68,16 @@ def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
 
 
 class _Rendezvous:
-    """A rendezvous handler of torch for `env://`.
+    """A torch rendezvous handler for `env://`.
 
     Args:
-        address: host and port that the launcher chose. Another address in the environment is left to torch's handler.
+        address: the launcher's host and port. Other addresses in the environment go to torch's handler.
         listener: descriptor of the listening socket; -1 in ranks other than 0.
     """
 
     def __init__(self, address: tuple[str, str], listener: int) -> None:
         self._address, self._listener = address, listener
-        self._store: Any = None  # one for the life of the process, because the socket can be handed over only once
+        self._store: Any = None  # kept until the process ends, because the socket can be passed to a store only once
         self._uses = 0
         self._default: Any = None
 
@@ -89,7 +89,7 @@ class _Rendezvous:
             handlers["env"] = self
 
     def __call__(self, url: str, timeout: timedelta = timedelta(minutes=30), **settings: Any) -> Iterator[Any]:
-        """Give `(store, rank, world size)`, as torch's handlers do."""
+        """Yield `(store, rank, world size)`, as torch's handlers do."""
         if (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")) != self._address:
             yield from self._default(url, timeout=timeout, **settings)
             return
@@ -102,7 +102,7 @@ class _Rendezvous:
             int(asked[name][0] if name in asked else os.environ[name.upper()]) for name in ("rank", "world_size")
         )
         store = self._connect(rank, world, timeout)
-        self._uses += 1  # each process group finds an empty store, also after an earlier one was destroyed
+        self._uses += 1  # a new prefix gives each process group an empty store
         yield PrefixStore(f"group_{self._uses}", store), rank, world
         raise RuntimeError("the ranks of a local job cannot meet again")
 
@@ -119,7 +119,7 @@ class _Rendezvous:
 
 
 class _AtImport(MetaPathFinder):
-    """Installs a rendezvous handler when torch's module is imported, so that ranks without torch start fast."""
+    """Install a rendezvous handler when torch's module is imported, so that ranks without torch start fast."""
 
     def __init__(self, handler: _Rendezvous) -> None:
         self._handler = handler

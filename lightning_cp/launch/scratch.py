@@ -1,4 +1,4 @@
-"""Temporary folders of launchers, which do not outlive them."""
+"""Create temporary folders for launchers, and remove those of killed launchers."""
 
 import os
 import shutil
@@ -14,7 +14,7 @@ _PREFIX = "lightning_cp_run_"
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Make a temporary folder, and remove those of this user's launchers that were killed."""
+    """Create a temporary folder, and remove leftovers of this user's killed launchers."""
     sweep(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
     folder, held = hold(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
     try:

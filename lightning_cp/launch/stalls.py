@@ -1,4 +1,4 @@
-"""Warnings of ranks about collectives that do not end, on the launcher's terminal. Imports no torch."""
+"""Print the ranks' warnings about stalled collectives on the launcher's terminal. Imports no torch."""
 
 import sys
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class StallWarnings:
-    """Prints one warning for each stall, though several ranks report it."""
+    """Print one warning per stall, even if several ranks report it."""
 
     def __init__(self) -> None:
         self._quiet_until = 0.0
@@ -17,9 +17,9 @@ class StallWarnings:
         """Print a warning to stderr, unless one was printed for the same stall.
 
         Args:
-            message: from a rank: `text`, and `after_s`, the seconds after which a stall is reported. Later reports of a
-                stall come within that time, and a second stall needs more.
-            pids: process ids of the ranks, in their order.
+            message: a rank's report: `text`, and `after_s`, the seconds until a stall is reported. Other ranks report
+                the same stall within that time; a second stall takes longer.
+            pids: process ids in rank order.
         """
         text, after_s = message.get("text"), message.get("after_s")
         now = time.monotonic()
@@ -34,7 +34,7 @@ class StallWarnings:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process was stopped by a signal or a debugger; False where the system does not say."""
+    """Return True if a signal or a debugger has stopped the process; False if the system has no such information."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     except (OSError, IndexError):

@@ -1,4 +1,4 @@
-"""Being told to stop: a signal asks, the step under way is finished, a checkpoint is written. Imports no torch."""
+"""Handle stop signals: finish the current step, write a checkpoint, then end. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Self
 
 from lightning_cp.comm import channel
 
-# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, some time before the job's end
+# SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
 # (sbatch --signal=USR1@60).
 ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(Exception):
-    """Training ended early because it was asked to; what was done is in a checkpoint."""
+    """Training ended early on a stop signal; its progress is in a checkpoint."""
 
     def __init__(self, message: str, number: int) -> None:
         super().__init__(message)
@@ -22,9 +22,9 @@ class Stopped(Exception):
 
 
 class StopRequest:
-    """Within it, the signals that ask to stop are noted instead of ending the process.
+    """Context that records stop signals instead of letting them end the process.
 
-    Attributes: number: of the signal that came; 0: none did.
+    Attributes: number: number of the received signal; 0: none.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class StopRequest:
     def __enter__(self) -> Self:
         try:
             self._before = {number: signal.signal(number, self._note) for number in ASKING}
-        except ValueError:  # not the main thread: whoever owns it handles its signals
+        except ValueError:  # not the main thread, where Python cannot set signal handlers
             self._before = {}
         return self
 
@@ -46,4 +46,4 @@ class StopRequest:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
-        channel.send({"kind": "heard"}, patience_s=0, wait=False)  # to the launcher: a checkpoint will be written
+        channel.send({"kind": "heard"}, patience_s=0, wait=False)  # the launcher then waits for the checkpoint

@@ -1,4 +1,4 @@
-"""Sampling with any diffusers pipeline on several ranks: tokens, branches of guidance and prompts are shared out."""
+"""Sample with any diffusers pipeline on several ranks: distribute tokens, CFG branches and prompts."""
 
 from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline

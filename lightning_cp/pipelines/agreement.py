@@ -1,4 +1,4 @@
-"""Ranks that share a sample must ask for the same one: equal arguments are checked, random states are made equal."""
+"""Before a pipeline call, compare its arguments between the ranks that share a sample, and make their RNGs equal."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ _RANDOM = "generator"
 
 
 def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) -> None:
-    """Before a call of a pipeline: refuse unequal arguments, and give all ranks the random states of the first.
+    """Refuse unequal arguments of a pipeline call, and set the random states of all ranks to those of the first rank.
 
-    That is the state of each `torch.Generator` in the argument `generator`, and of torch's own generators of the CPU
-    and of this rank's device, from which noise is drawn where no generator is given. So every rank draws the same
-    noise, and what one process would have drawn with the first rank's seeds.
+    Random states: each `torch.Generator` in the argument `generator`, and torch's default generators of the CPU and of
+    this rank's device, which pipelines use if no generator is given. Every rank then draws the same noise as one
+    process with the first rank's seeds.
 
-    Ranks: all that share the sample. Raises: PeerMismatchError, on all of them, naming the argument.
+    Args:
+        arguments: arguments of the call, by name.
+        sample: ranks that share the sample.
+    Ranks: all ranks of `sample`. Raises: PeerMismatchError, on all of these ranks, with the argument's name.
     """
     if sample.context is None:
         return
@@ -64,7 +67,7 @@ def _generators(value: Any) -> list[torch.Generator]:
 
 
 def _default_states() -> list[Tensor]:
-    """Of the CPU, and of this rank's device where there is one."""
+    """Return the random states of the CPU and, if there is one, of this rank's CUDA device."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_available() else states
 
@@ -76,7 +79,7 @@ def _set_default_states(states: list[Tensor]) -> None:
 
 
 def _digests(name: str, value: Any) -> Iterator[tuple[str, Digest]]:
-    """What can be compared of a (nested) argument: of objects that cannot be looked into, their class."""
+    """Yield (name, digest) for each leaf of an argument; for objects without readable content, digest the class."""
     if isinstance(value, Tensor):
         yield name, digest(value)
     elif isinstance(value, Mapping):

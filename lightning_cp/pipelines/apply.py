@@ -1,4 +1,4 @@
-"""`parallelize_pipeline` and `unparallelize_pipeline`: a pipeline in place, reversibly."""
+"""Make a pipeline context-parallel in place (`parallelize_pipeline`), and undo it (`unparallelize_pipeline`)."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ _log = logging.getLogger("lightning_cp")
 
 @dataclass(eq=False)
 class ParallelPipeline:
-    """What a parallel pipeline carries.
+    """State of a parallel pipeline.
 
     Attributes:
-        ranks: who shares a sample with whom.
-        transformers: by the name of the component.
+        ranks: groups of ranks that share a sample, a CFG branch or tokens.
+        transformers: installed transformers, by component name.
         decoders: names of the autoencoders that encode and decode in parallel.
-        calls: of transformers, how many of the last call were shared out by branch among them.
-        shard: names of the components whose weights are spread over ranks.
-        stages: where components lie when; None where they stay together.
+        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
+        shard: names of the components with weights sharded over ranks (FSDP2).
+        stages: device placement by stage; None for the setting "together".
+        undo: functions that restore the pipeline, to be called last to first.
     """
 
     ranks: Branches
@@ -76,29 +77,32 @@ def parallelize_pipeline(
     kernel: str = "auto",
     check_peers: str = "sampled",
 ) -> None:
-    """Run any diffusers pipeline context-parallel from now on: call it on every rank, as one process would.
+    """Make any diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
-    **All ranks that share a sample draw the same noise.** At each call, the `torch.Generator`s that it is given, and
-    torch's own random states (from which noise comes without a generator), are set to those of the first of these
-    ranks. Other arguments must be equal, and are compared. Every rank returns the whole result, and runs the callbacks.
+    **All ranks that share a sample draw the same noise.** At each call, the given `torch.Generator`s and torch's
+    default random states (used if no generator is given) are set to those of the first of these ranks. Other arguments
+    must be equal, and are compared. Every rank returns the whole result and runs the callbacks.
 
-    World = data x cfg x ring x ulysses ranks. Data groups may be called with different prompts (`sample_prompts`).
+    World size = data x cfg x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
 
     Args:
-        pipe: a `DiffusionPipeline` or `ModularPipeline`; every component with a plan (both experts of Wan)
-            is made parallel.
+        pipe: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts of
+            Wan).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
-        cfg: parts of the ranks among which the branches of guidance are shared out: 2 for classifier-free guidance.
-        vae: encode and decode in parallel too; "auto": where the autoencoder's class can.
-        shard: components whose layers' weights are spread over ranks (FSDP2), for pipelines that do not fit. They are
-            moved to the rank's device, layer by layer. There is no way back.
-        stages: which components are on the rank's device when. "offload": those of a stage (encode, denoise, decode),
-            and the others in host memory. "release": the same for one single call, and what a stage no longer needs is
-            freed for good. Components may lie in host memory when this is called.
-        kernel: as of the strategies.
-        check_peers: how often transformers' arguments are compared, as of the strategies.
+        cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
+        vae: True: encode and decode in parallel. "auto": if the autoencoder's class supports it. False: do not.
+        shard: names of components to shard over ranks layer by layer (FSDP2), for pipelines that do not fit on one
+            device. They are moved to the rank's device layer by layer. This cannot be undone.
+        stages: "together": leave components where they are. "offload": keep only the components of the current stage
+            (encode, denoise, decode) on the rank's device, the others in host memory. "release": move components to the
+            device when needed and free their weights after their stage, so the pipeline can be called only once. With
+            both, components may be in host memory now.
+        kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
+        check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
+            context peers, with the same values as for the strategies.
     Ranks: the whole world.
-    Raises: ValueError, TypeError: settings, or components that cannot be parallel. The pipeline is then as it was.
+    Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
+        unless layers were already sharded: it then raises at every call.
     """
     components = components_of(pipe)
     if parallel_pipeline(pipe) is not None:
@@ -125,14 +129,14 @@ def parallelize_pipeline(
         calls = BranchCalls(type(pipe).__name__, ranks)
         undo += [intercept_calls(found[name], _shared_out(calls, one)) for name, one in installed.items()]
         scheduler = components.get("scheduler")
-        if ranks.cfg > 1 and hasattr(scheduler, "step"):  # no promise is to outlive its step, and reach a callback
+        if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
             undo.append(intercept_method(scheduler, "step", _with_kept_promises))
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
         undo.append(intercept_calls(pipe, _together(pipe, calls, staged, check), **_places(staged)))
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-        shard_layers(layers, components, found, ranks)  # last, since there is no way back
+        shard_layers(layers, components, found, ranks)  # last: cannot be undone
     except BaseException as error:
         undo_all(undo)
         mark_unusable(pipe, layers, error)
@@ -158,13 +162,13 @@ def unparallelize_pipeline(pipe: Any) -> None:
 
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
-    """What `parallelize_pipeline` left on a pipeline; None for one that is not parallel."""
+    """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
     found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(_INSTALLED)
     return found
 
 
 def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
-    """Around a transformer. Outside of this pipeline's calls nobody has seen to equal noise: peers are compared."""
+    """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if calls.is_active and calls.branches.cfg > 1:
@@ -181,7 +185,7 @@ def _with_kept_promises(call: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
-    """Around a call of the pipeline, on every rank."""
+    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
     signature = inspect.signature(type(pipe).__call__)
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,7 +203,7 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
 
 
 def _places(stages: Stages | None) -> dict[str, Any]:
-    """What a pipeline says of its device, which diffusers reads from components, wherever these lie."""
+    """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
     if stages is None:
         return {}
     device = property(lambda pipe: stages.device)

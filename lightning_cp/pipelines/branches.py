@@ -1,8 +1,9 @@
-"""Guidance over a `cfg` axis: each part of the ranks computes one branch (classifier-free guidance parallelism).
+"""Classifier-free guidance (CFG) parallelism: ranks on the `cfg` axis compute different branches of guidance.
 
-Pipelines compute branches in one of two ways, and which one is seen from what they call their transformer with. Some
-repeat the latents along the batch and call it once: the batch is split. Others call it once for each branch: the calls
-are dealt out in turn, and give promises (`promise.py`). Both give the numbers that one process would.
+Pipelines compute the branches in one of two ways, recognised from the transformer's arguments. Some repeat the latents
+along the batch and call the transformer once: the batch is split. Others call it once per branch: the calls are
+assigned to the branches round-robin and return a `LazyTensor` (`lazy_tensor.py`). Both give the same numbers as one
+process.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
 _LONELY_STEPS = 2
-_TENSOR = object()  # stands for one in a result's form
+_TENSOR = object()  # placeholder for a tensor in _Form.rest
 
 
 @dataclass(frozen=True)
 class _Form:
-    """Of a result: its structure, the tensors in it, and what else there is."""
+    """Form of a transformer's result: its tree structure, the layout of its tensors, and its other leaves."""
 
     spec: TreeSpec
     layout: Layout
@@ -37,24 +38,24 @@ class _Form:
     rest: list[Any]
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """A result of this form, with these tensors."""
+        """Build a result of this form from `tensors`."""
         pieces = iter(tensors)
         return tree_unflatten([next(pieces) if x is _TENSOR else x for x in self.rest], self.spec)
 
 
 @dataclass(eq=False)
 class BranchCalls:
-    """Deals out the calls of a pipeline's transformers.
+    """Distributes the calls of a pipeline's transformers over the CFG branches.
 
     Attributes:
-        name: of the pipeline, for errors.
-        branches: of this rank.
-        ledger: of what is computed elsewhere.
-        forms: of results, by module, shapes of arguments, autocast. The first call of each is computed by all ranks.
-        lonely: exchanges, one after another, that were for fewer calls than there are branches.
-        shared: calls that were shared out.
-        is_active: whether a call of the pipeline is under way.
-        may_wait: whether its guidance may begin at a later step.
+        name: class name of the pipeline, for errors.
+        branches: CFG, context and data groups of this rank.
+        ledger: results that other branches compute and that are not gathered yet.
+        forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
+        lonely: number of consecutive exchanges with fewer calls than branches.
+        shared: number of calls that were distributed over branches.
+        is_active: True during a call of the pipeline.
+        may_wait: True if guidance may start after the first step.
     """
 
     name: str
@@ -72,7 +73,7 @@ class BranchCalls:
     def call(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """One call of a transformer. Ranks: those of all branches, with equal arguments."""
+        """Run one transformer call, split or assigned to one branch. Ranks: all branches, with equal arguments."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
                 f"cfg={self.branches.cfg} is for sampling, but {type(module).__name__} is called where gradients are "
@@ -90,12 +91,12 @@ class BranchCalls:
         return cfg_merge(compute(*mine_args, **mine_kwargs), self.branches, like=main)
 
     def begin(self, *, may_wait: bool = False) -> None:
-        """Before a call of the pipeline."""
+        """Reset the counters before a call of the pipeline."""
         self.lonely = self.shared = 0
         self.is_active, self.may_wait = True, may_wait
 
     def end(self) -> None:
-        """After it, or after what it raised."""
+        """Drop pending results after a call of the pipeline, also if it raised."""
         self.ledger.drop()
         self.is_active = False
 
@@ -135,14 +136,14 @@ class BranchCalls:
 
 
 def guidance_may_wait(pipe: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a call's guidance may begin later than its first step: by its guider, or an argument that says so."""
+    """Return True if guidance may start after the first step, because of the guider or of a start argument."""
     begins = [value for name, value in arguments.items() if "start" in name and ("cfg" in name or "guidance" in name)]
     begins.append(getattr(getattr(pipe, "guider", None), "_start", 0))
     return any(isinstance(value, (int, float)) and value > 0 for value in begins)
 
 
 def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the transformer denoises: the first argument of its forward."""
+    """Return the latents: the first argument of the transformer's forward."""
     if args:
         return args[0]
     return kwargs.get(list(inspect.signature(type(module).forward).parameters)[1])
@@ -153,13 +154,13 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _shapes(values: Any) -> Any:
-    """What decides the shapes of a result: shapes of tensors, and all else as it is."""
+    """Return a key that determines the result's shapes: tensor shapes and dtypes, other values, tree structure."""
     leaves, spec = tree_flatten(values)
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)
 
 
 def _autocast(values: Any) -> tuple[Any, ...]:
-    """What decides the dtypes of a result beside its arguments': those that autocast computes in, where it is on."""
+    """Return the autocast dtypes by device type, where autocast is on: they also determine the result's dtypes."""
     kinds = sorted({x.device.type for x in _tensors(values)})
     on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)

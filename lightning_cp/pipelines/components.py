@@ -1,4 +1,4 @@
-"""Which components of a pipeline denoise, and which decode."""
+"""Load a pipeline, and find the components that denoise and the components that decode."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cp.vae import parallelize_vae
 
 
 def load_pipeline(source: str, dtype: Any) -> Any:
-    """A pipeline from a folder, or from the hub. Raises: ValueError: it cannot be had; what was said, in one line."""
+    """Load a pipeline from a folder or from the Hub. Raises: ValueError: it cannot be loaded; reason in one line."""
     from diffusers import DiffusionPipeline
 
     try:
@@ -26,7 +26,7 @@ def load_pipeline(source: str, dtype: Any) -> Any:
 
 
 def components_of(pipe: Any) -> dict[str, Any]:
-    """By name. Raises: TypeError: it is no pipeline."""
+    """Return a pipeline's components by name. Raises: TypeError: `pipe` is not a pipeline."""
     components = getattr(pipe, "components", None)
     if not isinstance(components, Mapping) or not callable(pipe):
         raise TypeError(f"pipe must be a diffusers pipeline, not {type(pipe).__name__}")
@@ -34,9 +34,9 @@ def components_of(pipe: Any) -> dict[str, Any]:
 
 
 def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The components that denoise, by name; one that has two names is there once.
+    """Return the components that denoise, by name; a component with two names is listed once.
 
-    Raises: PlanError: there is none with a plan, or one that cannot be parallel.
+    Raises: PlanError: no component has a plan, or a component cannot be parallel.
     """
     found: dict[str, nn.Module] = {}
     for name, module in components.items():
@@ -68,7 +68,15 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 def share_decoders(
     components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Callable[[], None]]
 ) -> tuple[str, ...]:
-    """Make autoencoders parallel, or leave those whole that cannot be. Returns: the names of those that are."""
+    """Make autoencoders parallel and return their names; with setting "auto", skip classes that do not support it.
+
+    Args:
+        components: components of the pipeline, by name.
+        setting: True, False or "auto": the argument `vae` of `parallelize_pipeline`.
+        ranks: groups of this rank; all ranks that share a sample decode together.
+        undo: list to which the functions that restore the autoencoders are added.
+    Raises: ValueError: an invalid setting; with True, an autoencoder that cannot be parallel.
+    """
     if setting not in (True, False, "auto"):
         raise ValueError(f"vae={setting!r} must be True, False or 'auto'")
     shared = []

@@ -1,9 +1,9 @@
-"""Results that another rank computes: tensors that are filled in when the first of them is read.
+"""Lazy tensors for results that another rank computes: all are filled in when the first one is read.
 
-Pipelines with several branches of guidance call their transformer once for each, one call after another. Each rank
-computes the calls of its own branch only and is given promises for the others'. Promises are kept on *all* ranks, by
-those who computed too, so that all of them come to the first reading, and to the exchange that it needs, at the same
-point of the program. What a pipeline does between its calls therefore costs speed at worst, and never the result.
+Some pipelines call their transformer once per branch of guidance. Each rank computes the calls of its own branch only
+and gets a `LazyTensor` for the calls of the others. The rank that computes a call gets a `LazyTensor` for it too, so
+all ranks reach the first read, and the exchange that it needs, at the same point of the program. Operations between
+the calls may therefore cost speed, but never change the result.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lightning_cp.comm.packets import all_gather_packets
 from lightning_cp.mesh import Branches
 
 _aten = torch.ops.aten
-# What pipelines do to one branch's result before they call for the next; done when the promise is kept.
+# Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
 _LATER = (_aten._to_copy, _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.add, _aten.sub, _aten.rsub)
 
 
 @dataclass
 class _Result:
-    """Tensors of one call, and which branch's rank computes them; None: every rank did."""
+    """Tensors of one call, and the CFG rank that computes them (`owner`); None: every rank computed them."""
 
     owner: int | None
     tensors: list[Tensor]
@@ -38,11 +38,13 @@ class _Result:
 
 @dataclass(eq=False)
 class PendingGathers:
-    """The promises of a pipeline that are not kept yet.
+    """Lazy tensors of a pipeline that are not exchanged yet.
 
     Attributes:
-        branches: of this rank.
-        on_settle: is told how many calls each exchange was for.
+        branches: CFG, context and data groups of this rank.
+        on_settle: called after each exchange with its number of transformer calls.
+        results: tensors of the pending calls, in call order.
+        later: deferred operators, each with the tensor that takes its result.
     """
 
     branches: Branches
@@ -51,17 +53,17 @@ class PendingGathers:
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
     def promise(self, tensors: list[Tensor], owner: int | None) -> list[LazyTensor]:
-        """Promises for the tensors of one call: there already if `owner` is this rank's branch or None."""
+        """Return lazy tensors for one call; `tensors` hold values if `owner` is this rank's branch or None."""
         self.results.append(_Result(owner, tensors))
         return [LazyTensor(x, self) for x in tensors]
 
     def compute_later(self, function: Callable[[], Tensor], held: Tensor) -> LazyTensor:
-        """A promise for what `function` will give, to be put into `held`."""
+        """Return a lazy tensor for the result of `function`, which is later copied into `held`."""
         self.later.append((held, function))
         return LazyTensor(held, self)
 
     def settle(self) -> None:
-        """Keep all promises. Ranks: those of all branches that hold the same tokens."""
+        """Exchange all pending results and run the deferred operators. Ranks: all branches with the same tokens."""
         results, later = self.results, self.later
         if not results:
             return
@@ -72,7 +74,7 @@ class PendingGathers:
         self.on_settle(len(results))
 
     def drop(self) -> None:
-        """Forget what nobody will read any more."""
+        """Drop pending results without an exchange, at the end of a pipeline call."""
         self.results, self.later = [], []
 
 
@@ -90,7 +92,7 @@ def _exchange(results: list[_Result], branches: Branches) -> None:
 
 
 class LazyTensor(Tensor):
-    """A tensor that may not be there yet. Its views are promises too; whatever reads it waits for it."""
+    """A tensor that may not be computed yet. Its views are lazy too; the first read triggers the exchange."""
 
     held: Tensor
     ledger: PendingGathers
@@ -128,11 +130,11 @@ class LazyTensor(Tensor):
         return func(*args, **kwargs)
 
     def kept(self) -> Tensor:
-        """The tensor itself. Ranks: as of `PendingGathers.settle`."""
+        """Return the computed tensor. Ranks: all branches with the same tokens."""
         self.ledger.settle()
         return self.held
 
-    # These read memory without passing through the dispatcher.
+    # These methods read memory without passing through the dispatcher.
 
     @override
     def numpy(self, *, force: bool = False) -> Any:
@@ -156,12 +158,12 @@ def _held(values: Any) -> Any:
 
 
 def _as_now(x: Tensor) -> Tensor:
-    """What a promise will be, or what another tensor is: that may be written to before the promise is kept."""
+    """Return a lazy tensor's buffer, or a copy of another tensor: it may be changed before the operator runs."""
     return x.held if isinstance(x, LazyTensor) else x.clone()
 
 
 def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Room for what an operator of one value at a time gives."""
+    """Allocate the result of an elementwise operator."""
     shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         *(x.shape for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
     )
@@ -171,10 +173,10 @@ def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 
 def resolve_all(values: Any) -> Any:
-    """`values` (a nest) with every promise kept. Ranks: as of `PendingGathers.settle`, if there is one among them."""
+    """Replace the lazy tensors in `values` (a nest) by computed ones. Ranks: all branches with the same tokens."""
     if not any(isinstance(x, LazyTensor) for x in tree_iter(values)):
         return values
-    if isinstance(values, OrderedDict):  # a result of diffusers, which cannot be made again from what it holds
+    if isinstance(values, OrderedDict):  # diffusers outputs cannot be rebuilt from their items
         for name, value in list(values.items()):
             values[name] = resolve_all(value)
         return values

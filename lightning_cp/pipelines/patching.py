@@ -1,4 +1,4 @@
-"""Standing between one object and those who call it. Others of its class are not touched."""
+"""Wrap the calls and methods of one object. Other objects of its class are not changed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ _STATE = "_lightning_cp_interception"
 
 
 def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
-    """`thing(...)` becomes `around(call, args, kwargs)`, where `call` is what it was; returns what undoes it.
+    """Make `thing(...)` run `around(call, args, kwargs)`, where `call` is the original call; return an undo function.
 
-    A module keeps its class, by which diffusers knows components: torch lets an instance have a call of its own.
+    A module keeps its class, because diffusers identifies components by class: torch lets a module instance override
+    its call (`_compiled_call_impl`). Any other object gets a subclass of its class.
 
-    Args: attributes: what else the class of something that is no module has then (properties, say).
+    Args:
+        thing: module or other callable object.
+        around: wrapper of the call.
+        attributes: attributes of the subclass (for example properties); ignored for a module.
     """
     if not isinstance(thing, nn.Module):
         return _intercept_class(thing, around, **attributes)
@@ -37,7 +41,7 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     def undo() -> None:
         state.around = None
         if thing.__dict__.get("_compiled_call_impl") is not intercepted:
-            return  # another one was put before it, which goes first
+            return  # a later wrapper must be undone first; until then this one only forwards
         if before is None:
             del thing.__dict__["_compiled_call_impl"]
         else:
@@ -47,14 +51,17 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
 
 
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:
-    """The same for `thing.name(...)`. The object keeps its class, and a copy of it calls its own method."""
+    """Make `thing.name(...)` run `around(call, args, kwargs)`; return an undo function.
+
+    The object keeps its class, and a copy of it calls its own method.
+    """
     state = _Interception(around)
     thing.__dict__[name] = _Method(getattr(thing, name), state)
 
     def undo() -> None:
         state.around = None
         while isinstance(top := thing.__dict__.get(name), _Method) and top.state.around is None:
-            del thing.__dict__[name]  # it, and those below it that were undone before
+            del thing.__dict__[name]  # this one, and wrappers below it that were undone earlier
             if isinstance(top.__wrapped__, _Method):
                 thing.__dict__[name] = top.__wrapped__
 
@@ -62,7 +69,7 @@ def intercept_method(thing: Any, name: str, around: Around) -> Undo:
 
 
 def _intercept_class(thing: Any, around: Around, **attributes: Any) -> Undo:
-    """Python looks `__call__` up on the class: the object gets one of its own, derived from and named as its own."""
+    """Give the object a subclass with the same name, because Python looks up `__call__` on the class."""
     kind: Any = type(thing)
     state = _Interception(around)
 
@@ -78,14 +85,14 @@ def _intercept_class(thing: Any, around: Around, **attributes: Any) -> Undo:
     def undo() -> None:
         state.around = None
         while _STATE in vars(type(thing)) and vars(type(thing))[_STATE].around is None:
-            thing.__class__ = type(thing).__bases__[0]  # it, and those below it that were undone before
+            thing.__class__ = type(thing).__bases__[0]  # this subclass, and those below it that were undone earlier
 
     return undo
 
 
 @dataclass
 class _Interception:
-    """What stands between; None once it is undone."""
+    """The wrapper of an intercepted call; `around` is None after it is undone."""
 
     around: Around | None
 
@@ -93,21 +100,21 @@ class _Interception:
         return call(*args, **kwargs) if self.around is None else self.around(call, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Interception:
-        return self  # undone for copies, too
+        return self  # shared with copies, so that undo works for them too
 
 
 class _Method:
-    """In an object's own attributes, in the place of a method of its class."""
+    """Instance attribute that shadows a method of the object's class."""
 
     def __init__(self, bound: Callable[..., Any], state: _Interception) -> None:
-        self.__wrapped__, self.state = bound, state  # `inspect.signature` follows the first, and copies rebind it
+        self.__wrapped__, self.state = bound, state  # `inspect.signature` follows `__wrapped__`; copies rebind it
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.state.run(self.__wrapped__, args, kwargs)
 
 
 def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of a method. Where they do not fit, those that have a name: the method itself will say so."""
+    """Return a method's arguments by name; only `kwargs` if they do not fit its signature (the method then raises)."""
     try:
         given = dict(signature.bind_partial(None, *args, **kwargs).arguments)
     except TypeError:
@@ -120,13 +127,13 @@ def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwarg
 
 
 def undo_all(undo: list[Undo]) -> None:
-    """Undoes the last one first, and empties the list."""
+    """Call the functions in `undo`, last to first, and empty the list."""
     while undo:
         undo.pop()()
 
 
 def only_one_shows_progress(pipe: Any, *, shows: bool) -> Undo:
-    """Hides the progress of a pipeline's steps on the other ranks."""
+    """Disable a pipeline's progress bar unless `shows`. Returns: a function to undo it."""
     before = dict(getattr(pipe, "_progress_bar_config", {}))
     if not shows and hasattr(pipe, "set_progress_bar_config"):
         pipe.set_progress_bar_config(**{**before, "disable": True})

@@ -1,4 +1,4 @@
-"""Pipelines and guiders that perturb a transformer: those that cannot be parallel are refused by name."""
+"""Refuse pipelines and guiders that perturb a transformer in a way that cannot be context-parallel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_cp.mesh import Branches
 
 
 def refuse_processor_swaps(pipe: Any) -> None:
-    """Raises: PlanError: a PAG pipeline, whose calls put processors of its own in the place of ours."""
+    """Refuse PAG pipelines, because each call replaces our attention processors. Raises: PlanError."""
     if hasattr(pipe, "set_pag_applied_layers"):
         name = type(pipe).__name__
         raise PlanError(
@@ -20,7 +20,7 @@ def refuse_processor_swaps(pipe: Any) -> None:
 
 
 def check_guiders(pipe: Any, ranks: Branches) -> None:
-    """Before a call. Raises: PlanError: a guider that drops at random, which ranks would do each in their own way."""
+    """Before a call, refuse guiders with random dropout: ranks would draw different values. Raises: PlanError."""
     if ranks.sample.context_size == 1:
         return
     for name, guider in pipe.components.items():
@@ -33,7 +33,7 @@ def check_guiders(pipe: Any, ranks: Branches) -> None:
 
 
 def _dropouts(guider: Any) -> list[float]:
-    """Of diffusers' `LayerSkipConfig`s, in whichever attribute a guider keeps them."""
+    """Return the dropouts of the `LayerSkipConfig`s of diffusers in any attribute of a guider."""
     values = vars(guider).values() if hasattr(guider, "prepare_models") else ()
     configs = [config for value in values if isinstance(value, list) for config in value]
     return [config.dropout for config in configs if hasattr(config, "skip_attention_scores")]

@@ -1,4 +1,4 @@
-"""Where a pipeline's weights lie: what works beside context parallelism, what is refused, and sharding over ranks."""
+"""Placement of a pipeline's weights: checks of offloading, device maps and step caches; sharding over ranks (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.pipelines.patching import intercept_calls, intercept_method
 
-# diffusers' hooks that keep what blocks computed in earlier steps, by how their names begin.
+# Name prefixes of diffusers' hooks that cache the outputs of blocks between denoising steps.
 _CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")
 
 _OF_WHOLE_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
 
 
 def is_vae(module: object) -> bool:
-    """Whether a component encodes and decodes latents."""
+    """Return True if a component encodes and decodes latents."""
     return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
 
 
 def rank_device(ranks: Branches) -> torch.device:
-    """Where this rank computes."""
+    """Return the device on which this rank computes."""
     mesh = ranks.context.mesh
     kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
@@ -44,14 +44,16 @@ def check_placement(
     shard: Collection[str],
     stages: str,
 ) -> None:
-    """Whether what diffusers can do with weights goes together with what we do; before, and at every call.
+    """Check that the placement of weights by diffusers is compatible with ours, at first and before every call.
 
-    Offloading (whole models, groups, layers), layerwise casting and quantised weights need nothing from us: tokens are
-    spread, and weights stay where they are.
+    Offloading (of models, groups or layers), layerwise casting and quantised weights work unchanged: tokens are
+    sharded, weights stay in place.
 
-    Args: shard, stages: as of `parallelize_pipeline`: which components' weights we move ourselves.
-    Raises: PlanError: weights on several devices of this rank, one of diffusers' step caches, or weights that are moved
-        by two.
+    Args:
+        shard: names of the components that we shard over ranks.
+        stages: setting of `parallelize_pipeline`; we move components unless it is "together".
+    Raises: PlanError: a component on several devices, a component replaced since, a step cache of diffusers, a
+        component that both diffusers (or accelerate) and lightning_cp move, or weights that cannot be sharded.
     """
     kind = type(pipe).__name__
     places = _mapped_places(pipe)
@@ -85,7 +87,7 @@ def check_placement(
 
 
 def _mapped_places(thing: Any) -> set[str]:
-    """Where a `device_map` put a pipeline or a model; diffusers keeps the name of a single device as it is."""
+    """Return the devices in a pipeline's or model's `device_map`, which may also be the name of a single device."""
     found = getattr(thing, "hf_device_map", None) or {}
     return {str(place) for place in found.values()} if isinstance(found, Mapping) else {str(found)}
 
@@ -98,7 +100,7 @@ def _cache_on(module: nn.Module) -> str | None:
 
 
 def _hooks(module: nn.Module) -> Iterator[str]:
-    """Names of diffusers' hooks in a model."""
+    """Yield the names of diffusers' hooks in a model."""
     for inner in module.modules():
         registry = getattr(inner, "_diffusers_hook", None)
         if registry is not None:
@@ -106,7 +108,7 @@ def _hooks(module: nn.Module) -> Iterator[str]:
 
 
 def _mover(module: object) -> tuple[str, str] | None:
-    """What of diffusers or accelerate moves a component's weights, and how to turn it off."""
+    """Return the feature of diffusers or accelerate that moves a component's weights, and how to disable it."""
     if not isinstance(module, nn.Module):
         return None
     if any(hasattr(inner, "_hf_hook") for inner in module.modules()):
@@ -119,9 +121,9 @@ def _mover(module: object) -> tuple[str, str] | None:
 def layers_to_shard(
     components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: Branches
 ) -> dict[str, list[nn.Module]]:
-    """By component, the layers that `shard_layers` can spread. Nothing is touched.
+    """Find the layers of each component that `shard_layers` can shard. Changes nothing.
 
-    Raises: PlanError: a component that is not there, has no layers, cannot be spread, or is spread already.
+    Raises: PlanError: a component that does not exist, has no layers, cannot be sharded, or is sharded already.
     """
     for name, module in components.items():
         if isinstance(module, nn.Module) and any(isinstance(inner, FSDPModule) for inner in module.modules()):
@@ -177,11 +179,12 @@ def shard_layers(
     transformers: Mapping[str, nn.Module],
     ranks: Branches,
 ) -> None:
-    """Spread the weights of layers over ranks (FSDP2): each layer is whole only while it computes.
+    """Shard the weights of layers over ranks (FSDP2): each layer is all-gathered only while it computes.
 
-    A transformer is spread over its context group, whose ranks compute the same blocks at the same time; other
-    components over all ranks that share a sample. What is in no layer (embeddings, projections) stays whole, as do
-    weights of another type than most of a layer (norms in fp32). All of a component is on the rank's device then.
+    A transformer is sharded over its context group, because these ranks run the same blocks at the same time. Other
+    components are sharded over all ranks that share a sample. Weights outside the layers (embeddings, projections) stay
+    whole, and so do weights in another dtype than the main dtype of their layer (fp32 norms). Each component is then
+    moved to the rank's device.
     """
     for name, layers in found.items():
         groups = ranks.context if name in transformers else ranks.sample
@@ -190,14 +193,14 @@ def shard_layers(
         device = rank_device(ranks)
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
-            # Each is a root, which FSDP would leave whole after its forward.
+            # Every layer is a root FSDP module, which by default is not resharded after its forward.
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_of_other_types(layer))
         components[name].to(device)
         _refuse_changes(name, components[name])
 
 
 def _refuse_changes(name: str, module: nn.Module) -> None:
-    """Of what diffusers can do with a model, what needs its weights whole or its blocks of their own class."""
+    """Make methods raise that need whole weights or the original classes of the blocks (LoRA, compile)."""
     for method in (method for method in _OF_WHOLE_WEIGHTS if hasattr(module, method)):
         message = (
             f"{name}.{method}: the weights of {name} are spread over ranks (shard={name!r}): call it before "
@@ -211,7 +214,7 @@ def _refuse_changes(name: str, module: nn.Module) -> None:
 
 
 def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:
-    """After a failure: a pipeline of which a part was spread over ranks says so whenever it is called."""
+    """Make a pipeline raise at every call if only some of its layers were sharded before `error`."""
     if not any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers):
         return
     message = (
@@ -226,14 +229,14 @@ def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: Ba
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """The outermost entries of all lists of modules."""
+    """Return the entries with parameters of the outermost module lists."""
     if isinstance(module, nn.ModuleList):
         return [layer for layer in module if any(True for _ in layer.parameters())]
     return [layer for child in module.children() for layer in _layers(child)]
 
 
 def _of_other_types(layer: nn.Module) -> set[nn.Parameter]:
-    """FSDP spreads weights of one type together."""
+    """Return the parameters in other dtypes than the layer's main one (by bytes): FSDP shards one dtype together."""
     sizes: Counter[torch.dtype] = Counter()
     for x in layer.parameters():
         sizes[x.dtype] += x.numel() * x.element_size()

@@ -1,4 +1,4 @@
-"""Many prompts over data groups: each is sampled by one group, and results come back in order."""
+"""Sample many prompts over data groups: one group samples each prompt, and results are returned in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.apply import parallel_pipeline
 
-# in the names of inputs: of pictures, clips and sounds, and of what masks texts
+# Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
 _TEXT = {"prompt", "attention"}
 
@@ -32,24 +32,24 @@ def sample_prompts(
     collect: bool = True,
     **inputs: Any,
 ) -> list[Any]:
-    """Calls a parallel pipeline with every prompt, each data group with its share of them (counts may be uneven).
+    """Call a parallel pipeline with every prompt; each data group samples its share (shares may be uneven).
 
-    Sample i is drawn from a generator of its own, seeded with `seed + i`, so that with per_call=1 it depends neither on
-    the number of groups nor on the other prompts. With more, texts of unequal length are padded together as the
-    pipeline does it, which the numbers of some depend on.
+    Sample i has a separate generator, seeded with `seed + i`. With per_call=1 it depends neither on the number of
+    groups nor on the other prompts. With per_call > 1 the pipeline pads texts of unequal length together, which changes
+    the numbers of some pipelines.
 
     Args:
-        pipe: made parallel by `parallelize_pipeline`.
-        prompts: texts, or a file with one a line; the same on every rank.
-        seed: of the first sample.
-        per_call: prompts that a group gives its pipeline at a time; 1 with images, videos, masks or sounds.
-        write: called with (number of the prompt, its sample) once for each prompt, by one rank, as soon as it is there.
-        collect: whether every rank gets all samples; else each gets those of its own group.
-        inputs: every other argument of the pipeline, the same for all prompts.
-    Returns: samples in the order of the prompts: entries of the first field of the pipeline's result.
+        pipe: pipeline made parallel by `parallelize_pipeline`.
+        prompts: list of texts, or a file with one prompt per line; the same on every rank.
+        seed: seed of the first sample.
+        per_call: prompts per call of the pipeline; must be 1 with images, videos, masks or audio.
+        write: called with (prompt index, sample) once per prompt, on one rank, as soon as the sample is ready.
+        collect: True: every rank returns all samples. False: each rank returns the samples of its data group.
+        inputs: all other arguments of the pipeline, the same for every prompt.
+    Returns: samples in prompt order: entries of the first field of the pipeline's result.
     Ranks: the whole world.
-    Raises: ValueError: no prompts, inputs that the pipeline does not take (so many at a time), a pipeline that is not
-        parallel, or a result without an entry a prompt.
+    Raises: ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
+        that is not parallel; a result without one entry per prompt.
     """
     installed = parallel_pipeline(pipe)
     if installed is None:
@@ -78,7 +78,7 @@ def sample_prompts(
 
 
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
-    """Texts (or classes) as they are, or the lines of a file that are not empty. Raises: ValueError: there are none."""
+    """Return a list of texts (or classes) unchanged, or a file's non-empty lines. Raises: ValueError: no prompts."""
     if isinstance(prompts, (str, Path)):
         if not os.path.isfile(prompts):  # False for texts that are too long for a path
             raise ValueError(
@@ -96,12 +96,12 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
 
 
 def share_of(count: int, ranks: Branches) -> range:
-    """The numbers of the prompts that this rank's data group samples: a contiguous share, longer ones first."""
+    """Return the indices of the prompts of this rank's data group: contiguous; if uneven, larger shares first."""
     return shard_range(count, ranks.data_size, ranks.data_rank)
 
 
 def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
-    """The name of the argument that takes prompts. Raises: ValueError: what this pipeline does not take."""
+    """Return the name of the argument for prompts. Raises: ValueError: an input that this pipeline does not take."""
     taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
     asked = next((name for name in ("prompt", "class_labels") if name in taken), None)
     several = next((name for name in inputs if name.startswith("num_") and name.endswith("_per_prompt")), None)
@@ -119,7 +119,10 @@ def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
 
 
 def _check_media(inputs: Mapping[str, Any], per_call: int) -> None:
-    """Raises: ValueError: several prompts a call with what pipelines encode once, with the first sample's generator."""
+    """Refuse media with per_call > 1, since pipelines encode them once per call, with the first sample's generator.
+
+    Raises: ValueError: per_call > 1 with images, videos, masks or audio.
+    """
     shown = next((name for name, value in inputs.items() if _is_media(name, value)), None)
     if per_call > 1 and shown is not None:
         raise ValueError(
@@ -129,7 +132,7 @@ def _check_media(inputs: Mapping[str, Any], per_call: int) -> None:
 
 
 def _is_media(name: str, value: Any) -> bool:
-    """Whether an input is a picture, a clip, a sound or a mask of one; settings of these (`video_length`) are not."""
+    """Return True for images, videos, audio and masks of them, but not for their settings (`video_length`)."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     words = set(name.split("_"))
     of_media = bool(words & _MEDIA) and not words & _TEXT and not isinstance(value, (bool, int, float, str))
@@ -137,7 +140,7 @@ def _is_media(name: str, value: Any) -> bool:
 
 
 def _for_each(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The inputs of a call with `count` prompts: to many pipelines negative ones must be as many, in a list."""
+    """Return the inputs for `count` prompts; repeat a negative prompt, since many pipelines need one per prompt."""
     return {
         name: [value] * count if name.startswith("negative_prompt") and isinstance(value, str) else value
         for name, value in inputs.items()
@@ -150,7 +153,7 @@ def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, l
 
 
 def _samples(pipe: Any, result: Any, count: int) -> list[Any]:
-    """The entries of the first field of a result. Raises: ValueError: there is not one for each of `count` prompts."""
+    """Return the entries of the result's first field. Raises: ValueError: their number is not `count`."""
     name, values = ("entries", result[0]) if isinstance(result, tuple) else next(iter(result.items()))
     samples = list(values)
     if len(samples) != count:
@@ -162,7 +165,7 @@ def _samples(pipe: Any, result: Any, count: int) -> list[Any]:
 
 
 def _everyones(found: list[Any], ranks: Branches) -> list[Any]:
-    """The samples of all groups, on every rank, from the first rank of each."""
+    """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
         return found
     everyone: list[Any] = [None] * dist.get_world_size()

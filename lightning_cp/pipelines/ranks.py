@@ -1,4 +1,4 @@
-"""The pieces for a sampling loop of one's own: who computes what, and whole tensors in place of parts."""
+"""Tools for a custom sampling loop: the groups of this rank, and `split` and `gather` along tokens."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from lightning_cp.mesh import Branches, branches_for
 
 
 def sampling_ranks(parallel_config: object, *, cfg: int = 1) -> Branches:
-    """Who shares a sample with whom, in a world of data x cfg x ring x ulysses ranks.
+    """Return this rank's groups in a world of data x cfg x ring x ulysses ranks.
 
-    `ranks.cfg` and `ranks.cfg_rank` tell of branches of guidance, `ranks.data_size` and `ranks.data_rank` of samples,
-    `ranks.context.context_size` and `ranks.context.context_rank` of tokens.
+    Sizes and indices: `ranks.cfg` and `ranks.cfg_rank` for branches of guidance, `ranks.data_size` and
+    `ranks.data_rank` for samples, `ranks.context.context_size` and `ranks.context.context_rank` for tokens.
 
-    Args: as of `parallelize_pipeline`. Ranks: the whole world. Raises: ValueError: the degrees do not fit the world.
+    Args:
+        parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
+        cfg: CFG degree: number of groups that compute branches of guidance in parallel.
+    Ranks: the whole world. Raises: ValueError: the degrees do not fit the world size.
     """
     return branches_for(context_config(parallel_config), check_degree("cfg", cfg, default=1))
 
 
 def split(x: Tensor, dim: int, ranks: Branches) -> Tensor:
-    """This rank's part of a whole tensor along `dim`, as the engine cuts tokens: uneven lengths, longer parts first.
+    """Return this rank's shard of a whole tensor along `dim`. Shards may be uneven; longer shards come first.
 
     Gradient: a slice; backward pads with zeros.
     """
@@ -29,8 +32,8 @@ def split(x: Tensor, dim: int, ranks: Branches) -> Tensor:
 
 
 def gather(x: Tensor, dim: int, ranks: Branches) -> Tensor:
-    """The whole of what `split` parts, on every rank.
+    """All-gather the shards of `split` into the whole tensor, on every rank.
 
-    Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+    Ranks: all of the context group. Gradient: reduce-scatter (sum), the exact adjoint.
     """
     return gather_uneven(x, dim, ranks.context)

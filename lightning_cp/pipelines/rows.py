@@ -1,4 +1,4 @@
-"""Splitting a batch that holds the branches of guidance one after another, and putting it together again."""
+"""Split a batch of concatenated CFG branches over ranks, and gather the results."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
 
 _MOST_BRANCHES = 4
-_ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # arguments with rows along another dim than 0: HiDream's layers first
+_ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 
 
 def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
-    """The rows of a batch that this rank's branch computes: [n, ...] -> [about n / cfg, ...].
+    """Split a batch over the CFG branches: return this rank's rows, [n, ...] -> [about n / cfg, ...].
 
     Args:
-        values: a nest (dict, tuple, list) of what a model is called with. Tensors of n rows are split along dim 0, and
+        values: the model's arguments, as a nest of dicts, tuples and lists. Tensors with n rows are split along dim 0;
             everything else stays whole.
-        ranks: from `sampling_ranks`.
-        like: the tensor of n rows, or a list with one entry for each (lists of n entries are split then too); the
-            first tensor in `values` if left out.
+        ranks: result of `sampling_ranks`.
+        like: tensor with n rows, or list of n entries (lists of n entries are then split too). None: the first tensor
+            in `values`.
     Raises: ShapeError: fewer rows than branches.
     """
     like = next(x for x in tree_iter(values) if isinstance(x, Tensor)) if like is None else like
@@ -36,13 +36,13 @@ def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
 
 
 def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
-    """The whole batch again, on every rank, from what each branch computed: the inverse of `cfg_split`.
+    """Gather the results of all CFG branches on every rank: the inverse of `cfg_split`.
 
     Args:
-        values: a nest of results, tensors [rows of this rank, ...]; other ranks' differ in their rows only.
-        ranks: as for `cfg_split`.
-        like: as for `cfg_split`; ranks tell each other of their rows if left out.
-    Ranks: those of all branches. Forward: all-gather along dim 0. Backward: reduce-scatter (sum).
+        values: nest of results: tensors [rows of this rank, ...]; shapes on other ranks differ in the rows only.
+        ranks: result of `sampling_ranks`.
+        like: argument `like` of `cfg_split`. None: ranks all-gather their numbers of rows.
+    Ranks: all branches. Forward: all-gather along dim 0. Backward: reduce-scatter (sum).
     """
     group = ranks.across.context
     if group is None:
@@ -70,7 +70,7 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
 
 
 def is_repeated(main: Any) -> bool:
-    """Whether a batch (a tensor, or a list with a tensor for each sample) is one part repeated, as guidance does it."""
+    """Return True if a batch (tensor, or list of one tensor per sample) is 2 to 4 copies of one part, as with CFG."""
     if isinstance(main, Tensor):
         size = main.shape[0] if main.ndim else 0
     elif isinstance(main, (list, tuple)) and all(isinstance(x, Tensor) for x in main):
@@ -81,7 +81,7 @@ def is_repeated(main: Any) -> bool:
 
 
 def _repeats(main: Any, part: int) -> bool:
-    """Whether each part equals the one before it."""
+    """Return True if each part of length `part` equals the previous one."""
     if isinstance(main, Tensor):
         return torch.equal(main[part:], main[:-part])
     return all(torch.equal(a, b) for a, b in zip(main[part:], main[:-part], strict=True))
@@ -103,7 +103,7 @@ def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0)
 
 
 def _describes_samples(value: list[Any]) -> bool:
-    """Whether entries are shapes or texts, one for each sample. Numbers may be anything (numbers of layers)."""
+    """Return True if the entries are shapes or texts, so one per sample. Numbers may be anything (layer indices)."""
     return all(
         isinstance(x, (str, list, tuple)) and not any(isinstance(y, Tensor) for y in tree_iter(x)) for x in value
     )

@@ -1,4 +1,4 @@
-"""How long a pipeline takes to encode, to denoise and to decode."""
+"""Measure the time that a pipeline takes to encode, denoise and decode."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ from lightning_cp.pipelines.patching import Undo, intercept_calls, undo_all
 
 @dataclass(eq=False)
 class StageTimes:
-    """Seconds of each stage of all calls of a parallel pipeline so far, on this rank, while it is watched.
+    """Seconds per stage on this rank, summed over the calls of a parallel pipeline since `watch`.
 
-    Encoding is what comes before the first call of a transformer, decoding what comes after the last.
+    Encoding ends at the first transformer call; decoding begins after the last one.
 
-    Attributes: encode_s, denoise_s, decode_s: sums. steps: calls of transformers.
+    Attributes:
+        encode_s, denoise_s, decode_s: seconds per stage.
+        steps: number of transformer calls.
     """
 
     encode_s: float = 0.0
@@ -29,7 +31,7 @@ class StageTimes:
     _marks: list[float] = field(default_factory=list)
 
     def watch(self, pipe: Any) -> Undo:
-        """Measure calls of a pipeline from now on. Returns: what ends that. Raises: ValueError: it is not parallel."""
+        """Start to measure the calls of a pipeline. Returns: a function to stop. Raises: ValueError: not parallel."""
         installed = parallel_pipeline(pipe)
         if installed is None:
             raise ValueError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")

@@ -1,7 +1,7 @@
-"""Stages of a pipeline, one after another (encode, denoise, decode), and where weights lie in each.
+"""Stages of a pipeline call (encode, denoise, decode), and the placement of weights in each stage.
 
-Which stage it is, is seen from what is called: the first call of a transformer begins the denoising, and the first
-`vae.decode` after that the decoding. So no pipeline needs code of its own.
+The stage follows from the calls: the first transformer call starts denoising, and the first `vae.decode` after it
+starts decoding. No pipeline needs special code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOST = torch.device("cpu")
 
 
 class Stage(IntEnum):
-    """In their order."""
+    """Stages in the order in which they run."""
 
     ENCODE = 0
     DENOISE = 1
@@ -35,19 +35,20 @@ class Stage(IntEnum):
 
 @dataclass(eq=False)
 class Stages:
-    """The components of one pipeline, each on the rank's device when its stage needs it.
+    """The components of one pipeline, moved to the rank's device in the stage that needs them.
 
-    A component that is called in another stage than its own is brought, and stays until the stage changes.
+    A component that is called in another stage is moved to the device too, and stays there until the stage changes.
 
     Attributes:
-        pipeline: its name, for errors.
-        setting: "offload": components lie in host memory outside of their stage. "release": a component's weights are
-            freed for good when a later stage begins.
-        device: the rank's.
+        pipeline: class name of the pipeline, for errors.
+        setting: "offload": components are in host memory outside their stage. "release": weights are freed when a
+            later stage begins, and cannot be restored.
+        device: this rank's device.
         components: modules by name.
-        stages: of each; none for those that may be called at any time (a safety checker): they are never freed.
-        now: the stage; None between calls.
-        released: names of those without weights.
+        stages: stage by component name. Components without an entry may be called at any time (a safety checker) and
+            are never freed.
+        now: current stage; None between calls.
+        released: names of the components with freed weights.
     """
 
     pipeline: str
@@ -60,11 +61,11 @@ class Stages:
 
     @contextmanager
     def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Around a call of the pipeline. Raises: PlanError: it needs what was released."""
+        """Run one pipeline call in this context. Raises: PlanError: the call needs a released component."""
         self._check(arguments)
         self._begin(Stage.ENCODE)
         for name, stage in self.stages.items():
-            if stage is Stage.ENCODE and name not in self.released:  # they may be called by any of their methods
+            if stage is Stage.ENCODE and name not in self.released:  # any of their methods may be called
                 self._bring(name)
         try:
             yield
@@ -73,22 +74,22 @@ class Stages:
             self.offload_all()
 
     def offload_all(self) -> None:
-        """Between calls: all components to the host, if they are offloaded."""
+        """Move all components to host memory between calls, if the setting is "offload"."""
         if self.setting == "offload":
             for name in self.components:
                 self._offload(name)
             _empty_cache(self.device)
 
     def enter(self, stage: Stage) -> None:
-        """The stage of what is called now. Decoding follows denoising; before it, it may be part of encoding."""
+        """Enter the stage of the component that is called now. A decode before denoising counts as encoding."""
         if self.now is None or self.now is stage or (stage is Stage.DECODE and self.now is Stage.ENCODE):
             return
         self._begin(stage)
 
     def bring(self, name: str, values: Any) -> Any:
-        """A component to the rank's device; returns what it is called with, there too.
+        """Move a component to the rank's device, and return its arguments (`values`) on that device.
 
-        Raises: PlanError: its weights were freed.
+        Raises: PlanError: the component's weights were freed.
         """
         if name in self.released:
             raise PlanError(
@@ -118,7 +119,7 @@ class Stages:
         self.components[name].to(_HOST)
 
     def _check(self, arguments: Mapping[str, Any]) -> None:
-        """Transformers are always needed, and encoders for texts."""
+        """Raise if a released component is needed: a transformer always, an encoder if a text prompt is given."""
         texts = [name for name, value in arguments.items() if "prompt" in name and _is_text(value)]
         for name in self.released:
             if self.stages[name] is Stage.DENOISE or texts:
@@ -132,7 +133,7 @@ class Stages:
 def make_stages(
     pipe: Any, setting: Setting, components: Mapping[str, Any], transformers: Mapping[str, nn.Module], at: torch.device
 ) -> Stages | None:
-    """The stages of a pipeline; None where all components stay together. Raises: ValueError: no such setting."""
+    """Return the stages of a pipeline; None for the setting "together". Raises: ValueError: an invalid setting."""
     if setting not in get_args(Setting):
         raise ValueError(f"stages={setting!r} must be one of {', '.join(map(repr, get_args(Setting)))}")
     if setting == "together":
@@ -149,7 +150,10 @@ def make_stages(
 
 
 def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:
-    """Of one component; `order` is diffusers' own of a pipeline, "text_encoder->transformer->vae"."""
+    """Return the stage of one component; None if it may be called at any time.
+
+    Args: order: the pipeline's `model_cpu_offload_seq` of diffusers, "text_encoder->transformer->vae".
+    """
     if name in transformers or "ControlNet" in type(module).__name__:
         return Stage.DENOISE
     if is_vae(module):
@@ -164,7 +168,10 @@ def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module
 
 
 def follow_stages(stages: Stages, undo: list[Undo]) -> None:
-    """Has every call of a component tell its stage. Outermost: also a call whose result another rank computes."""
+    """Wrap the calls of every component so that they change the stage.
+
+    Must be the outermost wrapper: a rank changes the stage also for a call that another rank computes.
+    """
     for name, module in stages.components.items():
         stage = stages.stages.get(name)
         if stages.setting == "offload":
@@ -197,7 +204,7 @@ def _before(stages: Stages, name: str) -> Any:
 
 
 def _back(module: nn.Module) -> Undo:
-    """Takes a module back to where it is now."""
+    """Return a function that moves a module back to its current device."""
     device = next((x.device for x in module.parameters()), None)
 
     def undo() -> None:
@@ -207,9 +214,9 @@ def _back(module: nn.Module) -> Undo:
 
 
 def free(module: nn.Module) -> None:
-    """Weights to the meta device, and their memory back. What a module says of itself (its dtype, say) stays."""
+    """Free a module's memory by moving its weights to the meta device. Its metadata (such as dtype) stays."""
     for x in module.parameters():
-        if isinstance(x, DTensor):  # FSDP keeps references of its own
+        if isinstance(x, DTensor):  # FSDP keeps references to the storage
             x.to_local().untyped_storage().resize_(0)
     module.to("meta")
 

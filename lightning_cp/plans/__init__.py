@@ -1,4 +1,4 @@
-"""Plans: the type, the registry, and one small file of data for each model family."""
+"""Plans: the dataclasses, the registry, and one file of plans per model family."""
 
 from lightning_cp.plans.plan import (
     LOCAL,

@@ -1,7 +1,7 @@
-"""ACE-Step: self-attention over the audio, every second layer's in a sliding window, and cross-attention on whole text.
+"""ACE-Step: self-attention over the audio (sliding window in every second layer), cross-attention on replicated text.
 
-The window comes as a mask of all tokens to all, of which a rank keeps its rows; with flash attention, as a setting of
-the backend, and only where more keys than it holds are seen.
+The window is a full mask [tokens, tokens], and each rank keeps its rows. With flash attention the window is a setting
+of the backend instead, set only if the number of keys exceeds the window size.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, mask, split

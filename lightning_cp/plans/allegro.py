@@ -1,6 +1,6 @@
 """Allegro: self-attention over the video, cross-attention on replicated text.
 
-Rotary positions come as a table for each axis, which stays whole, and the place of each token in it.
+The rotary tables of each axis stay whole; the position indices of the tokens are split.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, split

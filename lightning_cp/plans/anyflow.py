@@ -1,4 +1,4 @@
-"""AnyFlow: as Wan, with two timesteps for each frame, so each token has its own modulation, also after the blocks."""
+"""AnyFlow: like Wan, with two timesteps per frame, so modulation is per token, in the blocks and after them."""
 
 from lightning_cp.plans.plan import LOCAL, Plan, split
 

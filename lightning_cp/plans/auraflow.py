@@ -1,4 +1,4 @@
-"""AuraFlow: joint attention; registers come before the text, and later blocks get shards of both as one tensor."""
+"""AuraFlow: joint attention; register tokens precede the text, and single blocks get one tensor of both shards."""
 
 from lightning_cp.plans.plan import Plan, split
 

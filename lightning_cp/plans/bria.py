@@ -1,6 +1,6 @@
-"""Bria, FIBO and FIBO 2. The first two attend as FLUX does; FIBO brings text to each block anew.
+"""Bria, FIBO and FIBO 2. Bria and FIBO attend like FLUX; FIBO gives each block another layer of the text encoder.
 
-FIBO 2 has one stream, [gist of the text | image | references], a padded gist comes last; its refiners see no gist.
+FIBO 2 has one stream, [text gist | image | references]; a padded gist is at the end instead. Its refiners get no gist.
 """
 
 from dataclasses import replace

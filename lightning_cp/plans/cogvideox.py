@@ -1,6 +1,6 @@
 """CogVideoX and ConsisID: joint attention, rotary positions for the video only.
 
-ConsisID adds cross-attention of the video to face tokens between the blocks, which needs no other rank's tokens.
+ConsisID adds cross-attention of the video to face tokens between the blocks; it needs no communication.
 """
 
 from lightning_cp.plans.plan import Plan, split
@@ -23,6 +23,6 @@ PLANS = {
     ),
     "ConsisIDTransformer3DModel": Plan(
         blocks={"transformer_blocks": _ARGUMENTS},
-        gather={"norm_final": split(1, "text", "image")},  # text is dropped after it, by its whole length
+        gather={"norm_final": split(1, "text", "image")},  # the model then drops the text by its global length
     ),
 }

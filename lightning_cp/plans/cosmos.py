@@ -1,6 +1,6 @@
 """Cosmos: self-attention over the video, cross-attention on replicated text (and image) tokens.
 
-A timestep for each frame modulates each token; one for each sample has no dim of tokens.
+With one timestep per frame, modulation is per token and is split. With one per sample, it has no token dim.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, split

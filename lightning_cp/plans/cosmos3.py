@@ -1,6 +1,6 @@
-"""Cosmos 3: text attends to itself, causally, and everything that is generated attends to text and to itself.
+"""Cosmos 3: causal self-attention of the text; generated tokens attend to the text and to themselves.
 
-The two kinds of tokens are packed without a batch: [tokens, channels].
+Both streams are packed without a batch dim: [tokens, channels].
 """
 
 from lightning_cp.plans.plan import Attention, Plan, split

@@ -1,7 +1,7 @@
-"""FLUX.1, FLUX.2, FLUX.3 and what is built like FLUX.1: text and image attend to each other from the first block on.
+"""FLUX.1, FLUX.2, FLUX.3 and models built like FLUX.1: joint attention of text and image.
 
-Split at the model's own arguments, so that embedders and position tables work on shards too. In FLUX.3's first blocks
-text, image and reference images each attend to themselves.
+The model's arguments are split, so that embedders and position tables run on shards too. In the first blocks of FLUX.3,
+text, image and reference images each attend only to themselves.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ _CONTROLNET = {
     "controlnet_block_samples": split(1, "image"),
     "controlnet_single_block_samples": split(1, "image"),
 }
-_ADAPTER = Attention(("image",), LOCAL)  # an IP adapter's
+_ADAPTER = Attention(("image",), LOCAL)  # attention calls of an IP-Adapter
 _CACHE = "its reference tokens are found by their global index"
 
 PLANS = {

@@ -1,4 +1,4 @@
-"""GLM-Image: joint attention, with a mask of rows and keys made from the text mask; prior tokens join the image."""
+"""GLM-Image: joint attention, with a full mask built from the text mask; prior tokens are part of the image stream."""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 

@@ -1,6 +1,6 @@
-"""Helios: self-attention over [history | image], cross-attention of both or of the image alone on replicated text.
+"""Helios: self-attention over [history | image]; both, or the image alone, cross-attend to replicated text.
 
-Blocks and the last norm, which drops the history, find the image by how many tokens it has.
+The blocks and the last norm locate the image by its number of tokens. The last norm drops the history.
 """
 
 from dataclasses import replace
@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_cp.plans.plan import LOCAL, Plan, Spec, count, split
 
 _ARGUMENTS: dict[str, Spec] = {
-    "original_context_length": count("image"),  # first: the rest is history
+    "original_context_length": count("image"),  # listed first: all other tokens are history
     "hidden_states": split(1, "history", "image"),
     "temb": split(1, "history", "image"),
 }
@@ -22,7 +22,7 @@ _HELIOS = Plan(
 )
 
 PLANS = {
-    # What amplifies history has no gradient on a rank without any.
+    # The parameters that amplify history get no gradient on a rank without history tokens.
     "HeliosTransformer3DModel": replace(
         _HELIOS, variants={("is_amplify_history", True): replace(_HELIOS, needed=("history",))}
     ),

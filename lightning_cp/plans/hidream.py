@@ -1,6 +1,7 @@
-"""HiDream: joint attention; each block is given another layer of Llama's text, behind T5's and Llama's last.
+"""HiDream: joint attention; each block adds another Llama layer's text after the T5 text and the last Llama layer's.
 
-Texts are split at the model's arguments, the image after its embedder; what holds all tokens has only the texts cut.
+Texts are split at the model's arguments, the image after its embedder. In tensors with all tokens, the texts are
+already shards, while the image is still whole.
 """
 
 from lightning_cp.plans.plan import Plan, split
@@ -18,6 +19,6 @@ PLANS = {
         },
         attention={"block.attn1": _ALL},
         gather={"final_layer": split(1, "image")},
-        unused=("*.experts.*", "*.gate.*"),  # experts that no token chose; in eval mode all
+        unused=("*.experts.*", "*.gate.*"),  # experts that no token selects; in eval mode all of them
     ),
 }

@@ -1,4 +1,4 @@
-"""HunyuanDiT: self-attention over the image, cross-attention on replicated text; long skips from shard to shard."""
+"""HunyuanDiT: self-attention over the image, cross-attention on replicated text; long skips connect local shards."""
 
 from lightning_cp.plans.plan import LOCAL, Plan, split
 

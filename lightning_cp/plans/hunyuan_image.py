@@ -1,4 +1,4 @@
-"""HunyuanImage: joint attention with a mask over [image | text]; the text refiner stays whole, outside the blocks."""
+"""HunyuanImage: joint attention with a mask over [image | text]; the text refiner runs on the whole text."""
 
 from lightning_cp.plans.plan import Pad, Plan, split
 

@@ -1,7 +1,7 @@
-"""HunyuanVideo: joint attention with a mask over [video | text]; the text refiner stays whole, outside the blocks.
+"""HunyuanVideo: joint attention with a mask over [video | text]; the text refiner runs on the whole text.
 
-With `token_replace` the first frame's tokens are modulated apart, so they are a stream of their own. FramePack puts
-history in front of the video and drops it after the last block. HunyuanVideo 1.5 makes its mask from each token's own.
+With `token_replace` the first frame's tokens have separate modulation, so they are a separate stream. FramePack puts
+history before the video and drops it after the last block. HunyuanVideo 1.5 builds its mask from per-token values.
 """
 
 from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, split
@@ -10,7 +10,7 @@ _TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
 
 
 def _blocks(*video: str, **more: Spec) -> dict[str, dict[str, Spec]]:
-    """Blocks over the streams of a video, and text; `more` comes first."""
+    """Return the `blocks` of a plan for the streams `video` and text; arguments in `more` are listed first."""
     arguments = {
         **more,
         "hidden_states": split(1, *video),

@@ -1,6 +1,6 @@
-"""Ideogram 4: one packed stream of text and image, with a mask of rows by segment.
+"""Ideogram 4: one packed stream of text and image, with a full mask by segment.
 
-Gathered at the last block: a timestep for each token modulates the final layer too.
+The output of the last block is gathered, because per-token timesteps modulate the final layer too.
 """
 
 from lightning_cp.plans.plan import Plan, mask, split

@@ -1,4 +1,7 @@
-"""JoyImage Edit and Edit Plus: joint attention; positions for the image or for both, in Edit Plus for each sample."""
+"""JoyImage Edit and Edit Plus: joint attention.
+
+Rotary positions: in Edit for the image, and optionally the text; in Edit Plus for the image only, one set per sample.
+"""
 
 from lightning_cp.plans.plan import Plan, mask, split
 

@@ -1,6 +1,7 @@
-"""Latte: blocks over the patches of a frame, by turns with blocks over the frames of a patch.
+"""Latte: alternating blocks over the patches of a frame (spatial) and over the frames of a patch (temporal).
 
-Patches are split, so that the latter stay on their rank; there patches are rows of the batch, timesteps with them.
+Patches are split, so temporal attention is local. In temporal blocks patches are folded into the batch dim, and so are
+the timesteps.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, split

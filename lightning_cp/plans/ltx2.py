@@ -1,7 +1,7 @@
 """LTX-2: video and audio attend to themselves, to each other, and to replicated, masked text.
 
-Split at the model's arguments, so that timesteps for each token are embedded on shards. The SANA-WM refiner is its
-video alone; it has the audio's parameters but never uses them.
+The model's arguments are split, so that per-token timesteps are embedded on shards. The SANA-WM refiner is the video
+part of LTX-2; it has audio parameters but never uses them.
 """
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, split

@@ -1,6 +1,6 @@
-"""Lumina: Next attends over the image and to replicated text; 2 over one sequence, [text | image] of each sample.
+"""Lumina: Next has self-attention over the image and cross-attention on replicated text; Lumina 2 joint attention.
 
-Lumina 2's refiners lie before the blocks and run whole, and so does the packing of each sample's text with its image.
+Lumina 2 packs each sample as one sequence [text | image]. Packing and the refiners run whole, before the blocks.
 """
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, split

@@ -1,6 +1,6 @@
-"""MiniMax: H3 packs video, audio and text into one sequence in any order; Music 3 attends over the audio alone.
+"""MiniMax: H3 packs video, audio and text into one sequence in any order; Music 3 attends over the audio only.
 
-Music 3 has the time as a first token of the audio. H3's text refiner stays whole, in front of the blocks.
+In Music 3 the timestep is the first audio token. The text refiner of H3 runs whole, before the blocks.
 """
 
 from lightning_cp.plans.plan import Plan, split

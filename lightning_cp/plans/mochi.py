@@ -1,4 +1,4 @@
-"""Mochi: joint attention sample by sample, with the padding of its text dropped before."""
+"""Mochi: joint attention, one sample at a time, after dropping the padding of the sample's text."""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 

@@ -1,6 +1,6 @@
 """Motif-Video: joint attention with a mask over [video | picture | text], and cross-attention of the video to the text.
 
-Decoder layers begin anew with the embedded video, and attend to [decoder | encoder], both over the video's tokens.
+Decoder layers start again from the embedded video and attend to [decoder | encoder] tokens, both of the video.
 """
 
 from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, split

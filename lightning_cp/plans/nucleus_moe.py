@@ -1,6 +1,6 @@
 """Nucleus-Image: image queries attend to [image | text]; text has no queries.
 
-The experts of its mixture choose their tokens among all, so these layers run whole on every rank.
+Mixture-of-experts layers run on all tokens on every rank, because each expert selects its tokens among all of them.
 """
 
 from lightning_cp.plans.plan import Attention, Pad, Plan, Whole, mask, split

@@ -1,7 +1,7 @@
-"""A plan: what to split, gather and leave alone in a model, as data.
+"""Plans: data that says which tensors of a model are split, which are gathered and which stay as they are.
 
-Tokens come in *streams* ("image", "text"): each is cut into one contiguous shard for each rank of a context group.
-A tensor of a model holds one stream along some dim, or several one after the other (`[text | image]`).
+Tokens belong to *streams* ("image", "text"). Each stream is split into contiguous shards, one per rank of the context
+group. A dim of a tensor holds one stream, or several streams concatenated (`[text | image]`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ LOCAL: Streams = ()
 
 @dataclass(frozen=True)
 class Split:
-    """Where a tensor's tokens lie.
+    """A tensor with tokens along one dim.
 
     Attributes:
-        dim: that holds them.
-        streams: one after the other.
-        ndim: leave a tensor of another number of dims whole.
-        local: streams whose part is a shard already, while the others' may be whole.
+        dim: dim that holds the tokens.
+        streams: streams along this dim, in order.
+        ndim: split only tensors with this number of dims; others stay whole.
+        local: streams that are already sharded in this tensor; the other streams may be whole.
         folded: the dim holds [batch x tokens], tokens innermost.
     """
 
@@ -37,27 +37,29 @@ class Split:
 
 @dataclass(frozen=True)
 class Mask:
-    """An attention mask over the tokens of some streams: of keys [b, s] or [..., 1, s], or of rows [..., s, s]."""
+    """An attention mask over the tokens of `streams`: a key mask [b, s] or [..., 1, s], or a full mask [..., s, s]."""
 
     streams: Streams
 
 
 @dataclass(frozen=True)
 class Count:
-    """An int that says how many tokens some streams have together, and shall say how many of them are here."""
+    """A global token count (int), summed over `streams`; replaced by the local count on each rank."""
 
     streams: Streams
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows (of a picture; or frames) a stream has: it is cut between rows only. Comes before its tensors.
+    """Number of rows (of an image) or frames of a stream, which is then split between rows only.
 
-    An int that says so becomes the number of rows here. A tensor with the rows in `dim` stays whole.
+    List it before the stream's tensors. An int argument is replaced by the number of rows on this rank. For a tensor
+    argument, the number of rows is read from its shape, and the tensor stays whole.
 
     Attributes:
-        dim: of a tensor.
-        per: entry of the model's config by which that is divided (a patch size; of several, the first).
+        stream: stream that is split between rows.
+        dim: dim of the tensor with the rows.
+        per: config entry that divides the size of `dim` (a patch size; the first one if there are several).
     """
 
     stream: str
@@ -67,55 +69,58 @@ class Rows:
 
 @dataclass(frozen=True)
 class Kept:
-    """An argument that the engine reads instead of the block, which gets None."""
+    """An argument that the engine reads; the block gets None in its place."""
 
     name: str
 
 
 def split(dim: int, *streams: str, ndim: int | None = None, local: Streams = (), folded: bool = False) -> Split:
-    """`Split(dim, streams)`, short enough for a table."""
+    """Short form of `Split(dim, streams)`, for the tables of plans."""
     return Split(dim, streams, ndim, local, folded)
 
 
 def mask(*streams: str) -> Mask:
-    """`Mask(streams)`."""
+    """Short form of `Mask(streams)`."""
     return Mask(streams)
 
 
 def count(*streams: str) -> Count:
-    """`Count(streams)`."""
+    """Short form of `Count(streams)`."""
     return Count(streams)
 
 
 def rows(stream: str, dim: int = 0, per: str = "") -> Rows:
-    """`Rows(stream, dim, per)`."""
+    """Short form of `Rows(stream, dim, per)`."""
     return Rows(stream, dim, per)
 
 
 def kept(name: str) -> Kept:
-    """`Kept(name)`."""
+    """Short form of `Kept(name)`."""
     return Kept(name)
 
 
-# One tensor, or all of a list; a tuple with an entry for each element; a dict with entries for some of its keys.
+# A leaf describes one tensor or every tensor of a list. A tuple has an entry per element; a dict, for some of the keys.
 Leaf = Split | Mask | Count | Rows | Kept
 Spec = Union[Leaf, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP007 -- refers to itself
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What attends to what in a module.
+    """Streams of queries and keys in a module's attention, and the layout of its mask.
 
     Attributes:
-        queries: streams.
-        keys: streams; None: those of the queries.
-        mask: how the mask comes to the attention call. "given": as `context_parallel_attention` takes it; "padded": so,
-            but for columns that the model's own code appends where it finds fewer keys than columns; made for local
-            queries and keys: "keys": all rows alike, "outer": the product of two tokens' values, each >= 0.
-        ragged: the model's own code drops tokens (padding) before it attends, so ranks tell each other how many are
-            left, at every call.
-        form: "softmax"; "linear": without one, `engine/linear.py`; "block_causal": `engine/segments.py`.
-        replaces_processors: names of the processors that do what a form other than "softmax" does.
+        queries: streams of the queries.
+        keys: streams of the keys; None: the streams of the queries.
+        mask: layout of the mask at the attention call.
+            "given": the layout that `context_parallel_attention` takes.
+            "padded": "given", plus columns at the end, which the model's own code appends if there are fewer local
+            keys than columns.
+            "keys": made from local tokens, with equal rows, so one row is a key mask.
+            "outer": made from local tokens, the outer product of per-token values >= 0.
+        ragged: the model's own code drops padding tokens before attention, so ranks exchange the number of remaining
+            tokens at every call.
+        form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
+        replaces_processors: names of the attention processors that a form other than "softmax" replaces.
     """
 
     queries: Streams
@@ -128,11 +133,12 @@ class Attention:
 
 @dataclass(frozen=True)
 class Whole:
-    """A module that needs all tokens: `arguments` are gathered before it, its output is split.
+    """A module that needs all tokens: its arguments are gathered before it, and its output is split.
 
     Attributes:
-        output: None: left whole, where the region ends.
-        only: name of a class; modules of others at these places are left alone.
+        arguments: arguments with tokens, which are gathered.
+        output: spec by which the output is split. None: it stays whole, and the sharded region ends here.
+        only: class name; modules of other classes at these paths are left unchanged.
     """
 
     arguments: Mapping[str, Spec]
@@ -142,7 +148,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Pad:
-    """Arguments of the model: tokens [b, s, ...] that may be padded at their end, and their mask [b, s]."""
+    """Names of two arguments of the model: tokens [b, s, ...] that may be padded at the end, and their mask [b, s]."""
 
     tokens: str
     mask: str
@@ -150,38 +156,39 @@ class Pad:
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model class is run context-parallel.
+    """Context-parallel rules for one model class.
 
-    Paths of modules may hold one `*` for each module of a list or dict; "-1" is a list's last.
+    In a module path, `*` matches every module of a list or dict, and "-1" is the last module of a list.
 
     Attributes:
-        blocks: for each list of blocks, in the order of the forward: its arguments that hold tokens. What is whole
-            (has the global length) is split, what is a shard already stays; a length of 1 that broadcasts stays.
-            "blocks[a:b]" names some of a list; a bound may be an attribute of the model, or minus one.
-        gather: modules whose output is made whole ("blocks.-1": the last). A tuple gives an entry for each output.
-        inputs: arguments of the model itself that are split before its forward.
-        arguments: of other modules that take tokens (a norm behind the blocks): as of a block.
-        split_outputs: modules whose output is split, in front of the blocks.
-        whole: modules within the blocks, or between them, that run on all tokens, on every rank.
-        halos: convolutions within the blocks that see neighbouring rows, the dim of their input in which rows lie, and
-            their stream.
-        attention: modules and the streams that attend to each other there; LOCAL for those on replicated keys. A key
-            is a module's name within a block, with or without the list, spelt as in `blocks`, before it (`*` allowed);
-            the list alone means the blocks' own forward.
-            A tuple of several `Attention`s, and LOCAL: for a module that makes several attention calls, told apart by
-            their tokens (calls with LOCAL: by comparing keys between ranks, which cannot be compiled). Not listed: all
-            streams.
-        main: the stream that must have a token on each rank, "image" if it is called so; others may be shorter than
-            the group.
-        needed: other streams that must, if they have any: the class' own code cannot deal with none on a rank.
-        leading: masks [b, s] among the model's arguments that must keep the first tokens of a sample, and why.
-        pads: texts that are padded to a token for each rank, because the class' own code cannot deal with none.
-        unused: parameters (`*` allowed) that get no gradient, ever or with some inputs: DDP is told to look for them.
-        required: arguments of the model that must be given, and why.
-        refused: arguments of the model or of a block ("argument.key": an entry of a dict, or an attribute) that must be
-            left out, and why.
-        refused_backends: diffusers' attention backends that the class treats in a way of its own, and why.
-        variants: other plans, by an entry of the model's config and its value.
+        blocks: lists of blocks, in forward order, each with the block arguments that hold tokens. An argument with the
+            global length is split; a shard, or a broadcast length of 1, stays as it is. "blocks[a:b]" is a slice of a
+            list; a bound may be an attribute of the model, or minus an attribute.
+        gather: modules with outputs to all-gather ("blocks.-1": the last block). A tuple has an entry per output.
+        inputs: arguments of the model that are split before its forward.
+        arguments: arguments with tokens of modules outside the blocks (a norm after the blocks), handled like block
+            arguments.
+        split_outputs: modules before the blocks with outputs to split.
+        whole: modules in or between the blocks that run on all tokens, on every rank.
+        halos: convolutions in the blocks that need neighbouring rows: (dim of the input with the rows, stream).
+        attention: streams that attend to each other, by module; LOCAL if the keys are replicated. A key is the module's
+            path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list alone is
+            the blocks' own forward. Modules that are not listed attend over all streams.
+            A tuple of `Attention`s and LOCAL is for a module with several attention calls. Calls are distinguished by
+            their tokens; LOCAL calls by comparing keys between ranks, which cannot be compiled.
+        main: stream that must have at least one token on each rank; other streams may be shorter than the group.
+        needed: other streams that, unless empty, must have a token on each rank, because the class's own code fails
+            with zero tokens.
+        leading: masks [b, s] among the model's arguments that must keep the first tokens of each sample, and the
+            reason.
+        pads: texts that are padded to one token per rank, because the class's own code fails with zero tokens.
+        unused: parameters (`*` allowed) that get no gradient, always or for some inputs. They make DDP search for
+            unused parameters.
+        required: arguments of the model that must be given, and the reason.
+        refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
+            of a dict or an attribute.
+        refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
+        variants: other plans, by (config entry, value).
     """
 
     blocks: Mapping[str, Mapping[str, Spec]]
@@ -204,12 +211,12 @@ class Plan:
 
     @property
     def streams(self) -> Streams:
-        """All streams of the plan, main first."""
+        """Return all streams of the plan, main first."""
         return tuple(dict.fromkeys((self.main, *self.held_streams)))
 
     @property
     def held_streams(self) -> Streams:
-        """The streams that tensors of the plan hold, in the order in which it names them."""
+        """Return the streams in the plan's inputs, split outputs and blocks, in order of first appearance."""
         found: list[str] = []
         for specs in (self.inputs, self.split_outputs, *self.blocks.values()):
             for spec in specs.values():

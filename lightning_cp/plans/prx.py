@@ -1,4 +1,4 @@
-"""PRX: the image attends to [text | image]; the text, never updated, is split at every block."""
+"""PRX: the image attends to [text | image]; the text is never updated and is split at every block."""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 

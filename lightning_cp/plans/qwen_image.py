@@ -1,4 +1,4 @@
-"""QwenImage: joint attention with a text mask; position tables of image and text apart."""
+"""QwenImage: joint attention with a text mask; separate position tables for image and text."""
 
 from lightning_cp.plans.plan import Pad, Plan, split
 

@@ -1,6 +1,6 @@
-"""QwenImage 2.1: one packed sequence of text and images, causal but for each image in itself.
+"""QwenImage 2.1: one packed sequence of text and images, causal except within each image (bidirectional).
 
-Where segments begin and end is known by global index, so the engine reads them, and the blocks do not.
+Segment boundaries are global indices, so the engine reads them instead of the blocks.
 """
 
 from lightning_cp.plans.plan import Attention, Plan, kept, split

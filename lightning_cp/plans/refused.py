@@ -1,4 +1,4 @@
-"""Classes that no plan can carry, and why: `apply_context_parallel` says so, and what works instead."""
+"""Classes that no plan can support, and the reason, for the error that `apply_context_parallel` raises."""
 
 _UNET_BLOCK = (
     "it is one block of a UNet: it normalises over all positions of a picture (GroupNorm) and convolves, and its UNet "
@@ -34,7 +34,7 @@ REFUSED = {
     ),
 }
 
-# Modules of diffusers whose classes are all refused, for one reason.
+# Prefixes of diffusers modules; all models in them are refused for the same reason.
 REFUSED_MODULES = {
     "diffusers.models.unets.": (
         "it is a UNet: convolutions and GroupNorm over all positions, which would have to be split in space, not a "

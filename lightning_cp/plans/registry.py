@@ -1,4 +1,4 @@
-"""Which plan belongs to which model class: every other file of this folder has a table of them, `PLANS`."""
+"""Registry of plans by model class, collected from the table `PLANS` in each model family's file in this folder."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _registered() -> Iterator[tuple[str, Plan]]:
             yield from import_module(f"{package}.{module.name}").PLANS.items()
 
 
-# By name, so that diffusers is imported only by those who use it; the class must come from diffusers.
+# Keyed by class name, so that diffusers is not imported here; `registered_plan` accepts only classes of diffusers.
 REGISTERED: Mapping[str, Plan] = MappingProxyType(dict(_registered()))
 
 
 def registered_plan(kind: type) -> Plan | None:
-    """The plan of a model class, or of the nearest class it derives from; None where there is none."""
+    """Return the plan of a model class or of its nearest base class; None if there is none."""
     for base in kind.__mro__:
         if base.__module__.split(".")[0] == "diffusers" and base.__name__ in REGISTERED:
             return REGISTERED[base.__name__]
@@ -33,11 +33,11 @@ def registered_plan(kind: type) -> Plan | None:
 
 
 def refusal(kind: type) -> str | None:
-    """Why a class of diffusers, or one derived from it, can have no plan; None where nothing is known of it."""
+    """Return the reason why a diffusers class, or a class derived from it, cannot have a plan; None if not refused."""
     for base in kind.__mro__:
         if base.__module__.split(".")[0] == "diffusers" and base.__name__ in REFUSED:
             return REFUSED[base.__name__]
-        for prefix, reason in REFUSED_MODULES.items():  # models, not the parts that they share with VAEs
+        for prefix, reason in REFUSED_MODULES.items():  # models only: VAEs share other classes here
             if base.__module__.startswith(prefix) and any(x.__name__ == "ModelMixin" for x in base.__mro__):
                 return reason
     return None

@@ -1,6 +1,6 @@
 """Sana and SanaVideo: linear attention (a sum over all tokens), cross-attention on replicated text, and convolutions.
 
-Pictures are cut between rows and videos between frames, so that each convolution sees a margin of its neighbours'.
+Images are split between rows and videos between frames; convolutions exchange halos with neighbouring shards.
 """
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, rows, split

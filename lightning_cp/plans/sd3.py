@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5: joint attention; 3.5 has a second one over the image alone.
 
-An IP adapter lets the image attend to itself and a picture's tokens, which are split with it."""
+With an IP-Adapter the image attends to [image | picture], where picture is the adapter's image prompt, also split."""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 

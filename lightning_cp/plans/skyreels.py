@@ -1,6 +1,6 @@
-"""SkyReels-V2: as Wan; diffusion forcing adds a modulation for each token, and a block-causal mask over the frames.
+"""SkyReels-V2: like Wan; diffusion forcing adds per-token modulation and a block-causal mask over the frames.
 
-Its last modulation is for all tokens, so the video is gathered before it.
+The modulation after the blocks is computed for the whole video, so the video is gathered before it.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, mask, split

@@ -1,7 +1,7 @@
-"""Stable Audio: self-attention over the audio with tokens in front of it, cross-attention on replicated text.
+"""Stable Audio: self-attention over extra tokens followed by the audio, cross-attention on replicated text.
 
-Version 1 has one token in front, which is part of the audio here. Version 3 has memory tokens, a stream of their own,
-since what is given for inpainting belongs to the audio alone; its attention is the difference of two.
+Version 1 has one extra token, here part of the audio stream. Version 3 has memory tokens, a separate stream, because
+the inpainting input has audio tokens only. Attention in version 3 is differential: the difference of two attentions.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, count, split
@@ -22,7 +22,7 @@ PLANS = {
     "StableAudio3DiTModel": Plan(
         blocks={
             "transformer_blocks": {
-                "num_memory_tokens": count("memory"),  # first, since it tells how the others are divided
+                "num_memory_tokens": count("memory"),  # listed first: needed to split the other arguments
                 "hidden_states": split(1, "memory", "audio"),
                 "rope": split(0, "memory", "audio"),
                 "local_seq": split(1, "audio"),

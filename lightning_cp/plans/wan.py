@@ -1,8 +1,8 @@
 """Wan: self-attention over the video, cross-attention on replicated text (and image) tokens.
 
-A timestep for each token (Wan 2.2 text-and-image to video) is split with the tokens; one for each sample is not. VACE
-has a second stack over control tokens, as many as the video's. Animate's face adapter attends frame by frame, so it
-runs on the whole video.
+Per-token timesteps (Wan 2.2 text-and-image to video) are split with the tokens; per-sample timesteps are not. VACE has
+a second stack of blocks over control tokens, as many as the video has. The face adapter of Animate attends frame by
+frame, so it runs on the whole video.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, Whole, split

@@ -1,7 +1,7 @@
-"""Z-Image: one stream holds image and caption (and SigLIP) tokens of each sample; refiners before it run whole.
+"""Z-Image: one stream of each sample's image and caption (and SigLIP) tokens; the refiners before it run whole.
 
-The omni mode tells noisy tokens from clean ones by a mask that goes with the tokens. Gathered in front of the final
-layer, which takes that mask whole; a ControlNet may add to the last block.
+In omni mode a per-token mask, split with the tokens, separates noisy tokens from clean ones. Tokens are gathered before
+the final layer, which needs the whole mask, and not at the last block, because a ControlNet may add to its output.
 """
 
 from lightning_cp.plans.plan import Plan, Whole, split

@@ -1,4 +1,4 @@
-"""Sampling with every rank of a run: each data rank draws its share, each context group shares a sequence."""
+"""Draw samples on all ranks: each data rank draws its share; a context group shards each sequence."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from lightning_cp.training.ranks import DataShard, Ranks
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How many samples and how they are drawn; see `integrate_flow`."""
+    """Sampling settings: number of samples, number of steps, guidance scale, seed; see `integrate_flow`."""
 
     count: int
     num_steps: int
@@ -41,18 +41,18 @@ def draw_samples(
     labels: Tensor | None = None,
     between: Callable[[], None] = lambda: None,
 ) -> Samples:
-    """Draws samples of all classes in turn, through the wrapped model. Call it on every rank.
+    """Draw samples with the wrapped model, cycling through the classes. Call it on every rank.
 
-    The same seed gives the same samples (to rounding) at every number of ranks.
+    The same seed gives the same samples (up to rounding) for any number of ranks.
 
     Args:
-        ranks: of the run.
-        model: as Fabric wrapped it, or what stands for that.
-        shape: of one sample.
-        settings: how many and how.
-        num_classes: labels 0 to num_classes - 1, and num_classes for "no condition".
-        data_shard: of this rank in the data; each data rank draws an equal share.
-        labels: of the samples, [settings.count]; all classes in turn if left out.
+        ranks: collectives of the run.
+        model: the Fabric-wrapped model, or a replacement with the same call.
+        shape: shape of one sample.
+        settings: number of samples and how to draw them.
+        num_classes: number of classes; labels are 0 to num_classes - 1, and num_classes means "no condition".
+        data_shard: this rank's data shard; each data rank draws an equal share.
+        labels: labels of the samples, [settings.count]; default: all classes in turn.
         between: see `integrate_flow`.
     """
     share = -(-settings.count // data_shard.size)
@@ -79,12 +79,12 @@ def draw_samples(
 
 
 def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
-    """The shares of all data ranks, [n, ...] each, one after another, on every rank: [size * n, ...].
+    """Gather the shares of all data ranks, [n, ...] each, in data-rank order: [size * n, ...] on every rank.
 
-    Ranks: the whole world, with shares of one shape.
+    Ranks: the whole world, with shares of equal shape.
     """
     everyone = torch.zeros(data_shard.size, *share.shape, device=ranks.device, dtype=share.dtype)
-    if data_shard.is_first:  # one rank of a context group speaks for it, so that the sum is exact
+    if data_shard.is_first:  # one rank per context group contributes, so the sum is exact
         everyone[data_shard.rank] = share
     gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
     return gathered.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""Samples of a flow, by integrating it from noise to data with guidance."""
+"""Sample a flow model: integrate its velocity from noise to data with CFG."""
 
 from collections.abc import Callable
 
@@ -17,20 +17,20 @@ def integrate_flow(
     num_steps: int = 20,
     between: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Follows the velocity that `model(x, times, labels)` gives, from time 1 (noise) to 0, by the midpoint rule.
+    """Integrate the velocity `model(x, times, labels)` from time 1 (noise) to 0 (data) with the midpoint rule.
 
-    With guidance w the velocity is v(null) + w (v(label) - v(null)) (Ho and Salimans, arXiv:2207.12598); both are one
-    batch, so the model is called twice a step, whatever w is.
+    With guidance w the velocity is v(null) + w (v(label) - v(null)) (Ho and Salimans, arXiv:2207.12598). Both terms
+    are computed in one batch, so the model is called twice per step for any w.
 
     Args:
-        model: the (wrapped) denoiser. All ranks of a context group must give the same noise and labels.
-        noise: [b, ...].
-        labels: [b].
-        null_label: the label that means "no condition".
-        guidance: w; 1 is plain conditional sampling.
-        num_steps: of the integration.
-        between: called before each of them; what it raises ends the integration.
-    Returns: samples, the noise's shape and dtype.
+        model: the (wrapped) denoiser. All ranks of a context group must pass the same noise and labels.
+        noise: initial noise, [b, ...].
+        labels: class labels, [b].
+        null_label: label that means "no condition".
+        guidance: guidance scale w; 1 is plain conditional sampling.
+        num_steps: number of integration steps.
+        between: called before each step; an exception from it ends the integration.
+    Returns: samples, with the shape and dtype of `noise`.
     """
     both_labels = torch.cat([labels, torch.full_like(labels, null_label)])
 

@@ -1,4 +1,4 @@
-"""Any pictures or clips side by side, as one picture."""
+"""Tile pictures or clips into one picture."""
 
 import math
 from pathlib import Path
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
-    """Lays out pictures as a grid, and clips as one row of frames each.
+    """Arrange pictures in a grid, or clips as one row of frames each.
 
     Args:
-        samples: [n, c, h, w], or [n, c, f, h, w]; c is 1 (grey), 3 (RGB) or 4 (RGBA).
-        value_range: of black and white; what lies beyond is cut off.
-        margin: pixels of white between two.
-    Returns: [rows, columns, 3 or 4], uint8, on the CPU.
-    Raises: ValueError: the shape is another one.
+        samples: pictures [n, c, h, w] or clips [n, c, f, h, w]; c is 1 (grey), 3 (RGB) or 4 (RGBA).
+        value_range: values of black and white; values outside are clamped.
+        margin: white pixels between neighbours.
+    Returns: picture [height, width, 3 or 4], uint8, on the CPU.
+    Raises: ValueError: the samples have another shape.
     """
     if samples.ndim not in (4, 5) or samples.shape[1] not in (1, 3, 4) or not samples.numel():
         raise ValueError(
@@ -39,7 +39,7 @@ def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), mar
 
 
 def write_png(picture: Tensor, path: Path) -> None:
-    """Writes [rows, columns, 3 or 4], uint8."""
+    """Write a picture [height, width, 3 or 4], uint8, as a PNG."""
     from PIL import Image  # a dependency of diffusers
 
     path.parent.mkdir(parents=True, exist_ok=True)

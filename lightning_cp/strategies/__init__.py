@@ -1,1 +1,1 @@
-"""The strategies for Fabric and for the Trainer, without Lightning's base classes: see `fabric.py` and `pytorch.py`."""
+"""Common code of the strategies for Fabric and the Trainer; the strategies are in `fabric.py` and `pytorch.py`."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 _CHUNK = 1 << 20  # elements, so that temporary memory stays below about 50 MB
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64's constants, as signed
+_ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # constants of splitmix64, as signed integers
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Replicated weights: DistributedDataParallel over data x context ranks, on top of what both flavours share."""
+"""DDP strategies: weights are replicated on all data x context ranks (DistributedDataParallel)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lightning_cp.strategies.mixin import ContextParallelMixin
 
 
 class DDPMixin(ContextParallelMixin):
-    """Tokens of each sample spread over ring x ulysses ranks; weights replicated, gradients averaged over all ranks.
+    """Shard the tokens of each sample over ring x ulysses ranks; replicate weights; average gradients over all ranks.
 
-    Args: see `ContextParallelMixin`; what Lightning's DDPStrategy and PyTorch's DDP take, too.
+    Args: see `ContextParallelMixin`. Settings of Lightning's DDPStrategy and PyTorch's DDP are accepted too.
     """
 
     _passes_on = (DistributedDataParallel,)
 
     def _refuse_shards(self, path: Any) -> None:
-        """Raises: CheckpointError: it is a folder in DCP's format, for sharded weights."""
+        """Reject distributed checkpoints. Raises: CheckpointError: a folder in DCP's format, for sharded weights."""
         if (Path(path) / ".metadata").is_file():
             raise CheckpointError(
                 f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
@@ -34,7 +34,7 @@ class DDPMixin(ContextParallelMixin):
     def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:
         """Check a checkpoint before Lightning loads it. Returns: `weights_only` for Lightning.
 
-        Raises: CheckpointError: it is a folder in DCP's format, damaged, or holds more than tensors and plain values.
+        Raises: CheckpointError: a folder in DCP's format, a damaged file, or more than tensors and plain values.
         """
         self._refuse_shards(path)
         io = self._lightning.checkpoint_io
@@ -43,7 +43,7 @@ class DDPMixin(ContextParallelMixin):
             return weights_only
         if Path(path).is_file():
             check_file(Path(path))
-        return True  # None means False for an address (https://...)
+        return True  # for a URL (https://...), Lightning takes None as False
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module):

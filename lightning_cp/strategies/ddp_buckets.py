@@ -1,20 +1,20 @@
-"""The order in which DistributedDataParallel adds up gradients, the same in every step of every run."""
+"""Fix the order in which DistributedDataParallel sums gradients, so that every step of every run uses the same one."""
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 
 def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
-    """Lays out the buckets of gradients for good, with one backward that costs nothing.
+    """Build the final gradient buckets before training, with one backward of empty slices.
 
-    DDP lays them out anew after its first backward, and with the layout the order changes in which ranks are added:
-    the first step of a run that goes on from a checkpoint would differ in its last bits from the same step of the run
-    that wrote it. Here that first backward is of zeros, in the reverse order of the parameters, before training.
+    DDP rebuilds its buckets after its first backward, which changes the summation order over ranks. The first step of
+    a resumed run would then differ in its last bits from the same step of the original run. Here the first backward
+    has zero gradients, in reverse parameter order, before training.
 
-    Where DDP keeps its first layout (`find_unused_parameters`), or watches the first step of training
-    (`static_graph`), or where parameters have hooks of their own, which would see these gradients, nothing is done.
+    Nothing is done if DDP keeps its first buckets (`find_unused_parameters`) or records the first training step
+    (`static_graph`), or if parameters have hooks, which would see these gradients.
 
-    Returns: the same.
+    Returns: the same object.
     Ranks: the whole world.
     """
     parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]

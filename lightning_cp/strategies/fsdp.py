@@ -1,4 +1,4 @@
-"""Sharded weights: FSDP2 over data x context ranks, on top of what both flavours have in common."""
+"""FSDP strategies: weights are sharded with FSDP2 over data x context ranks."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
 
-# What every other strategy of Lightning takes, but ModelParallelStrategy only has as attributes.
+# Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
 
 
 class FSDPMixin(ContextParallelMixin):
-    """Tokens of each sample spread over ring x ulysses ranks, and the weights over all of data x context.
+    """Shard the tokens of each sample over ring x ulysses ranks, and the weights over all data x context ranks.
 
-    Every block of a transformer is a unit of FSDP2: its weights are gathered for its forward and backward. Gradients
-    are averaged over all ranks, which is right for sharded sequences too.
+    Every transformer block is an FSDP2 unit: its weights are all-gathered for its forward and backward. Gradients are
+    averaged over all ranks, which is also correct for sharded sequences.
 
     Args:
-        replicate: groups of ranks that hold the weights in full, each sharding them inside (HSDP); 1: all ranks share.
+        replicate: number of replicas of the weights, each sharded over its ranks (HSDP); 1: no replication.
         reshard_after_forward: free a block's gathered weights until backward.
-        mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`, beside the precision of Fabric or Trainer.
+        mp_policy: a `torch.distributed.fsdp.MixedPrecisionPolicy`, in addition to the precision of Fabric or Trainer.
         mesh: may have an axis `fsdp`: weights are sharded along it and replicated along the others.
-        save_distributed_checkpoint: Lightning's own checkpoints hold a file a rank (torch DCP), else one whole file.
-        data_parallel_size, tensor_parallel_size: of Lightning's `device_mesh`, for modules that shard themselves with
-            it: the whole world ("auto"), and 1.
+        save_distributed_checkpoint: save Lightning's checkpoints with one file per rank (torch DCP); False: one file.
+        data_parallel_size, tensor_parallel_size: sizes of Lightning's `device_mesh`, for modules that shard themselves
+            with it: the world size ("auto"), and 1.
         settings: see `ContextParallelMixin`.
     """
 
@@ -80,7 +80,7 @@ class FSDPMixin(ContextParallelMixin):
         self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
 
     def setup_environment(self) -> None:
-        """Joins the other ranks, and builds the meshes of the context and of the weights."""
+        """Initialise the process group and build the context mesh and the weights mesh."""
         if self._planned_world % self._replicate:
             raise ValueError(f"replicate={self._replicate} must divide the world of {self._planned_world} ranks")
         if self._lightning._data_parallel_size == "auto":
@@ -91,17 +91,17 @@ class FSDPMixin(ContextParallelMixin):
 
     @property
     def weights_mesh(self) -> DeviceMesh:
-        """Along which weights are sharded. Raises: RuntimeError: the ranks are not up yet."""
+        """Mesh along which weights are sharded. Raises: RuntimeError: the ranks are not up yet."""
         if self._weights_mesh is None:
             raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
         return self._weights_mesh
 
     def load_checkpoint(self, path: Any, *args: Any, weights_only: bool | None = None, **settings: Any) -> Any:
-        """As Lightning's, but a checkpoint runs code only with `weights_only=False`.
+        """Load a checkpoint as Lightning does; it can run code only with `weights_only=False`.
 
-        Raises: CheckpointError: it holds more than tensors and plain values, or is damaged.
+        Raises: CheckpointError: it is damaged, or holds more than tensors and plain values.
         """
-        path = Path(self._lightning.broadcast(path))  # before any rank looks at it, so that no rank goes on alone
+        path = Path(self._lightning.broadcast(path))  # before any rank reads it, so that all ranks read the same path
         if allows_code(weights_only):
             with reraise_as(CheckpointError, f"{path} cannot be loaded"):
                 return super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
@@ -110,11 +110,11 @@ class FSDPMixin(ContextParallelMixin):
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
-        """Where to write a checkpoint, which then takes its place at once. Call it on every rank."""
+        """Yield a scratch path to write a checkpoint to, then replace `path` with it. Call it on every rank."""
         target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
         theirs = target.is_dir() and not all(map(_is_of_dcp, target.iterdir()))
         if theirs or not dist.is_initialized():
-            yield target  # somebody's folder, into which Lightning writes or refuses to; or no ranks to agree with
+            yield target  # a folder with other files: Lightning writes into it or raises; or a single process
             return
         scratch = scratch_folder_for(target)
         if is_first:
@@ -122,7 +122,7 @@ class FSDPMixin(ContextParallelMixin):
         self._lightning.barrier()
         try:
             yield scratch
-        except BaseException:  # DCP's errors are those of all ranks, and what comes after DCP is the first rank's alone
+        except BaseException:  # DCP raises on all ranks; after DCP only rank 0 writes
             if is_first:
                 remove(scratch)
             raise
@@ -132,7 +132,7 @@ class FSDPMixin(ContextParallelMixin):
         self._lightning.barrier()
 
     def _make_weights_mesh(self) -> DeviceMesh:
-        """Of dims `replicate` and `shard`, or of `shard` alone. Ranks: the whole world."""
+        """Build a mesh with dims `replicate` and `shard`, or only `shard`. Ranks: the whole world."""
         given = self.context.mesh
         if given is not None and "fsdp" in given.mesh_dim_names:
             ranks = given.mesh.movedim(given.mesh_dim_names.index("fsdp"), -1).flatten(0, -2)
@@ -144,11 +144,11 @@ class FSDPMixin(ContextParallelMixin):
         return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
-        """Block by block, then the rest, but for children that do not train: they may be called by any method.
+        """Shard the weights of each block, then the rest. Frozen children stay whole: any method of theirs may be used.
 
-        A module that is sharded already, by an earlier fit or by itself, is left so.
+        A module that is already sharded, by an earlier fit or by itself, is only checked.
 
-        Args: steps: methods of `module` that are called, and call its children, in the place of its forward.
+        Args: steps: methods of `module` that are called instead of its forward and call its children.
         """
         with self._from_equal_weights(module):
             if any(isinstance(inner, FSDPModule) for inner in module.modules()):
@@ -157,7 +157,7 @@ class FSDPMixin(ContextParallelMixin):
                 self._shard(module, installed, steps)
 
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # nobody writes to outputs
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # outputs stay unmodified
         frozen = frozen_children(module, installed)
         whole = {parameter for child in frozen for parameter in child.parameters()}
         for child in frozen:
@@ -177,7 +177,7 @@ class FSDPMixin(ContextParallelMixin):
                 register_fsdp_forward_method(module, name)
 
     def _check_sharded(self, module: nn.Module) -> None:
-        """Raises: ValueError: gradients of weights that train would not be averaged over all ranks."""
+        """Check the meshes of trained weights. Raises: ValueError: a gradient would not be averaged over all ranks."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         for name, x in module.named_parameters():
             ranks = x.device_mesh.size() if isinstance(x, DTensor) else 1
@@ -189,7 +189,7 @@ class FSDPMixin(ContextParallelMixin):
 
 
 def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
-    """Raises: ValueError: FSDP2 would refuse it in the first forward."""
+    """Check that a unit has one dtype. Raises: ValueError: it has several; FSDP2 would fail in the first forward."""
     kinds: dict[torch.dtype, str] = {}
     for name, x in unit.named_parameters():
         if x not in without and not isinstance(x, DTensor):

@@ -1,4 +1,4 @@
-"""Choose the units of FSDP2: the modules whose weights are gathered together."""
+"""Choose the FSDP2 units: each is a module that all-gathers its weights together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lightning_cp.engine.apply import Installed
 def find_fsdp_units(
     module: nn.Module, installed: Sequence[Installed], frozen: Sequence[nn.Module], *, by_child: bool
 ) -> list[nn.Module]:
-    """List the modules to shard, inner ones first: blocks, then what is left of the module.
+    """List the modules to shard, inner ones first: blocks, then the rest of the module.
 
-    FSDP2 would give a tied weight one shard in each unit that holds it, and train them apart. So a unit holds all
-    places of its weights; else they are left to the module around it.
+    FSDP2 would shard a tied weight separately in each unit that uses it, and the copies would diverge. So a block or
+    child is a unit only if its weights are used nowhere else; otherwise the outer module shards them.
 
     Args:
         installed: the context-parallel transformers in `module`.
-        frozen: children that stay whole.
-        by_child: make a unit of each child, because its methods are called in the place of the module's forward.
+        frozen: children that are not sharded.
+        by_child: make each child a unit, because children are called without the module's forward.
     """
     blocks = [unit for unit in _blocks(module, installed, without=frozen) if _holds_all_places(unit, module)]
     if not by_child:
@@ -32,14 +32,14 @@ def find_fsdp_units(
 
 
 def _holds_all_places(unit: nn.Module, module: nn.Module) -> bool:
-    """Whether no weight of `unit` is used elsewhere in `module`."""
+    """Return whether the weights of `unit` are used nowhere else in `module`."""
     own, inside = set(unit.parameters()), set(unit.modules())
     outside = (inner for inner in module.modules() if inner not in inside)
     return not any(parameter in own for inner in outside for parameter in inner.parameters(recurse=False))
 
 
 def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
-    """Children of a module that trains which do not train themselves: text encoders, VAEs."""
+    """List frozen children, such as text encoders and VAEs, of a module that has trained weights."""
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return []
     parallel = {one.module for one in installed}
@@ -51,7 +51,7 @@ def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[n
 
 
 def _called(module: nn.Module) -> list[nn.Module]:
-    """Children with weights; those of containers, which have no forward, in their place."""
+    """List children with weights; a container (it has no forward) is replaced by its children."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
@@ -62,7 +62,7 @@ def _called(module: nn.Module) -> list[nn.Module]:
 
 
 def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Sequence[nn.Module]) -> list[nn.Module]:
-    """What is gathered at a time: the blocks that plans name; elsewhere what stands in lists of modules."""
+    """List the blocks: those named by plans, and elsewhere the members of ModuleLists."""
     planned = [
         one.module.get_submodule(path)
         for one in installed

@@ -1,4 +1,4 @@
-"""Start training from rank 0's weights on every rank, wherever the ranks' own weights differ."""
+"""Start training from rank 0's weights on every rank, where the ranks' weights differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.meta import materialize
 from lightning_cp.training.ema import copy_whole
 
-_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
+_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class _Entry:
 
 @dataclass
 class MissingWeights:
-    """Weights that rank 0 holds and some other rank has on the meta device only.
+    """Weights that have values on rank 0 and are on the meta device on another rank.
 
     Attributes:
-        names: their names, every name of a tied weight, the same on all ranks.
-        first_names: one name for each, in the order in which they are sent.
-        values: rank 0's values by name; empty on the other ranks.
+        names: names of these weights, the same on all ranks; a tied weight is listed under all its names.
+        first_names: one name per weight, in send order.
+        values: rank 0's values by name; empty on other ranks.
     """
 
     names: frozenset[str] = frozenset()
@@ -50,12 +50,12 @@ class MissingWeights:
 
     @torch.no_grad()
     def send(self, module: nn.Module, device: torch.device) -> None:
-        """Broadcast rank 0's values, one tensor at a time, into the storage that all ranks have by now.
+        """Broadcast rank 0's values, one tensor at a time. All ranks must have allocated storage before.
 
         Args:
-            module: whole or sharded (DTensor) weights; a rank keeps its shard of what it receives.
-            device: where the collectives run.
-        Ranks: the whole world. Raises: ValueError: a weight has lost its name since the comparison.
+            module: module with whole or sharded (DTensor) weights; each rank keeps its shard of a received tensor.
+            device: device of the collectives.
+        Ranks: the whole world. Raises: ValueError: a weight was renamed since the comparison.
         """
         found = dict(_named_tensors(module))
         for name in self.first_names:
@@ -72,16 +72,16 @@ class MissingWeights:
 
 @contextmanager
 def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give every rank rank 0's weights, and storage to what is on the meta device; shard the module inside.
+    """Copy rank 0's weights to every rank, and allocate weights on the meta device; shard the module inside.
 
-    Weights that all ranks hold are compared and sent on entry. Weights that only rank 0 holds are sent on exit, each
-    rank keeping its shard, so that no other rank ever holds the whole module. Weights that no rank holds are
+    Weights that all ranks hold are compared and sent on entry. Weights that only rank 0 holds are sent on exit; each
+    rank keeps its shard, so that no other rank ever holds the whole module. Weights that no rank holds are
     initialised on exit, equally on all ranks that hold the same shard.
 
     Args:
-        module: with the same parameters and buffers on every rank; those of rank 0 have values or are on the meta
-            device everywhere.
-        device: where storage is allocated and collectives run.
+        module: has the same parameters and buffers on every rank; each has values on rank 0, or is on the meta device
+            on all ranks.
+        device: device of the storage and of the collectives.
     Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
     """
     missing = share_initial_weights(module, device)
@@ -100,15 +100,16 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
     """Compare all parameters and buffers between ranks, and broadcast rank 0's where they differ.
 
     Equal weights cost one all-gather of three integers. Otherwise the tensors that differ are broadcast one by one, in
-    place, so that at most one more tensor is in memory. DTensors are left alone (see `share_replicas`), and so is what
-    DDP is told to ignore (`_ddp_params_and_buffers_to_ignore`).
+    place, so that at most one more tensor is in memory. Two kinds of tensors are skipped: DTensors (see
+    `share_replicas`) and those that DDP ignores (`_ddp_params_and_buffers_to_ignore`).
 
     Args:
-        module: with the same parameters and buffers on every rank, on the meta device or not.
-        device: where the collectives run.
-    Returns: the weights still to be sent, after the ranks that lack them have allocated storage.
+        module: has the same parameters and buffers on every rank, on the meta device or not.
+        device: device of the collectives.
+    Returns: weights to send after the ranks that lack them have allocated storage.
     Ranks: the whole world.
-    Raises: ValueError: on every rank: the ranks hold different modules, or only ranks other than 0 hold a weight.
+    Raises: ValueError: on every rank: the ranks hold different modules, or a weight has values on other ranks but not
+        on rank 0.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
@@ -142,7 +143,7 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
 
 @torch.no_grad()
 def share_replicas(module: nn.Module) -> None:
-    """Broadcast sharded weights (DTensors) along the mesh dims that replicate them, from the first rank of each.
+    """Broadcast sharded weights (DTensors) along their replicated mesh dims, from the first rank of each dim.
 
     Ranks: all ranks of the DTensors' meshes.
     """
@@ -167,7 +168,7 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor once, and the plain tensors inside quantised ones."""
+    """Yield every tensor once; for a quantised tensor, the plain tensors inside it."""
     seen: set[int] = set()
     for name, x in _named_tensors(module):
         if id(x) not in seen and not is_lazy(x):
@@ -191,7 +192,7 @@ def _describe(name: str, x: Tensor) -> _Entry:
 
 
 def _all_equal(own: list[_Entry]) -> bool:
-    """Whether every rank has the same entries. Synchronises the host."""
+    """Return whether every rank has the same entries. Synchronises the host."""
     digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
     parts = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
     assert dist.group.WORLD is not None, "the caller has found the ranks up"
@@ -199,7 +200,7 @@ def _all_equal(own: list[_Entry]) -> bool:
 
 
 def _check_same_module(by_rank: list[dict[str, _Entry]], module: str) -> None:
-    """Raises: ValueError: see `share_initial_weights`."""
+    """Check that all ranks have the same module. Raises: ValueError: see `share_initial_weights`."""
     first = by_rank[0]
     for rank, other in enumerate(by_rank):
         for name in dict.fromkeys([*first, *other]):
@@ -221,7 +222,7 @@ _STATES = {"values": "initialised", "meta": "on the meta device", "sharded": "sh
 
 
 def _broadcast(x: Tensor, device: torch.device) -> Tensor:
-    """Rank 0's values of a whole tensor, on `device`."""
+    """Broadcast rank 0's values of a whole tensor, on `device`."""
     values = x.detach().to(device).contiguous()
     dist.broadcast(values, src=0)
     return values

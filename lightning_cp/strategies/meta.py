@@ -1,4 +1,4 @@
-"""Weights without storage, until they are sharded: no rank ever holds a model in full."""
+"""Create weights on the meta device and allocate them after sharding: no rank ever holds a whole model."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from lightning_cp.strategies.strategy import class_of
 
 @contextmanager
 def weights_on_meta() -> Iterator[None]:
-    """Inside, weights of new modules are on the meta device; buffers are real: a checkpoint may not hold them."""
+    """Create weights on the meta device inside the context. Buffers get storage: a checkpoint may not hold them."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:  # one that is was registered before: tied weights stay tied
+        if parameter is not None and not parameter.is_meta:  # keep one already there: tied weights stay tied
             module._parameters[name] = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
@@ -33,12 +33,12 @@ def weights_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = frozenset()) -> None:
-    """Allocate what is on the meta device: initialised where its module knows how, else NaN until loaded.
+    """Allocate tensors on the meta device. `reset_parameters()` initialises them; without it they are NaN until loaded.
 
     Args:
-        module: with parameters and buffers on the meta device, or without.
-        device: where they are allocated.
-        sent: names of those that another rank sends next. A module that lacks only such is not initialised.
+        module: module with or without parameters and buffers on the meta device.
+        device: device of the new storage.
+        sent: names of tensors that another rank sends next. A module that lacks only these is not initialised.
     """
 
     def stored(x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _reset(module: nn.Module) -> bool:
-    """Whether a module could be initialised."""
+    """Call `reset_parameters()` if it exists. Returns: whether it does."""
     reset: Any = getattr(module, "reset_parameters", None)
     if callable(reset):
         reset()

@@ -1,4 +1,4 @@
-"""What our strategies for Fabric and for the Trainer have in common, put before Lightning's own in their bases."""
+"""Base class of the strategies for Fabric and the Trainer; it precedes Lightning's strategy in the list of bases."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ from lightning_cp.strategies.notebook import check_start_method, choose_start_me
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
 from lightning_cp.strategies.strategy import ContextParallel
 
-_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # below a logger with a handler
+_log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 
 
 class ContextParallelMixin:
-    """Tokens of each sample spread over ring x ulysses ranks, gradients averaged over all ranks.
+    """Shard the tokens of each sample over ring x ulysses ranks; average gradients over all ranks.
 
     Args:
-        ring: ranks of a ring.
-        ulysses: ranks of a Ulysses group; context groups have ring x ulysses ranks, `ulysses` innermost.
-        data_parallel: number of context groups; "auto": what the world holds.
+        ring: number of ranks in a ring.
+        ulysses: number of ranks in a Ulysses group. A context group has ring x ulysses ranks, `ulysses` innermost.
+        data_parallel: number of context groups; "auto": world size / (ring x ulysses).
         rotate_method, convert_to_fp32: see `lightning_cp.ContextParallelConfig`.
-        mesh: a DeviceMesh with axes `ring` and `ulysses`, others beside them; degrees are read from it.
-        plans: model classes, their names, or names of modules -> plans, before the registered ones.
+        mesh: a DeviceMesh with axes `ring` and `ulysses`, and any others; degrees are read from it.
+        plans: plans by model class, class name or module name; they take precedence over registered plans.
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
-        kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
-        check_peers: how often the arguments of transformers are compared between context peers: "first": in full, in
-            the first 2 forwards; "sampled": besides, samples of every later forward, in the background, so that a
-            difference is raised in the next one; "always": in full, in every forward; "off": never.
-        stall_s: seconds after which a collective that does not end is told of, with what every rank does; None: never.
-        timeout: of collectives.
-        start_method: how ranks are started: "popen", "spawn", "fork" or "forkserver", as in Lightning's DDPStrategy.
-            None: "fork" in a notebook or another interactive session, "popen" elsewhere.
-        kwargs: what Lightning's strategy below takes.
+        kernel: name of the attention kernel; "auto" chooses by device, dtype and mask.
+        check_peers: comparison of transformer inputs between context peers. "first": in full, in the first 2 forwards;
+            "sampled": also samples of every later forward, in the background, and a difference is raised in the next
+            forward; "always": in full, in every forward; "off": never.
+        stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
+        timeout: timeout of collectives.
+        start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
+            DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
+        kwargs: settings of the Lightning strategy.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
 
-    _passes_on: tuple[type, ...] = ()  # beside Lightning's strategy, classes that take settings
-    _starts_processes_with: Any  # class of the launcher for other start methods than popen
-    _divides_batches = False  # whether batch samplers that Lightning cannot divide are divided here
+    _passes_on: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
+    _starts_processes_with: Any  # launcher class for start methods other than popen
+    _divides_batches = False  # divide batch samplers that Lightning cannot divide
 
     def __init__(
         self,
@@ -119,40 +119,40 @@ class ContextParallelMixin:
 
     @property
     def context_size(self) -> int:
-        """Ranks that share one sample."""
+        """Number of ranks that share one sample."""
         return self.context.size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """A context group is one replica."""
+        """Arguments of DistributedSampler: each context group is one replica."""
         return {"num_replicas": self.data_size, "rank": self.data_rank}
 
     def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
-        """This rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
+        """Return this rank's shard of the named tensors of a (nested) batch; see `ContextParallel.shard`."""
         return self.context.shard(batch, dims)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole of a sharded tensor, on every rank; see `ContextParallel.gather`."""
+        """All-gather a sharded tensor; see `ContextParallel.gather`."""
         return self.context.gather(x, dim)
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
-        """Random numbers that context peers draw alike; see `ContextParallel.generator`."""
+        """Create a generator that draws the same numbers on all context peers; see `ContextParallel.generator`."""
         return self.context.generator(seed, device)
 
     @property
     def random_states(self) -> RandomStates:
-        """The random states of all data groups, to be saved and loaded as an entry of Fabric's state."""
+        """Random states of all data groups, to save and load as an entry of Fabric's state."""
         return RandomStates(self.data_rank, self.data_size)
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
-        """A loss over local tokens, weighted for averaged gradients; see `ContextParallel.local_mean`."""
+        """Weight a mean loss over local tokens for gradient averaging; see `ContextParallel.local_mean`."""
         return self.context.local_mean(loss, tokens)
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
 
-        Raises: ValueError: an iterable data set that does not say that it yields this data rank's samples alone, or a
-            DistributedSampler for other replicas than the data groups.
+        Raises: ValueError: an iterable data set without `sharded_by_data_rank = True` (it must yield only this data
+            rank's samples), or a DistributedSampler with replicas other than the data groups.
         """
         dataset = getattr(dataloader, "dataset", None)
         source = dataset if isinstance(dataloader, DataLoader) else dataloader
@@ -187,19 +187,19 @@ class ContextParallelMixin:
             self._launcher = self._starts_processes_with(self._lightning, start_method=method)
 
     def setup_environment(self) -> None:
-        """Joins the other ranks, and builds the mesh."""
+        """Initialise the process group and build the mesh."""
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
         self.context.set_up()
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
     def save_checkpoint(self, *args: Any, **settings: Any) -> None:
-        """As Lightning's. Raises: PeerMismatchError: context peers were given different data in the last forward."""
+        """Save a checkpoint. Raises: PeerMismatchError: context peers were given different data in the last forward."""
         self.context.finish_checks()
         super().save_checkpoint(*args, **settings)  # type: ignore[misc]
 
     def teardown(self) -> None:
-        """End what watches the ranks, then what Lightning ends.
+        """Stop the stall watchdog, then run Lightning's teardown.
 
         Raises: PeerMismatchError: context peers were given different data in the last forward.
         """
@@ -210,13 +210,13 @@ class ContextParallelMixin:
             super().teardown()  # type: ignore[misc]
 
     def _log_layout(self, installed: list[Installed]) -> None:
-        """One line on the first rank. Call it under the precision of the forward."""
+        """Log the layout in one line on rank 0. Call it under the precision of the forward."""
         line = self.context.describe(installed, ranks_per_node=self._lightning.num_processes)
         if line is not None:
             rank_zero_only(_log.info)(line)
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
-        """Makes transformers context-parallel."""
+        """Make the transformers in `module` context-parallel."""
         return self.context.wrap(module)
 
     @contextmanager
@@ -240,12 +240,12 @@ class ContextParallelMixin:
 
     @property
     def _lightning(self) -> Any:
-        """This object, as Lightning's strategy that it also is."""
+        """This object, typed as the Lightning strategy."""
         return self
 
 
 def known_settings(strategy: type[ContextParallelMixin]) -> set[str]:
-    """What a strategy, or one of its bases, takes by name."""
+    """List the setting names that a strategy and its bases accept."""
     return {
         name
         for kind in (*strategy.__mro__[:-1], *strategy._passes_on)
@@ -254,7 +254,7 @@ def known_settings(strategy: type[ContextParallelMixin]) -> set[str]:
 
 
 def _check_known(strategy: type[ContextParallelMixin], settings: Mapping[str, Any]) -> None:
-    """Raises: TypeError: a setting that neither we, nor Lightning's strategy, nor PyTorch's DDP below it knows."""
+    """Check setting names. Raises: TypeError: unknown to this strategy, Lightning's strategy and PyTorch's DDP."""
     known = known_settings(strategy)
     for name in settings:
         if name not in known:

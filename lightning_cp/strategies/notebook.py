@@ -1,4 +1,4 @@
-"""Start ranks by the method that works: from scripts, and from notebooks and other interactive sessions."""
+"""Choose the start method of ranks: for scripts, and for notebooks and other interactive sessions."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from lightning_cp.comm.stall import stop_watch
 
-# Process groups that this process has left. A forked process that frees one waits for threads that it does not have.
+# Keep destroyed process groups: freeing one in a forked process would hang, waiting for threads of the parent.
 _LEFT: list[dist.ProcessGroup] = []
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
 def check_start_method(start_method: object) -> None:
-    """Raises: ValueError: a start method that Lightning does not know."""
+    """Check a start method. Raises: ValueError: Lightning has no such method."""
     if start_method is not None and start_method not in START_METHODS:
         raise ValueError(
             f"start_method={start_method!r} must be one of {', '.join(START_METHODS)}, or None: fork in a notebook, "
@@ -33,12 +33,12 @@ def check_start_method(start_method: object) -> None:
 
 
 def choose_start_method(start_method: str | None, *, ranks: int, external: bool) -> str | None:
-    """Choose how ranks are started. Interactive sessions are detected as Lightning does.
+    """Choose the start method of ranks. Interactive sessions are detected by Lightning's check.
 
     Args:
         start_method: the user's choice; None: fork in an interactive session, popen elsewhere.
-        ranks: number of all ranks.
-        external: whether a launcher such as torchrun has started the processes.
+        ranks: world size.
+        external: True if a launcher such as torchrun started the processes.
     Returns: one of `START_METHODS`; None: the only rank is this process.
     Raises: ValueError: a method that cannot work in an interactive session.
     """
@@ -57,14 +57,14 @@ def choose_start_method(start_method: str | None, *, ranks: int, external: bool)
 
 @contextmanager
 def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
-    """Start processes inside: each launch gets a process group, and a port, of its own.
+    """Prepare this process to launch ranks inside the context, with a new process group and port for each launch.
 
     The process group of an earlier run with one rank in this process is destroyed.
 
     Args:
-        start_method: one of `START_METHODS` but popen.
+        start_method: one of `START_METHODS` except popen.
         environment: Lightning's cluster environment.
-    Raises: RuntimeError: forked processes could not use CUDA, or this process is one of several ranks.
+    Raises: RuntimeError: CUDA is initialised, which forked processes cannot use; or the world has several ranks.
     """
     if start_method in ("fork", "forkserver") and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError(
@@ -81,22 +81,22 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
         stop_watch()
         _LEFT.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-        os.environ.pop("MASTER_PORT", None)  # its store may still answer there, with the keys of the earlier run
+        os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
     before = os.environ.get("MASTER_PORT")
     if before is None and isinstance(environment, LightningEnvironment):
         environment._main_port = -1
     gc.collect()
-    gc.freeze()  # nothing of this process is collected in a forked one
+    gc.freeze()  # forked processes must not collect objects of this one
     try:
         yield
     finally:
         gc.unfreeze()
-        if before is None:  # Lightning leaves it behind, and the next launch would take it for the user's
+        if before is None:  # set by Lightning; the next launch would take it for the user's setting
             os.environ.pop("MASTER_PORT", None)
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """As Fabric's, but this process is prepared before."""
+    """Fabric's launcher; it prepares this process first, see `ready_to_launch`."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

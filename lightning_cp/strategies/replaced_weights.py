@@ -1,4 +1,4 @@
-"""Keep optimizers on the weights of a module when set-up replaces those by shards, or by weights with storage."""
+"""Update optimizers when setup replaces a module's weights by shards, or by weights with storage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 
 class ReplacedWeights:
-    """Map from parameters that a module had to those that took their place."""
+    """Map from replaced parameters to the new ones."""
 
     def __init__(self) -> None:
-        # By id of the parameter that was replaced. The weak reference shows whether the id is still that parameter's.
+        # Key: id of the replaced parameter. The weak reference detects an id that was reused by another object.
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     @contextmanager
@@ -27,9 +27,9 @@ class ReplacedWeights:
                 self._replaced[id(before[name])] = (weakref.ref(before[name]), parameter)
 
     def update(self, optimizer: Optimizer) -> None:
-        """Replace the parameters of an optimizer that was made before they were replaced.
+        """Replace parameters in an optimizer that was created before setup.
 
-        Raises: ValueError: it has state for one of them, because it has taken steps.
+        Raises: ValueError: the optimizer already has state for one of them.
         """
         for group in optimizer.param_groups:
             for i, parameter in enumerate(group["params"]):

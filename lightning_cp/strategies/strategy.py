@@ -1,4 +1,4 @@
-"""What the strategies of both flavours share: settings, the mesh, which modules are wrapped, sharding of batches."""
+"""Common part of the DDP and FSDP strategies: settings, the mesh, module selection, sharding of batches."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from lightning_cp.plans import Plan, refusal, registered_plan
 
 @dataclass
 class ContextParallel:
-    """The context-parallel part of a strategy. Settings are checked here; groups are made once ranks are up.
+    """Context-parallel part of a strategy. It checks settings when created, and builds groups once ranks are up.
 
-    Attributes: as the arguments of `lightning_cp.fabric.ContextParallelStrategy`.
+    Attributes: see the arguments of `ContextParallelMixin`.
     """
 
     ring: int
@@ -79,11 +79,11 @@ class ContextParallel:
 
     @property
     def size(self) -> int:
-        """Ranks that share a sample."""
+        """Number of ranks that share one sample."""
         return self.ring * self.ulysses
 
     def check_world(self, world: int) -> None:
-        """Raises: ValueError: the world is not data_parallel x ring x ulysses."""
+        """Check the world size. Raises: ValueError: it is not data_parallel x ring x ulysses."""
         if world % self.size or world < self.size:
             raise ValueError(
                 f"ring={self.ring} x ulysses={self.ulysses} = {self.size} does not fit a world of {world} ranks: start "
@@ -97,24 +97,24 @@ class ContextParallel:
             )
 
     def set_up(self) -> MeshGroups:
-        """Build the groups. Ranks: the whole world."""
+        """Build the process groups. Ranks: the whole world."""
         self.groups = groups_for(self.config)
         return self.groups
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
-        """Tell of collectives that do not end. Args: as of `watch_stalls`. Ranks: the whole world."""
+        """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
         if self.stall_s is not None and dist.is_initialized():
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
             watch_stalls(host=host, after_s=min(self.stall_s, timeout_s / 2), timeout_s=timeout_s)
 
     def up(self) -> MeshGroups:
-        """The groups. Raises: RuntimeError: the ranks are not up yet."""
+        """Return the groups. Raises: RuntimeError: the ranks are not up yet."""
         if self.groups is None:
             raise RuntimeError("the ranks are not up yet: call fabric.launch() (or trainer.fit) first")
         return self.groups
 
     def wrap(self, module: nn.Module) -> list[Installed]:
-        """Make every selected transformer in `module` context-parallel. Returns: these, and those that already were."""
+        """Make every selected transformer in `module` context-parallel. Returns: all, also those wrapped before."""
         selected = self._selected(module)
         if selected:
             self.up()
@@ -127,9 +127,9 @@ class ContextParallel:
         return installed
 
     def finish_checks(self, *, within_s: float = 1.0) -> None:
-        """Raise what the comparisons in the background have found of each transformer's last forward.
+        """Raise the differences found by background comparisons of each transformer's last forward.
 
-        Args: within_s: drop those that are not done after so many seconds.
+        Args: within_s: seconds to wait; unfinished comparisons are dropped.
         Raises: PeerMismatchError: context peers were given different data, on all ranks of the context group.
         """
         for check in list(self.checks):
@@ -139,7 +139,7 @@ class ContextParallel:
         inside = list(module.named_modules())
         for setting, keys in (("plans", self.plans or {}), ("modules", self.modules or ())):
             self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
-            absent = [key for key in keys if key not in self.found]  # neither here nor in a module before it
+            absent = [key for key in keys if key not in self.found]  # neither here nor in a module wrapped earlier
             if absent:
                 transformers = sorted(
                     {kind.__name__ for kind in map(class_of, module.modules()) if registered_plan(kind)}
@@ -157,7 +157,7 @@ class ContextParallel:
                 found.append((inner, plan))
             elif self.modules is not None:
                 raise PlanError(f"modules={self.modules!r} names {name!r}: {no_plan(class_of(inner))}")
-        if not found and self.modules is None and self.size > 1:  # it would run whole on every rank of a context group
+        if not found and self.modules is None and self.size > 1:  # each rank would run the full sequence
             for kind in map(class_of, module.modules()):
                 if refusal(kind) is not None:
                     raise PlanError(no_plan(kind))
@@ -168,13 +168,13 @@ class ContextParallel:
         return given[0] if given else registered_plan(type(module))
 
     def unused_parameters(self, module: nn.Module) -> bool:
-        """Whether a selected transformer has parameters that never get a gradient."""
+        """Return whether a selected transformer has parameters that never get a gradient."""
         return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
 
     def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
-        """One line for the log, to be asked for under the precision of the forward; None if it was said before."""
+        """Describe the layout in one line; None if already described. Call it under the precision of the forward."""
         if self.groups is None and not installed:
-            return None  # no ranks to count
+            return None  # no process group and no transformer
         groups = self.up()
         world = groups.data_size * groups.context_size
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
@@ -196,7 +196,7 @@ class ContextParallel:
         return line
 
     def _kernel_of(self, module: nn.Module) -> str:
-        """The kernel that would be chosen here and now, without a mask."""
+        """Return the kernel that is chosen for this device and precision without a mask."""
         if self.kernel != "auto":
             return self.kernel
         parameter = next(module.parameters())
@@ -206,9 +206,9 @@ class ContextParallel:
         return choose_kernel("auto", torch.empty(1, 1, 1, 64, device=device, dtype=dtype), None).name
 
     def shard(self, batch: Any, dims: Mapping[str, int]) -> Any:
-        """This rank's shard of the named tensors of a (nested) batch; the others stay whole.
+        """Return this rank's shard of the named tensors of a (nested) batch; other tensors stay whole.
 
-        Args: dims: name -> dim along which it is split. Names are dict keys, at any depth.
+        Args: dims: dim to shard, by tensor name. Names are dict keys, at any depth.
         Gradient: a slice; backward pads with zeros.
         Raises: ValueError: a name that is not in the batch.
         """
@@ -231,29 +231,29 @@ class ContextParallel:
         return own_shard(value, dim, self.up())
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
-        """The whole of a sharded tensor, on every rank; shards may be uneven.
+        """All-gather a sharded tensor; shards may be uneven.
 
-        Ranks: all of the context group. Gradient: reduce-scatter (sum), the true adjoint.
+        Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
         return gather_uneven(x, dim, self.up())
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
-        """A generator for what context peers must draw alike: noise, timesteps, condition drop-out.
+        """Create a generator that draws the same numbers on all ranks of a context group.
 
-        Its numbers are the same on all ranks of a context group, and others for each group. Draw whole samples from
-        it, before they are split. Raises: RuntimeError: the ranks are not up yet.
+        Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
+        samples, then shard them. Raises: RuntimeError: the ranks are not up yet.
         """
         mixed = hashlib.blake2b(f"{seed}/{self.up().data_rank}".encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
-        """The mean of a loss over this rank's tokens, weighted so that averaged gradients are those of the global mean.
+        """Weight a mean loss over local tokens, so that averaged gradients are those of the mean over all tokens.
 
         Args:
-            loss: mean over the local tokens, a scalar (anything where there are none, even nan).
-            tokens: how many they are. Their number may differ between the ranks of a context group.
-        Returns: loss x context ranks x tokens / all tokens.
-        Ranks: all of the context group. Source: gradients are averaged over all ranks (see docs).
+            loss: mean over the local tokens, a scalar; any value, even nan, if there are none.
+            tokens: number of local tokens; may differ between the ranks of a context group.
+        Returns: loss x context size x tokens / tokens of the context group.
+        Ranks: the whole context group. Source: gradients are averaged over all ranks (see docs).
         """
         groups = self.up()
         if groups.context is None:
@@ -266,13 +266,13 @@ class ContextParallel:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of a module as it was written: FSDP2 puts one of its own in front."""
+    """Return the class of a module without the subclass that FSDP2 creates."""
     found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
     return found  # type: ignore[no-any-return]
 
 
 def _names(key: Any, path: str, module: nn.Module) -> bool:
-    """Whether a key of `plans` or `modules` (a class, its name with or without module, a path) means this module."""
+    """Return whether a key of `plans` or `modules` (class, its name with or without module, path) matches `module`."""
     if isinstance(key, type):
         return isinstance(module, key)
     kind = class_of(module)

@@ -1,4 +1,4 @@
-"""Start the Trainer's ranks from a notebook or a function, and bring sharded weights back."""
+"""Start the Trainer's ranks from a notebook or a function, and return sharded weights as whole tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cp.training.ema import whole_of
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """As the Trainer's, but this process is prepared before, and sharded weights come back whole."""
+    """The Trainer's launcher; it prepares this process first, and returns sharded weights as whole tensors."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Random states in the checkpoints of Lightning's Trainer."""
+"""Save and restore random states in checkpoints of Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _KEY = "lightning_cp_random_states"
 
 
 class KeepsRandomStates(ContextParallelMixin):
-    """Saves the random states of each data group with the optimizers' states, and restores them when a fit resumes.
+    """Save the random states of each data group with the optimizer states, and restore them when a fit resumes.
 
-    They are set before the resumed fit begins. In a fit that is resumed within an epoch they are set again before the
-    first batch, since reading data draws numbers too: then `training_step` draws what it would have drawn.
+    They are set before the resumed fit begins. In a fit resumed within an epoch they are set again before the first
+    batch, because data loading also draws numbers: `training_step` then draws the same numbers as without the break.
     """
 
     _resumed: dict[str, Any] | None = None
 
     @override
     def save_checkpoint(self, checkpoint: Any, filepath: Any, *args: Any, **settings: Any) -> None:
-        """As Lightning's, with the random states of each data group where there are optimizers' states too."""
+        """Save a checkpoint as Lightning does; add the random states of each data group if it has optimizer states."""
         if "optimizer_states" in checkpoint and self.context.groups is not None:
             progress = self._lightning.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
             states = random_states(self.data_rank, self.data_size)
@@ -33,7 +33,7 @@ class KeepsRandomStates(ContextParallelMixin):
         super().save_checkpoint(checkpoint, filepath, *args, **settings)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **settings: Any) -> dict[str, Any]:
-        """As Lightning's; a fit goes on with the random states of the checkpoint.
+        """Load a checkpoint as Lightning does; a fit also restores its random states.
 
         Raises: CheckpointError: its random states are damaged.
         """

@@ -1,4 +1,4 @@
-"""Keep the Trainer from replacing samplers where there is nothing to divide, or where it could not."""
+"""Keep the Trainer from replacing samplers if there is one data group, or if it cannot divide them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightning_cp.data.peer_batches import is_foreign
 
 
 class _RequiresSampler:
-    """Whether the Trainer puts a distributed sampler into a loader, in the place of Lightning's own method."""
+    """Replacement of Lightning's method that decides whether a loader gets a distributed sampler."""
 
     def __init__(self, theirs: Any, data_size: int) -> None:
         self.theirs, self.data_size = theirs, data_size
@@ -21,9 +21,9 @@ class _RequiresSampler:
 
 
 def leave_samplers(trainer: Trainer, *, data_size: int) -> bool:
-    """Leave a user's samplers alone with one data group, and batch samplers that Lightning cannot divide with several.
+    """Keep the user's samplers with one data group, and batch samplers that Lightning cannot divide with several.
 
-    With a distributed sampler the Trainer would shuffle training data even where the user has set `shuffle=False`.
+    With a distributed sampler, the Trainer would shuffle training data even if the user sets `shuffle=False`.
 
     Returns: whether the Trainer divides data (`use_distributed_sampler`).
     """

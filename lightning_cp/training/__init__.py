@@ -1,4 +1,4 @@
-"""Parts of training loops: averaged weights, random numbers shared by context peers, checks for NaN and inf."""
+"""Parts of training loops: EMA weights, random draws that are equal within a context group, checks for NaN and inf."""
 
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard, find_nonfinite

@@ -1,4 +1,4 @@
-"""An exponential moving average of a module's weights."""
+"""Keep an exponential moving average (EMA) of a module's weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class WeightAverage:
-    """Averages the parameters of a module that are trained; float32 where the module is in lower precision.
+    """EMA of a module's trainable parameters; in float32 for float16 and bfloat16 parameters.
 
-    Each rank keeps its own copy, or that of its shards: what is equal on all ranks has equal averages.
+    Each rank keeps the EMA of its own parameters or shards. Parameters that are equal on all ranks have equal EMAs.
 
     Args:
-        module: whose parameters are averaged; its buffers are left alone.
-        decay: a step's weight of the past, reached gradually: at step n at most (1 + n) / (10 + n).
+        module: the module to average; its buffers are not averaged.
+        decay: EMA decay, in [0, 1). It is warmed up: at step n the decay is at most (1 + n) / (10 + n).
     """
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
@@ -27,7 +27,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, step: int) -> None:
-        """Takes in the weights after the step with this number, counted from 1."""
+        """Update the EMA with the weights after a step. Args: step: step number, counted from 1."""
         keep = min(self.decay, (1 + step) / (10 + step))
         parameters = dict(module.named_parameters())
         averages = list(self._average.values())
@@ -35,7 +35,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
-        """The module has the averaged weights inside the context, and its own again after it."""
+        """Load the EMA weights into the module inside the context, and restore its own weights after it."""
         parameters = dict(module.named_parameters())
         own = {name: parameters[name].detach().clone() for name in self._average}
         try:
@@ -47,24 +47,24 @@ class WeightAverage:
             _free_gathered(module)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The averages, by parameter name."""
+        """Return the EMA weights by parameter name."""
         return dict(self._average)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Takes averages that `state_dict` gave. Raises: KeyError, RuntimeError: names or shapes differ."""
+        """Load EMA weights from `state_dict`. Raises: KeyError, RuntimeError: names or shapes differ."""
         if state.keys() != self._average.keys():
             raise KeyError(f"averaged weights differ in names: {sorted(state.keys() ^ self._average.keys())[:5]}")
         _copy(state, self._average)
 
 
 def whole_of(x: Tensor) -> Tensor:
-    """A weight, gathered where it is sharded. Call it on every rank."""
+    """Return the whole tensor; a DTensor is gathered. Call it on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
 def copy_whole(value: Tensor, goal: Tensor) -> None:
-    """Copy a whole tensor into a weight; where that is sharded, each rank takes its shard. No communication."""
+    """Copy a whole tensor into a weight. If the weight is sharded, each rank copies its shard; no communication."""
     if isinstance(goal, DTensor) and not isinstance(value, DTensor):
         value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
     goal.copy_(value)

@@ -1,4 +1,4 @@
-"""Losses, gradients and weights that are not finite: found on all ranks alike, and named."""
+"""Find and name non-finite losses, gradients and weights; all ranks get the same result."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.training.ranks import Ranks
 
-MOST_SKIPPED_IN_A_ROW = 100  # weights do not change between skipped steps: more would be skipped for ever
+MOST_SKIPPED_IN_A_ROW = 100  # weights do not change between skipped steps, so skipping would never end
 _SHOWN = 3
 _REMEDIES = (
     "use a lower optim.lr, a longer warmup_steps, a lower clip_norm or precision=bf16-mixed (32-true where it is that "
@@ -23,15 +23,15 @@ _REMEDIES = (
 
 @dataclass
 class StepGuard:
-    """Decides after a backward pass whether the optimizer may use its gradients.
+    """Decide after a backward pass whether the optimizer may use the gradients.
 
-    The decision needs no communication and no device synchronisation of its own: it reads means over all ranks that are
-    on the host already, so it is the same on every rank.
+    The decision needs no extra communication and no device synchronisation: it uses means over all ranks that are
+    already on the host, so it is the same on every rank.
 
     Args:
-        on_nonfinite: `error` ends the run, `skip` leaves out the update, `ignore` makes it.
-        scaler: of 16-mixed. While it looks for a scale, gradients overflow and it leaves out steps by itself: that is
-            no error before its scale is below 1.
+        on_nonfinite: `error` ends the run, `skip` skips the update, `ignore` applies it.
+        scaler: gradient scaler of 16-mixed. While it searches for a scale, gradients overflow and it skips steps; this
+            is an error only once its scale is below 1.
     """
 
     on_nonfinite: str = "error"
@@ -39,7 +39,10 @@ class StepGuard:
     _in_a_row: int = 0
 
     def find(self, loss: float, norm: float) -> str:
-        """Say what is not finite and must end the run or be skipped; "" for nothing. Args: means over all ranks."""
+        """Describe the non-finite value, or return "" if there is none (or only the scaler's overflow).
+
+        Args: loss, norm: means over all ranks.
+        """
         if not math.isfinite(loss):
             return f"the loss is {loss}"
         if not math.isfinite(norm) and not self._is_overflow_of_scale():
@@ -47,9 +50,9 @@ class StepGuard:
         return ""
 
     def allows_update(self, loss: float, norm: float) -> bool:
-        """Whether the optimizer may step.
+        """Return True if the optimizer may step. Args: loss, norm: means over all ranks.
 
-        Raises: NonFiniteError: with `error`, or after too many skipped steps in a row.
+        Raises: NonFiniteError: `on_nonfinite` is `error`, or too many steps in a row were skipped.
         """
         if self.on_nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm)):
             self._in_a_row = 0
@@ -67,9 +70,9 @@ class StepGuard:
 
 
 def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) -> list[str]:
-    """Find the names under which a tensor is inf or NaN somewhere, on any rank: one collective for all.
+    """Find the names of tensors with inf or NaN on any rank, with a single all-reduce.
 
-    Args: named: the same names in the same order on all ranks. Of a DTensor each rank looks at its shard.
+    Args: named: (name, tensors), with equal names in equal order on all ranks. Each rank checks its DTensor shards.
     Ranks: all must call it.
     """
     names, flags = [], []
@@ -85,7 +88,10 @@ def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) 
 
 
 def find_ranks(loss: Tensor, ranks: Ranks) -> str:
-    """Name the ranks whose loss is not finite, " on rank 1, 3"; "" for a single process. Ranks: all must call it."""
+    """Name the ranks with a non-finite loss, for example " on rank 1, 3"; "" if none, or for a single process.
+
+    Ranks: all must call it.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return ""
     own = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
@@ -96,12 +102,12 @@ def find_ranks(loss: Tensor, ranks: Ranks) -> str:
 
 
 def shorten(names: list[str]) -> str:
-    """The first names of a list, and the number of the others."""
+    """Join the first names of a list, and add the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
 
 def advise(checkpoint: object | None) -> str:
-    """Say where the run can be continued from, and with which settings."""
+    """Return advice for the error message: the last good checkpoint, and settings to change."""
     good = "This run has no checkpoint yet" if checkpoint is None else f"The last good checkpoint is {checkpoint}"
     return f"{good}: {_REMEDIES}."

@@ -1,7 +1,7 @@
-"""Noise, times and drop-out decisions that are equal on all ranks of a context group.
+"""Draw noise, times and drop-out masks that are equal on all ranks of a context group.
 
-Row i of each result is a function of (seed, step, first_index + i) and of nothing else: not of the number of ranks, the
-device or what was drawn before. Drawn on the CPU, on the whole sequence; the wrapped model splits it with its input.
+Row i of each result depends only on (seed, step, first_index + i): not on the number of ranks, the device or earlier
+draws. Values are drawn on the CPU for the whole sequence; the wrapped model shards them with its input.
 """
 
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ def sample_noise(
     device: DeviceLike = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal noise, one keyed draw a row.
+    """Draw standard normal noise, one keyed draw per row (sample).
 
     Args:
-        shape: of this data rank's part of the batch, rows first.
-        seed: of the run.
-        step: of training.
-        first_index: index in the global batch of the first row (`GlobalBatchSampler.first_index`).
-        stream: what the noise is for, where one step needs several.
-        device: where the result goes.
-        dtype: of the result; drawn in float32.
+        shape: shape of this data rank's share of the batch, batch dim first.
+        seed: seed of the run.
+        step: training step.
+        first_index: global batch index of the first row (`GlobalBatchSampler.first_index`).
+        stream: random stream, if a step needs several independent draws.
+        device: device of the result.
+        dtype: dtype of the result; values are drawn in float32.
 
     >>> whole = sample_noise((4, 3), seed=0, step=7)
     >>> torch.equal(whole[2:], sample_noise((2, 3), seed=0, step=7, first_index=2))
@@ -50,13 +50,13 @@ def sample_noise(
 def sample_uniform(
     rows: int, *, seed: int, step: int, first_index: int = 0, stream: int, device: DeviceLike = None
 ) -> Tensor:
-    """One number in [0, 1) a row, float32. Arguments as in `sample_noise`."""
+    """Draw one uniform number in [0, 1) per row, float32 [rows]. Arguments: see `sample_noise`."""
     drawn = [keyed_generator(seed, stream, step=step, index=first_index + row).random() for row in range(rows)]
     return torch.tensor(drawn, dtype=torch.float32, device=device)
 
 
 def sample_times(rows: int, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None) -> Tensor:
-    """Times in (0, 1) of flow matching, logit-normal (Esser et al., arXiv:2403.03206), [rows]."""
+    """Draw flow-matching times in (0, 1), logit-normal (Esser et al., arXiv:2403.03206), [rows]."""
     normal = sample_noise(
         (rows,), seed=seed, step=step, first_index=first_index, stream=RandomStream.TIME, device=device
     )
@@ -66,6 +66,6 @@ def sample_times(rows: int, *, seed: int, step: int, first_index: int = 0, devic
 def sample_dropped(
     rows: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None
 ) -> Tensor:
-    """Which rows train without their condition, for classifier-free guidance; bool [rows]."""
+    """Select the rows that train without their condition, for classifier-free guidance (CFG); bool [rows]."""
     drawn = sample_uniform(rows, seed=seed, step=step, first_index=first_index, stream=RandomStream.DROP, device=device)
     return drawn < probability

@@ -1,4 +1,4 @@
-"""The ranks of a run as its parts need them: Fabric as it is, or those of a Trainer."""
+"""Define the collectives and rank data that a run needs, for Fabric and for the Trainer."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ if TYPE_CHECKING:
 
 
 class Ranks(Protocol):
-    """What `lightning.fabric.Fabric` offers, of which a run uses this."""
+    """The part of `lightning.fabric.Fabric`'s interface that a run uses."""
 
     @property
     def device(self) -> torch.device:
-        """This rank's."""
+        """Device of this rank."""
         ...
 
     @property
     def global_rank(self) -> int:
-        """This one's, of all."""
+        """Global index of this rank."""
         ...
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this rank writes and speaks."""
+        """True on global rank 0, which writes files and prints."""
         ...
 
     def all_reduce(self, data: Any, *, reduce_op: str) -> Any:
-        """The sum or mean of a tensor over all ranks."""
+        """Reduce a tensor over all ranks with `reduce_op` "sum" or "mean"."""
         ...
 
     def broadcast(self, obj: Any) -> Any:
-        """The first rank's object."""
+        """Return the first rank's object on every rank."""
         ...
 
     def barrier(self) -> None:
-        """Waits for all ranks."""
+        """Wait for all ranks."""
         ...
 
 
 @dataclass(frozen=True)
 class TrainerRanks(Ranks):
-    """The ranks of a Trainer that is fitting."""
+    """The ranks of a Trainer during `fit`."""
 
     trainer: Trainer
 
@@ -82,12 +82,12 @@ class TrainerRanks(Ranks):
 
 @dataclass(frozen=True)
 class DataShard:
-    """Which share of each global batch is this rank's; all ranks of a context group have the same.
+    """This rank's share of each global batch; all ranks of a context group have the same share.
 
     Args:
-        rank: index of the share.
+        rank: index of the share (data rank).
         size: number of shares.
-        is_first: of its context group; one rank a share is.
+        is_first: True on the first rank of the context group: exactly one rank per share.
     """
 
     rank: int
@@ -96,7 +96,7 @@ class DataShard:
 
     @classmethod
     def of(cls, strategy: object) -> DataShard:
-        """As the strategy says; a strategy of one process has all the data."""
+        """Read the shard from a strategy; a strategy without data ranks gets all the data."""
         return cls(
             rank=int(getattr(strategy, "data_rank", 0)),
             size=int(getattr(strategy, "data_size", 1)),

@@ -1,4 +1,4 @@
-"""VAEs of diffusers, decoded and encoded by the ranks of a context group together."""
+"""Parallel decode and encode of diffusers VAEs over the ranks of a context group."""
 
 from lightning_cp.vae.parallel import Undo, parallelize_vae
 

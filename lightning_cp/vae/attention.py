@@ -1,4 +1,4 @@
-"""A VAE's self-attention over all positions of an image, of which each rank holds some rows."""
+"""Self-attention of a VAE over all positions of an image that is sharded by rows."""
 
 from __future__ import annotations
 
@@ -21,14 +21,18 @@ def attend_all_rows(
     *,
     groups: MeshGroups,
 ) -> Tensor:
-    """Attention of this rank's positions to those of all ranks; keys come in rank order, which changes nothing.
+    """Compute attention of this rank's queries over the keys of all ranks, all-gathered in rank order.
+
+    The order of the keys differs from one process, which does not change attention.
 
     Args:
-        attend: `F.scaled_dot_product_attention`, and `rest`: its arguments after the mask.
-        tensors: query, key and value [..., positions, head_dim].
-        mask: None, or of frames, additive: [..., positions, positions], 0 where the key's frame is not after the
-            query's; positions are frame by frame.
-    Raises: NotImplementedError: another mask, or causal by position.
+        attend: `F.scaled_dot_product_attention`.
+        tensors: local query, key and value [..., positions, head_dim].
+        mask: None, or an additive frame mask [..., positions, positions]: 0 if the key's frame is not after the
+            query's frame. Positions are ordered by frame.
+        rest: positional and keyword arguments of `attend` after the mask.
+        groups: context group with the shards.
+    Raises: NotImplementedError: any other mask, `is_causal`, or cross-attention.
     Ranks: all of the context group.
     """
     query, key, value = tensors
@@ -45,8 +49,8 @@ def attend_all_rows(
 
 
 def _mask_of_frames(mask: Tensor, lengths: list[int]) -> Tensor:
-    """A mask [..., own, own] by frames -> [..., own, all]: the same frames, of every rank's positions."""
-    first = mask[(0,) * (mask.ndim - 1)]  # of the first position, which sees its own frame only
+    """Extend a local frame mask to the positions of all ranks: [..., local, local] -> [..., local, all]."""
+    first = mask[(0,) * (mask.ndim - 1)]  # first row of the mask: the first position attends to its own frame only
     own = int((first == 0).sum())
     assert own, "a position that may attend to nothing"
     assert len(first) % own == 0, f"a mask over {len(first)} positions is not one of frames of {own}"

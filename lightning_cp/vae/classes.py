@@ -1,4 +1,4 @@
-"""What is known of diffusers' autoencoders: which can be decoded and encoded by several ranks, and how."""
+"""Table of diffusers' autoencoders that several ranks can decode and encode, and their properties."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 
 @dataclass(frozen=True)
 class VaeClass:
-    """What the parallel decode and encode of one class need to know.
+    """Properties of one class for parallel decode and encode.
 
     Attributes:
-        halos: whether an untiled decode or encode can be split over rows.
-        caches: whether encoder and decoder return their result with a feature cache.
-        patched: whether `config.patch_size` pixels are packed before the encoder, not in it.
+        halos: True if an untiled decode or encode can be split by rows, with halos.
+        caches: True if encoder and decoder return a feature cache with the result.
+        patched: True if patches of `config.patch_size` pixels are packed before the encoder, not in it.
     """
 
     halos: bool = True
@@ -27,7 +27,7 @@ _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
     "AutoencoderKL": VaeClass(),
-    "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # cuts frames by the size of what a rank holds
+    "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # frame chunks depend on the local size
     "AutoencoderKLFlux2": VaeClass(),
     "AutoencoderKLHunyuanImage": VaeClass(),
     "AutoencoderKLHunyuanVideo": VaeClass(),
@@ -38,11 +38,11 @@ CLASSES: dict[str, VaeClass] = {
     "AutoencoderKLQwenImage21": VaeClass(patched=True),
     "AutoencoderKLWan": VaeClass(patched=True),
 }
-_PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # those that call F.scaled_dot_product_attention
+_PROCESSORS = ("AttnProcessor2_0", "FusedAttnProcessor2_0")  # they call F.scaled_dot_product_attention
 
 
 def class_of(vae: nn.Module) -> VaeClass:
-    """Raises: ValueError: its class, its noise, its attention or its compilation is not supported."""
+    """Return the properties of a VAE. Raises: ValueError: unsupported class, noise, attention or compilation."""
     name = type(vae).__name__
     found = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)
     if found is None:
@@ -68,7 +68,7 @@ def class_of(vae: nn.Module) -> VaeClass:
 
 
 def compression_of(vae: Any, kind: VaeClass) -> int:
-    """Rows of an encoder's input that become one row of its output."""
+    """Return the number of rows of an encoder's input per row of its output."""
     config = vae.config
     ratio = vae.__dict__.get("spatial_compression_ratio") or config.get("spatial_compression_ratio")
     if ratio is None:

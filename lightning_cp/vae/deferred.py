@@ -1,4 +1,4 @@
-"""Tensors that are not there yet, so that a loop over tiles hands out all of its work before any of it is done."""
+"""Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class UnitCall:
-    """One call of an encoder or decoder, of a unit that one rank computes from its first call to its last.
+    """One call of an encoder or decoder. All calls of a unit (a tile, over time) are computed by the same rank.
 
     Attributes:
-        forward, args, kwargs: what to call; a feature cache among them may be another call's, of the same unit.
+        forward: function to call.
+        args, kwargs: its arguments; may include the deferred feature cache of an earlier call of the same unit.
         unit: number of the unit.
-        result, cache: what it gives; `cache` is filled on the unit's rank only, and None where none is returned.
+        result: output tensor.
+        cache: returned feature cache, set on the unit's rank only; None if `forward` returns no cache.
     """
 
     forward: Callable[..., Any]
@@ -31,13 +33,13 @@ class UnitCall:
 
     @property
     def tile(self) -> Tensor:
-        """The input, of which the work is proportional to the size."""
+        """Return the input tile; the cost of the call is proportional to its size."""
         tile = self.args[0]
         assert isinstance(tile, Tensor), "a unit's input is there before the unit is handed out"
         return tile
 
     def run(self) -> None:
-        """Compute here."""
+        """Compute the call on this rank and set `result` and `cache`."""
         out = self.forward(*(settle(x) for x in self.args), **{name: settle(x) for name, x in self.kwargs.items()})
         self.result.value = out
         if self.cache is not None:
@@ -46,7 +48,7 @@ class UnitCall:
 
 @dataclass(eq=False)
 class _Operation:
-    """A function of values that are not there yet; every rank computes it once they are."""
+    """A function of deferred values; every rank computes it after they are available."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -58,28 +60,35 @@ class _Operation:
 
 
 class Worker(Protocol):
-    """Computes a batch of calls; afterwards their results are there, on every rank."""
+    """Computes a batch of calls and sets their results on every rank."""
 
     def __call__(self, calls: list[UnitCall]) -> None: ...
 
 
 @dataclass(eq=False)
 class Batch:
-    """What was asked for since results were last needed, in order."""
+    """Calls and operations that are queued since the last flush, in order.
+
+    Attributes:
+        worker: computes the queued calls.
+        pending: queue of calls and operations.
+        units: number of units so far.
+        open_units: unit by id of a feature cache.
+    """
 
     worker: Worker
     pending: list[UnitCall | _Operation] = field(default_factory=list)
     units: int = 0
-    open_units: dict[int, int] = field(default_factory=dict)  # id of a feature cache (held by its calls) -> unit
+    open_units: dict[int, int] = field(default_factory=dict)  # ids stay valid: pending calls keep the caches alive
 
     def defer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred:
-        """The result of `function`, later."""
+        """Queue `function` and return its deferred result."""
         result = Deferred(self)
         self.pending.append(_Operation(function, args, kwargs, result))
         return result
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
-        """The result of a unit's call, later; with `caches` also the feature cache that it returns."""
+        """Queue a call of a unit and return its deferred result; with `caches`, also its deferred feature cache."""
         args = tuple(settle(x) for x in args)
         result, cache = Deferred(self), Deferred(self) if caches else None
         unit = self._unit_of(kwargs)
@@ -90,7 +99,7 @@ class Batch:
         return result, cache
 
     def _unit_of(self, kwargs: dict[str, Any]) -> int:
-        """A call that carries a feature cache belongs to the unit of the call before; any other begins one."""
+        """Return the unit of a call: that of its feature cache, or a new unit if the cache is new or there is none."""
         cache = kwargs.get("feat_cache", kwargs.get("conv_cache"))
         if cache is not None and id(cache) in self.open_units:
             return self.open_units[id(cache)]
@@ -100,7 +109,7 @@ class Batch:
         return self.units
 
     def flush(self) -> None:
-        """Compute everything. Ranks: all of the context group, having asked for the same."""
+        """Compute everything that is queued. Ranks: all of the context group, with equal queues."""
         pending, self.pending, self.open_units = self.pending, [], {}
         calls = [entry for entry in pending if isinstance(entry, UnitCall)]
         if calls:
@@ -111,10 +120,10 @@ class Batch:
 
 
 class Deferred:
-    """Stands for a tensor in a VAE's tile loop.
+    """Deferred tensor in a VAE's tile loop.
 
-    Slices, `torch` functions and modules of it are put off with it; whatever else is asked of it (its shape, to be
-    written to) makes the whole batch be computed.
+    Slices, `torch` functions and modules applied to it are deferred too. Any other access (its shape, an assignment)
+    computes the whole batch.
     """
 
     def __init__(self, batch: Batch) -> None:
@@ -123,11 +132,11 @@ class Deferred:
 
     @property
     def there(self) -> bool:
-        """Whether it has been computed."""
+        """Return True if the value is computed."""
         return self.value is not _MISSING
 
     def settled(self) -> Any:
-        """The value, computed now if it was not yet."""
+        """Return the value; compute the batch first if necessary."""
         if not self.there:
             self.batch.flush()
         assert self.there, "a unit's feature cache was asked for on a rank that does not compute it"
@@ -146,11 +155,11 @@ class Deferred:
         return self.__torch_function__(operator.getitem, (), (self, index))
 
     def squeeze(self, *dims: int) -> Any:
-        """As of a tensor."""
+        """Defer `Tensor.squeeze`."""
         return self.__torch_function__(Tensor.squeeze, (), (self, *dims))
 
     def unsqueeze(self, dim: int) -> Any:
-        """As of a tensor."""
+        """Defer `Tensor.unsqueeze`."""
         return self.__torch_function__(Tensor.unsqueeze, (), (self, dim))
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -161,7 +170,7 @@ class Deferred:
 
 
 def settle(nest: Any) -> Any:
-    """`nest` with values in place of what was deferred; a dictionary-like output of diffusers is changed in place."""
+    """Replace the deferred values in `nest` by computed ones; a diffusers output (dict-like) is changed in place."""
     if isinstance(nest, Deferred):
         return nest.settled()
     if not any(True for _ in _deferred(nest)):

@@ -1,4 +1,4 @@
-"""`parallelize_vae`: a VAE of diffusers that the ranks of a context group decode and encode with together."""
+"""Make a diffusers VAE decode and encode in parallel over a context group (`parallelize_vae`)."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ _TILE_LOOPS = (
 
 
 def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
-    """Share a VAE's work over the ranks of `groups.context`.
+    """Distribute a VAE's decode and encode over the ranks of `groups.context`.
 
-    `vae.decode(z)` and `vae.encode(x)` keep their interface: whole tensors in, whole tensors out, on every rank, the
-    same bits on all of them. Where the VAE tiles (`vae.enable_tiling()`, and an input larger than a tile), its tiles
-    are dealt to the ranks, and the result is bit for bit its own. Otherwise each rank computes its rows, with those of
-    its neighbours where a convolution looks at them, statistics over all rows and attention to all of them: the result
-    differs from the whole decode by rounding: relative 1e-5 in float32, 1e-12 in float64 (1e-6 for LTX, whose norms
-    round to float32 themselves). With fewer latent rows than ranks every rank computes the whole. Call `decode` and
-    `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
+    `vae.decode(z)` and `vae.encode(x)` keep their interface: whole tensors in and out on every rank, bitwise equal on
+    all ranks. There are two ways to split the work:
+
+    - With tiling (`vae.enable_tiling()` and an input larger than a tile), tiles are assigned to ranks. The result is
+      bitwise equal to that of the VAE in one process.
+    - Otherwise each rank computes a shard of rows: convolutions exchange halos, norms use statistics over all rows, and
+      attention uses the keys of all rows. The result differs by rounding: relative 1e-5 in float32, 1e-12 in float64
+      (1e-6 for LTX, because its norms round to float32). With too few rows per rank (usually fewer latent rows than
+      ranks) every rank computes the whole.
+
+    Call `decode` and `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
     Args:
-        vae: an autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
-        groups: their context group; a group of one changes nothing.
+        vae: autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
+        groups: context group of the ranks; a group of size 1 changes nothing.
     Returns: a function that restores the VAE exactly.
-    Raises: ValueError: a class that is not supported, or only by tiles where tiling is not enabled; noise in its
-        decoder, a compiled part, attention that does not go through F.scaled_dot_product_attention, or a VAE that is
-        parallel already; from `decode` and `encode`: a gradient is needed, or tiling was disabled since.
+    Raises: ValueError: a class that is not supported, or only with tiling and tiling is off; noise in the decoder; a
+        compiled part; attention that does not call F.scaled_dot_product_attention; a VAE that is already parallel. From
+        `decode` and `encode`: a gradient is needed, or tiling was disabled since.
     Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
     """
     if groups.context_size == 1:
@@ -73,14 +77,21 @@ _ABSENT = object()
 
 
 def _set(owner: nn.Module, name: str, value: Any, *, saved: list[tuple[nn.Module, str, Any]]) -> None:
-    """An attribute of this instance, in front of its class'; what it had itself is kept in `saved`."""
+    """Set an instance attribute, which shadows the class attribute, and record the previous value in `saved`."""
     saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
     owner.__dict__[name] = value
 
 
 @dataclass(eq=False)
 class _Session:
-    """One parallel VAE. `batch` is there while one of its tile loops runs."""
+    """State of one parallel VAE.
+
+    Attributes:
+        vae: the autoencoder.
+        kind: properties of its class.
+        groups: context group of the ranks.
+        batch: queue of tiles while a tile loop runs; otherwise None.
+    """
 
     vae: Any
     kind: VaeClass
@@ -108,7 +119,7 @@ class _Session:
 
 @dataclass(eq=False)
 class _TileLoop:
-    """One of a VAE's loops over tiles: it runs as it is, on every rank, but on tiles that are computed together."""
+    """Wrapper of a VAE's loop over tiles: the loop runs unchanged on every rank, on deferred tiles."""
 
     session: _Session
     loop: Callable[..., Any]
@@ -126,7 +137,7 @@ class _TileLoop:
 
 @dataclass(eq=False)
 class _Part:
-    """The forward of an encoder or decoder: a tile's, put off; or a whole input's, by rows."""
+    """Wrapper of an encoder's or decoder's forward: defers a tile; splits a whole input by rows."""
 
     session: _Session
     module: nn.Module

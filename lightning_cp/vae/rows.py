@@ -1,4 +1,4 @@
-"""Convolutions, paddings and the rest over rows that several ranks hold: what a whole image gives, row for row."""
+"""Convolution, padding, norms and attention of a VAE on an image that is sharded by rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lightning_cp.vae.statistics import group_norm_of_all_rows
 
 
 class RowShardedOps(TorchFunctionMode):
-    """While it is entered, tensors [..., height, width] are this rank's rows of them (columns, where `dim` is -1).
+    """Torch function mode in which tensors [..., height, width] are shards of rows (of columns if `dim` is -1).
 
-    Only functions that look beyond a row are replaced; everything else is computed on this rank's rows as it is.
-    Nothing is patched: the mode holds for this thread and this `with` only.
+    Functions that need more than one row are replaced; all others run unchanged on the local rows. Nothing is patched:
+    the mode is active in this thread and this `with` block only.
 
-    Raises: NotImplementedError: a function that looks beyond a row and is not known here.
+    Raises: NotImplementedError: a function in `_REFUSED`, which needs other rows and has no sharded version.
     Ranks: all of the context group. Gradient: none, sampling only.
     """
 
@@ -45,12 +45,12 @@ class RowShardedOps(TorchFunctionMode):
 
     @property
     def at_end(self) -> tuple[bool, bool]:
-        """Whether this rank holds the first rows, and the last."""
+        """Return (True if this rank holds the first rows, True if it holds the last rows)."""
         return self.groups.context_rank == 0, self.groups.context_rank == self.groups.context_size - 1
 
 
 def reach_of(module: nn.Module) -> int:
-    """How many rows beyond its own a convolution of `module` looks at most."""
+    """Return the widest halo of the module's convolutions: half the largest spatial kernel size, in rows."""
     kernels = [size for x in module.modules() if isinstance(x, (nn.Conv2d, nn.Conv3d)) for size in x.kernel_size[-2:]]
     return max(kernels, default=1) // 2
 
@@ -64,13 +64,16 @@ def by_rows(
     least: int,
     step: int,
 ) -> Any:
-    """`forward(*args, **kwargs)`, whole, computed by rows: of its first argument, and of the result (or its first).
+    """Compute `forward(*args, **kwargs)` by rows: shard the first argument, all-gather the (first) result.
 
     Args:
-        args: first x [b, c, (f,) h, w], split along the longer of height and width.
-        least: steps that each rank needs; with fewer every rank computes the whole.
-        step: rows that stay together, because they become one row.
-    Ranks: all of the context group; the same bits on all.
+        forward: function to compute.
+        args: positional arguments; the first one is x [b, c, (f,) h, w], split along the longer of height and width.
+        kwargs: keyword arguments.
+        groups: context group of the ranks.
+        least: minimum number of steps per rank; with fewer, every rank computes the whole.
+        step: rows per step. They stay on one rank, because they become one row of the result.
+    Ranks: all of the context group; the result is bitwise equal on all.
     """
     x, ranks = args[0], groups.context_size
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
@@ -88,7 +91,7 @@ def by_rows(
 
 
 def _extend(rows: RowShardedOps, x: Tensor, before: int, after: int, zeros: tuple[int, int]) -> Tensor:
-    """`x` between its neighbours' rows; at the ends of the image between so many rows of zeros."""
+    """Add halos of `before` and `after` rows to `x`; at the ends of the image, `zeros` rows of zeros instead."""
     above, below = fetch_halo(x, x.ndim + rows.dim, before, after, groups=rows.groups)
     shape = list(x.shape)
     parts = [x]
@@ -112,16 +115,19 @@ def _convolve(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """A shard's first row is a multiple of the stride, so output rows begin where they do in the whole."""
+    """Convolve a shard of rows with halos.
+
+    A shard begins at a multiple of the stride, so its output rows are aligned with those of the whole image.
+    """
     if isinstance(padding, str):
         raise NotImplementedError(f"a convolution with padding={padding!r} is not split over rows")
     strides, paddings, dilations = (_each(x, weight.ndim - 2) for x in (stride, padding, dilation))
     pad, step = paddings[rows.dim], strides[rows.dim]
-    beyond = dilations[rows.dim] * (weight.shape[rows.dim] - 1) + 1 - step  # rows of others that a shard's output needs
+    beyond = dilations[rows.dim] * (weight.shape[rows.dim] - 1) + 1 - step  # halo rows that the output needs
     if pad:
         input = _extend(rows, input, pad, max(0, beyond - pad), (pad, pad))
         paddings[rows.dim] = 0
-    else:  # its input was padded before, or needs nothing
+    else:  # the input was padded by `_pad`, or no halo is needed
         spare = getattr(input, "_rows_beyond", 0) - beyond
         assert beyond <= 0 or 0 <= spare < step, f"a convolution over rows needs {beyond} more than were padded"
     return function(input, weight, bias, strides, paddings, dilations, groups)
@@ -135,7 +141,7 @@ def _pad(
     mode: str = "constant",
     value: float | None = None,
 ) -> Tensor:
-    """Pads where the image ends; elsewhere there are the neighbours' rows."""
+    """Pad at the ends of the image; at inner borders use halos of the neighbouring ranks' rows."""
     first = 2 * (-1 - rows.dim)
     before, after = pad[first : first + 2] if len(pad) >= first + 2 else (0, 0)
     if input.ndim < 4 or not (before or after):
@@ -159,7 +165,7 @@ def _interpolate(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """A row becomes so many equal rows."""
+    """Interpolate by repeating rows (mode nearest, integer factor), which needs no halo."""
     if input.ndim >= 4:
         given = size if scale_factor is None else scale_factor
         along = given[rows.dim] if isinstance(given, (list, tuple)) else given

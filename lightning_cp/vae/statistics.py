@@ -1,4 +1,4 @@
-"""Group normalisation over rows that several ranks hold."""
+"""Group normalisation of tensors that are sharded by rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lightning_cp.mesh import MeshGroups
 def group_norm_of_all_rows(
     x: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, *, eps: float, groups: MeshGroups
 ) -> Tensor:
-    """`F.group_norm` of this rank's positions, with mean and variance over those of all ranks.
+    """Apply `F.group_norm` to this rank's positions, with mean and variance over the positions of all ranks.
 
     mean = sum n_r mean_r / n;  var = sum n_r (var_r + (mean_r - mean)^2) / n, in float64
 
     Args:
         x: [b, c, ...]; the number of positions may differ between ranks.
         weight, bias: [c].
-    Ranks: all of the context group: a gather of 3 numbers for each sample and group.
+    Ranks: all of the context group. Communication: all-gather of 3 numbers per sample and channel group.
     Source: Chan, Golub and LeVeque, Updating Formulae and a Pairwise Algorithm, 1979.
     """
     batch, channels = x.shape[:2]
@@ -32,7 +32,7 @@ def group_norm_of_all_rows(
     share = counts / counts.sum(0)
     mean = (share * means).sum(0)
     var = (share * (variances + (means - mean).square())).sum(0)
-    # One channel of a batch normalisation for each channel of each sample: one pass, and no copy in a wider dtype.
+    # Batch norm with one channel per (sample, channel): one pass over x, and no copy of x in a wider dtype.
     mean, var = (s.repeat_interleave(channels // num_groups, 1).flatten().to(wide) for s in (mean, var))
     scale, shift = (None if w is None else w.to(wide).repeat(batch) for w in (weight, bias))
     flat = x.reshape(1, batch * channels, -1)

@@ -1,4 +1,4 @@
-"""A batch of tiles, dealt to the ranks and exchanged: what each computes is what the VAE alone would compute."""
+"""Compute a batch of VAE tiles: assign them to ranks and exchange the results, bitwise equal to one process."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MAX_DIMS = 5
-# Of a result: dtype, dims, their sizes and which they are, both from the outermost in memory.
+# Fields of a result's layout: dtype, number of dims, then sizes and dim indices, both outermost in memory first.
 _FIELDS = 2 + 2 * _MAX_DIMS
 
 
 def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
-    """Unit -> rank: the dearest unit first, each to the rank with the least to do; the same on every rank."""
+    """Assign units to ranks, most expensive unit first, each to the least loaded rank; equal on every rank."""
     loads, owner = [0] * ranks, {}
     for unit in sorted(costs, key=lambda unit: (-costs[unit], unit)):
         owner[unit] = loads.index(min(loads))
@@ -29,9 +29,9 @@ def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
 
 
 class _Tile(NamedTuple):
-    """A result as it travels: its dims from the outermost in memory, and which of its dims these are.
+    """Layout of a result in a packet: its dims with the outermost in memory first, and their original indices.
 
-    Later layers find it as it was: on CPU a convolution of tensors in channels_last may round otherwise.
+    The receiver restores the memory format, because on CPU a convolution may round differently in channels_last.
     """
 
     piece: Piece
@@ -42,7 +42,7 @@ class _Tile(NamedTuple):
 class TileWorker:
     """Computes a batch of calls over the ranks of a context group.
 
-    Ranks: all of the group, with equal batches: a gather of ints and one packet to every peer.
+    Ranks: all of the group, with equal batches. Communication: an all-gather of ints, and one packet to every peer.
     Raises: RuntimeError: another rank failed; that rank raises its own error.
     """
 
@@ -58,7 +58,7 @@ class TileWorker:
         try:
             for call in own:
                 call.run()
-        except Exception as error:  # the others wait for this rank: they are told first
+        except Exception as error:  # reported to the other ranks before it is raised: they wait for this rank
             failure = error
         layouts = self._layouts(calls, own, failure)
         tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in own]
@@ -72,7 +72,7 @@ class TileWorker:
                     call.result.value = tile.permute([order.index(dim) for dim in range(tile.ndim)])
 
     def _layouts(self, calls: list[UnitCall], own: list[UnitCall], failure: Exception | None) -> dict[int, _Tile]:
-        """Of every call's result, by the call's id: each rank knows those of its own."""
+        """All-gather the layouts of all results, by id of the call; each rank provides those of its own calls."""
         assert self.groups.context is not None, "a group of one computes tiles itself"
         values = [int(failure is not None)]
         computed = {id(call) for call in own} if failure is None else set()

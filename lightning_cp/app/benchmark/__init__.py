@@ -1,1 +1,1 @@
-"""What `recipes/bench.py` is made of: subjects that do the same work, measured in turn, and what is made of it."""
+"""Measure subjects that do the same work, one after the other, and report the results: see `recipes/bench.py`."""

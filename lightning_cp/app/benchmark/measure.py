@@ -1,4 +1,4 @@
-"""Measures subjects in turn, so that what else the machine does falls on all of them alike."""
+"""Measure subjects in turn, so that other load on the machine disturbs all of them equally."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _WARM_UPS = 2
 
 @dataclass
 class Figures:
-    """Of one subject.
+    """Measurements of one subject.
 
     Attributes:
-        times_s: of each repetition, of the slowest rank.
-        peak_bytes: allocated at once during a step, beyond what was there before, on the rank with most.
-        sent_bytes, exchanges: of a step and a rank, the most of all; None where they are not ours to count.
-        waited: share of a step in which a rank waits for a transfer and computes nothing, the median (CUDA: of the
-            traced step); None likewise.
-        refused: why it cannot do this; "" where it can.
+        times_s: seconds of each repetition on the slowest rank.
+        peak_bytes: peak memory allocated during a step, without what was allocated before; the largest over ranks.
+        sent_bytes, exchanges: bytes sent and exchanges per step, the largest over ranks; None for other libraries.
+        waited: fraction of a step in which a rank waits for a transfer and computes nothing: the median over steps
+            (CUDA: the traced step); None for other libraries.
+        refused: why the subject cannot run this workload; "" if it can.
     """
 
     times_s: list[float] = field(default_factory=list)
@@ -46,7 +46,7 @@ class Figures:
 
     @property
     def median_s(self) -> float:
-        """Of the repetitions."""
+        """Median seconds of the repetitions."""
         return statistics.median(self.times_s)
 
 
@@ -139,7 +139,7 @@ def _traced(subject: Subject, step: Callable[[], object], device: torch.device, 
 
 
 def _goes_on(mine: bool) -> bool:
-    """Ranks stop together, when the first says so."""
+    """Stop all ranks together, when rank 0 decides to."""
     told = [mine]
     dist.broadcast_object_list(told, src=0)
     return told[0]

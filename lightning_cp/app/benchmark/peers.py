@@ -17,7 +17,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attend_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What anyone would write first: K and V gathered whole, and attention over them. For even lengths."""
+    """Naive baseline: gather all K and V, then attend to them. For even lengths only."""
     q, k, v = (x.transpose(1, 2) for x in (q, _gathered(k), _gathered(v)))
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 

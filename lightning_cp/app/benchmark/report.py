@@ -1,4 +1,4 @@
-"""What was measured, as rows: a table, CSV, and pictures."""
+"""Report measurements as a table, CSV and plots."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -
 
 
 def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
-    """Of repetitions that were done one after the other, so that both were disturbed alike."""
+    """Compare repetitions that ran one after the other, so that other load disturbed both equally."""
     if unchecked is None or not (checked.times_s and unchecked.times_s):
         return None
     return statistics.median(a / b for a, b in zip(checked.times_s, unchecked.times_s, strict=True)) - 1

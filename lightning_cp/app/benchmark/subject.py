@@ -1,4 +1,4 @@
-"""What is compared: the same work done by one process, by us in each mode, and by others."""
+"""Subjects of a benchmark: the same work done by one process, by this library in each mode, and by other libraries."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Subject:
     """One way to do a workload's step.
 
     Attributes:
-        name: as in the table.
-        build: called on every rank that takes part; gives the step. What it raises is told instead of figures.
-        alone: only the first rank takes part.
-        threads: of the CPU, for the step; 0: as they are.
-        is_peer: it is another library's.
+        name: row name in the table.
+        build: function that returns the step, called on every participating rank. An error replaces the figures.
+        alone: only rank 0 participates.
+        threads: number of CPU threads during the step; 0: unchanged.
+        is_peer: belongs to another library.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Subject:
 
 
 def modes(ranks: int) -> dict[str, ContextParallelConfig]:
-    """Our modes on so many ranks."""
+    """Return this library's modes for a number of ranks, by name."""
     found = {
         "ring allgather": ContextParallelConfig(ring_degree=ranks),
         "ring alltoall": ContextParallelConfig(ring_degree=ranks, rotate_method="alltoall"),

@@ -1,4 +1,4 @@
-"""A step as PyTorch's profiler saw it: what was allocated when, and when a rank waited while others computed."""
+"""Read memory use and exposed communication of a step from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_cp.comm.transfer import EXCHANGE, WAIT
 
 
 class Span(NamedTuple):
-    """Of time, in microseconds."""
+    """An interval of time, in microseconds."""
 
     begin: float
     end: float
@@ -23,14 +23,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """Of one step of one rank.
+    """One profiled step of one rank.
 
     Attributes:
-        peak_bytes: most that was allocated at once, beyond what was there at the beginning (CPU).
-        held_bytes: still allocated at the end, likewise.
-        under_way: of each exchange, from when it was begun to when the rank's thread asked for what came.
-        exposed: share of the step in which a transfer is waited for and nothing is computed: by the thread, or, where
-            kernels ran on a GPU, by that.
+        peak_bytes: peak memory allocated during the step, without what was allocated before (CPU).
+        held_bytes: memory allocated during the step that is still held at its end (CPU).
+        under_way: one interval per exchange, from its start to the wait for its result.
+        exposed: fraction of the step in which a transfer is waited for and nothing is computed (CPU: by the rank's
+            thread; CUDA: by the GPU).
     """
 
     peak_bytes: int
@@ -40,7 +40,7 @@ class Trace:
 
 
 def record(step: Callable[[], object], path: Path | None = None) -> list[dict[str, Any]]:
-    """Runs a step under the profiler. Returns: the events of the trace, which is also written to `path`."""
+    """Run a step under the profiler. Returns: the events of the trace, which is also written to `path`."""
     BUFFERS.forget()  # what a step needs is counted, not what an earlier one left
     with traced(memory=True) as found:
         step()
@@ -54,7 +54,7 @@ def record(step: Callable[[], object], path: Path | None = None) -> list[dict[st
 
 
 def read_trace(events: list[dict[str, Any]]) -> Trace:
-    """What a trace says."""
+    """Compute the figures of a trace from its events."""
     allocations = [x for x in events if x["name"] == "[memory]" and x["args"]["Device Type"] == 0]
     held = most = 0
     for event in sorted(allocations, key=lambda x: float(x["ts"])):
@@ -76,7 +76,7 @@ def read_trace(events: list[dict[str, Any]]) -> Trace:
 
 
 def spans_of(events: list[dict[str, Any]], name: str) -> list[Span]:
-    """When what is called so ran. Args: name: or a part of it."""
+    """Return the intervals of the events with `name` in their name."""
     return [_span(x) for x in events if x.get("ph") == "X" and name in x["name"]]
 
 
@@ -89,7 +89,7 @@ def _number(event: dict[str, Any]) -> int:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Microseconds in which at least one of them is."""
+    """Return the length of the union of the intervals, in microseconds."""
     total, until = 0.0, float("-inf")
     for span in sorted(spans):
         total += max(0.0, span.end - max(span.begin, until))

@@ -1,4 +1,4 @@
-"""What a job of a sweep leaves to read: how it ended, and its metrics. Imports no torch."""
+"""Store and read the outcome of each job of a sweep: status and metrics. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any
 
-_FOLDER = ".outcomes"  # in the folder of a sweep; nothing else there is touched
+_FOLDER = ".outcomes"  # subfolder of the sweep's folder; no other file there is changed
 
 
 @unique
 class Status(StrEnum):
-    """How a job of a sweep ended."""
+    """The final status of a sweep's job."""
 
     FINISHED = "finished"
     FAILED = "failed"
@@ -24,12 +24,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """One job of a sweep; losses and times are NaN where there are none.
+    """The outcome of one job of a sweep; missing losses and times are NaN.
 
     Attributes:
-        job: its number. overrides: what sets it apart. degrees: data_parallel, ring, ulysses.
-        message: why it failed. loss: mean of the last rows, the objective. step_time_s, tokens_per_s: medians.
-        seconds: of the whole job. folder: of its run.
+        job: job number. overrides: Hydra overrides of the job. degrees: data_parallel, ring, ulysses.
+        message: error message of a failed job. loss: mean loss of the last rows, the objective.
+        step_time_s, tokens_per_s: medians. seconds: duration of the whole job. folder: run folder.
     """
 
     job: int
@@ -46,7 +46,7 @@ class Outcome:
     folder: str
 
     def write(self, sweep: Path) -> None:
-        """Leaves it in the folder of the sweep; whole or not at all."""
+        """Write the outcome into the sweep's folder atomically."""
         path = sweep / _FOLDER / f"{self.job}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".partial")
@@ -55,29 +55,29 @@ class Outcome:
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:
-    """What the jobs of a sweep left, in their order."""
+    """Read the outcomes of a sweep's jobs, sorted by job number."""
     found = (json.loads(path.read_text(encoding="utf-8")) for path in (sweep / _FOLDER).glob("*.json"))
     outcomes = [Outcome(**{**fields, "status": Status(fields["status"])}) for fields in found]
     return sorted(outcomes, key=lambda outcome: outcome.job)
 
 
 def forget_outcomes(sweep: Path) -> None:
-    """For a new sweep in the folder of an earlier one."""
+    """Delete the outcomes of an earlier sweep in the same folder."""
     for path in (sweep / _FOLDER).glob("*.json"):
         path.unlink()
 
 
 def differing(outcomes: list[Outcome]) -> list[str]:
-    """For each job, the settings that it does not share with all others; of a single job, all."""
+    """Return for each job the overrides that not all jobs share; for a single job, all its overrides."""
     given = [set(outcome.overrides) for outcome in outcomes]
     shared = set.intersection(*given) if len(given) > 1 else set()
     return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
 
 
 def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
-    """Read the rows of a `metrics.csv`; none where there is no file.
+    """Read the rows of a `metrics.csv`; no rows if there is no file.
 
-    A last line without its end is left out: the process that wrote it was killed, or the disk was full.
+    An incomplete last line is skipped: the process that wrote it was killed, or the disk was full.
 
     Raises: ValueError: another line is damaged.
     """

@@ -1,4 +1,4 @@
-"""From a composed configuration to a finished job: what every recipe's `main` does."""
+"""Run a recipe: check the composed configuration, start the ranks, report the result."""
 
 import hashlib
 import math
@@ -28,17 +28,17 @@ from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.scratch import temporary_folder
 
 _REFUSED_EXIT_CODE = 2
-_failed: set[Path] = set()  # sweeps of which this process has seen a job fail
-_FIRST_TELLS_S = 30.0  # within which the first rank has told a refusal, however busy the machine
+_failed: set[Path] = set()  # sweep folders in which a job failed in this process
+_FIRST_TELLS_S = 30.0  # rank 0 reports a configuration error within this time, even on a busy machine
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 def conf_dir(recipe: str, *, part: str = "") -> str:
-    """Where a recipe's configuration is: `conf` beside its folder, as in a clone, else the installed package.
+    """Return Hydra's configuration path: `conf` next to the recipe's folder (a clone), otherwise the installed package.
 
     Args:
         recipe: the recipe's `__file__`.
-        part: a folder within; "" for all of it.
+        part: subfolder of `conf`; "" for `conf` itself.
     """
     beside = Path(recipe).resolve().parent.parent / "conf"
     if (beside / "train.yaml").is_file():
@@ -48,16 +48,16 @@ def conf_dir(recipe: str, *, part: str = "") -> str:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A configuration that can be run, and the world it runs on."""
+    """A valid, resolved configuration and the world it runs on."""
 
     config: DictConfig
     world: World
 
 
 def check_config(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
-    """Checks all that can be known before ranks start, and puts values in the place of "auto" and "last".
+    """Check everything that can be checked before ranks start, and replace "auto" and "last" by values.
 
-    Raises: SettingsError, CheckpointError: the first thing that is wrong.
+    Raises: SettingsError, CheckpointError: the first error found.
     """
     check_values(config)
     world = resolve_world(config, machine, place)
@@ -72,14 +72,14 @@ Check = Callable[[DictConfig, Machine, LauncherEnv | None], CheckedRun]
 
 
 def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) -> float | None:
-    """What a recipe's `main` does: checks the configuration, runs the target on all ranks, says what went wrong.
+    """Check the configuration, run the target on all ranks and report errors. Every recipe's `main` calls it.
 
     In a multirun it records the job and returns the objective, NaN for a job that failed or was skipped.
 
     Args:
-        config: as Hydra composed it.
+        config: the configuration composed by Hydra.
         target: the function every rank calls with the resolved configuration; see `Job`.
-        check: of the configuration.
+        check: checks and resolves the configuration.
     Raises: SystemExit: a single run failed, or a sweep was interrupted.
     """
     place = launcher_env(os.environ)
@@ -92,7 +92,7 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
             sys.exit(exit_code)
         return None
     folder, started = sweep.this_sweep(), time.monotonic()
-    # Ranks of a launcher all see their own refusals; the first one's files may not be there yet for the others.
+    # Under a launcher, each rank uses its own record of failed jobs: rank 0's files may not be visible to it yet.
     failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
         return sweep.record(config, None, started).loss if is_first(place) else math.nan
@@ -103,13 +103,13 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
     outcome = sweep.record(config, result, started) if is_first(place) else None
     if result.was_stopped or (place is not None and result.failure is not None and result.began):
         if is_first(place):
-            sweep.summarise(folder)  # Hydra is not asked again: under a launcher, peers may wait for ever
+            sweep.summarise(folder)  # do not return to Hydra: under a launcher, other ranks may wait forever
         sys.exit(result.exit_code)
     return math.nan if outcome is None else outcome.loss
 
 
 def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check: Check = check_config) -> Result:
-    """Checks the configuration and runs the target on all ranks, or as the rank that this process is."""
+    """Check the configuration, then start all ranks here, or run as one rank if a launcher started this process."""
     with ExitStack() as stack:
         try:
             sweep.check_launcher()
@@ -123,7 +123,7 @@ def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check
         except (SettingsError, CheckpointError) as error:
             return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
         hidden = run_dir / ".hydra"
-        if not is_first(place):  # the first rank's folder is the run's
+        if not is_first(place):  # only the first rank writes to the run's folder
             hidden = stack.enter_context(temporary_folder())
         else:
             sweep_partials(Path(run.config.output_root))
@@ -140,9 +140,10 @@ def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check
 
 
 def _refused_after_the_first(result: Result, place: LauncherEnv | None) -> Result:
-    """A refusal that the first rank tells for all of them, unless it does not refuse: its node may be another.
+    """Wait for rank 0 to report a configuration error, then return this rank's own error.
 
-    torchrun's agent ends all ranks once one has ended, so the others wait for that; one still there tells its own.
+    torchrun's agent ends all ranks once one has ended. A rank still running after 30 s reports its own error: rank 0,
+    perhaps on another node, may have none.
     """
     if place is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return result
@@ -152,7 +153,7 @@ def _refused_after_the_first(result: Result, place: LauncherEnv | None) -> Resul
 
 
 def _queued_again(result: Result) -> Result:
-    """Under SLURM, a job that was stopped because its time is up is run again, and goes on where it was."""
+    """Requeue a SLURM job that was stopped because its time is up; it then resumes from its checkpoint."""
     failure = result.failure
     if failure is None or not result.was_stopped or failure.exit_code != 128 + signal.SIGUSR1:
         return result
@@ -162,20 +163,20 @@ def _queued_again(result: Result) -> Result:
 
 
 def threads_per_rank(world: World, machine: Machine) -> int:
-    """CPU threads a rank may use, so that all ranks of this node together use its cores."""
+    """Return the number of CPU threads per rank: the cores of this node divided by its ranks."""
     return max(1, machine.cores // world.devices)
 
 
 def report(result: Result, run_dir: str) -> int:
-    """Tells the user why a job failed. Returns: its exit code."""
+    """Print why a job failed. Returns: the exit code of the job."""
     failure = result.failure
     if failure is None:
         return 0
     place = launcher_env(os.environ)
     if failure.rank < 0 and not is_first(place):
-        return failure.exit_code  # all ranks refuse alike, and the first one says so
+        return failure.exit_code  # all ranks have the same configuration error; the first rank prints it
     if sys.stdout.isatty():
-        sys.stdout.write(_SHOW_CURSOR)  # a progress bar that was cut short has hidden it
+        sys.stdout.write(_SHOW_CURSOR)  # an interrupted progress bar leaves the cursor hidden
     sys.stdout.flush()
     print(f"error: {failure.describe()}", file=sys.stderr)
     if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
@@ -184,7 +185,7 @@ def report(result: Result, run_dir: str) -> int:
 
 
 def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
-    """Overrides for ranks that a launcher started, so that only the first leaves a `.hydra` folder."""
+    """Return Hydra overrides that keep all ranks but the first from writing a `.hydra` folder."""
     return [] if is_first(launcher_env(environ)) else ["hydra.output_subdir=null"]
 
 
@@ -196,7 +197,7 @@ def _resume(config: DictConfig) -> str | None:
     if asked is None:
         return None
     if root not in run_dir.absolute().parents:
-        root = run_dir.parent  # hydra.run.dir was given: the runs beside it are its siblings
+        root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
     folder = find_checkpoint(asked, root)
     manifest, wanted = read_manifest(folder), read(config, "max_steps")
     done, sampler = manifest.step, manifest.facts.get("sampler", {})
@@ -209,20 +210,20 @@ def _resume(config: DictConfig) -> str | None:
     if done > wanted:
         raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: cannot be less to resume={show(asked)}")
     traced = read(config, "trace_step")
-    if traced is not None and traced <= done and asked == read(config, "resume"):  # not where SLURM runs the job again
+    if traced is not None and traced <= done and asked == read(config, "resume"):  # allowed when SLURM requeued the job
         raise SettingsError(f"trace_step={traced}, and {folder} has done {done}: must be more to resume={show(asked)}")
     return str(folder.absolute())
 
 
 def _identity(config: DictConfig) -> str:
-    """The same for the same settings of the same job of a sweep, wherever it runs."""
+    """Return a hash of settings and job number, equal wherever the job runs: `resume` and `run_dir` are left out."""
     settings = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("resume", "run_dir")])
     text = f"{sweep.job_number()} {OmegaConf.to_yaml(settings)}"
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def resolve(config: DictConfig | ListConfig) -> DictConfig:
-    """With nothing left open. Raises: SettingsError: a value is missing, or refers to none."""
+    """Resolve all interpolations. Raises: SettingsError: a value is missing, or an interpolation cannot be resolved."""
     try:
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
     except OmegaConfBaseException as error:

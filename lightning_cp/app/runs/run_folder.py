@@ -1,4 +1,4 @@
-"""Run folders: created for one run alone, and held while that run writes into them. Imports no torch."""
+"""Create run folders and lock each one while its run writes into it. Imports no torch."""
 
 import atexit
 import errno
@@ -22,21 +22,21 @@ from typing_extensions import override
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch.external import is_first, launcher_env
 
-LOCK = ".lock"  # in a run folder: the lock, and in words who holds it
-_ENDING_S = 3.0  # ranks of a launcher that was killed keep the lock until they have ended
+LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it
+_ENDING_S = 3.0  # after a launcher is killed, its ranks keep the lock until they have ended
 _CANNOT_LOCK = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _REFUSED_EXIT_CODE = 2
-_FIRST_REPORTS_S = 30.0  # within which rank 0 has reported a refusal, however busy the machine
-_held: dict[Path, int] = {}  # folders that this process holds, and the descriptors of their locks
+_FIRST_REPORTS_S = 30.0  # rank 0 reports an error within this time, even on a busy machine
+_held: dict[Path, int] = {}  # folder -> descriptor of the lock that this process holds
 
 
 class ClaimFolder(Callback):
-    """Hydra callback that settles the folder of a run or sweep before Hydra creates it.
+    """Hydra callback that chooses and locks the folder of a run or sweep before Hydra creates it.
 
-    A name that contains the time (`${now:…}`) is for a new folder: it is created exclusively, with a suffix (`_2`,
-    `_3`, …) where it exists. Any other name is a folder that the user chose: it is used as it is. Both are held until
-    this process ends. Under an external launcher the first rank does this. The others write nothing: instead of a new
-    folder they get a hidden one, which is removed at their end.
+    If the configured name contains the time (`${now:…}`), a new folder is created exclusively; if it exists, a suffix
+    is added (`_2`, `_3`, …). Any other name was chosen by the user and is used unchanged. The folder is locked until
+    this process ends. Under an external launcher only the first rank does this. The other ranks write nothing there:
+    instead of a new folder they get a hidden one, which is removed when they end.
     """
 
     @override
@@ -49,7 +49,7 @@ class ClaimFolder(Callback):
 
 
 def claim(wanted: Path) -> Path:
-    """Create a folder that did not exist: `wanted`, else `wanted` with the first free suffix. Returns: its path."""
+    """Create a new folder: `wanted`, or `wanted` with the first free suffix if it exists. Returns: its path."""
     folder, number = wanted, 1
     while True:
         try:
@@ -63,13 +63,13 @@ def claim(wanted: Path) -> Path:
 def hold(folder: Path, setting: str) -> int:
     """Lock a folder for this process, and for the ranks that inherit the lock's descriptor.
 
-    The lock is a `flock`: the kernel releases it when the last process that has the descriptor ends, however it ends.
-    Where the file system has no locks, a warning is printed and the folder is used without one.
+    The lock is a `flock`: the kernel releases it when the last process with the descriptor ends, for whatever reason.
+    On a file system without locks, a warning is printed and the folder is used without a lock.
 
     Args:
-        folder: of a run or sweep; created if it does not exist.
-        setting: name of the setting that chose it, for errors.
-    Returns: the lock's descriptor.
+        folder: folder of a run or sweep; created if it does not exist.
+        setting: name of the setting with this folder, for errors.
+    Returns: file descriptor of the lock.
     Raises: SettingsError: another process holds the folder, or it cannot be written to.
     """
     key = folder.resolve()
@@ -96,7 +96,7 @@ def release(folder: Path) -> None:
 
 @contextmanager
 def held(folder: Path, setting: str) -> Iterator[int]:
-    """Hold a folder inside the context, or longer where this process held it before. See `hold`."""
+    """Hold a folder inside the context; if this process held it before, it stays held afterwards. See `hold`."""
     is_new = folder.resolve() not in _held
     descriptor = hold(folder, setting)
     try:
@@ -139,8 +139,8 @@ def _lock(descriptor: int, folder: Path, setting: str) -> None:
 def check_writable(folder: Path, setting: str) -> None:
     """Create a folder if it does not exist, and write a temporary file into it.
 
-    Args: setting: name of the setting that chose the folder, for the error.
-    Raises: SettingsError: one of the two is not possible.
+    Args: setting: name of the setting with this folder, for the error.
+    Raises: SettingsError: the folder or the file cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -155,9 +155,9 @@ def not_writable(setting: str, folder: Path, error: OSError, *, within: Path | N
 
     Args:
         setting: name of the setting.
-        folder: its value.
-        error: why it is not possible.
-        within: the folder inside it that was to be created.
+        folder: value of the setting.
+        error: error of the operating system.
+        within: folder inside `folder` that could not be created, if any.
     """
     what = "cannot be written to" if within is None else f"is not usable, because {within} cannot be created"
     return SettingsError(
@@ -166,7 +166,7 @@ def not_writable(setting: str, folder: Path, error: OSError, *, within: Path | N
 
 
 def _settle(config: DictConfig, kind: str) -> None:
-    """Settle the folder of a run (`kind` run) or a multirun (`kind` sweep). Exits where it cannot be had."""
+    """Choose and lock the folder of a run (`kind` "run") or a multirun (`kind` "sweep"). Exits on error."""
     key = f"hydra.{kind}.dir"
     try:
         wanted = Path(str(OmegaConf.select(config, key)))
@@ -175,7 +175,8 @@ def _settle(config: DictConfig, kind: str) -> None:
     unresolved: Any = OmegaConf.to_container(config.hydra[kind], resolve=False)
     is_new = "${now:" in unresolved["dir"]
     first = is_first(launcher_env(os.environ))
-    # Not `wanted` for other ranks, which may be another run's. Beside it, because resume=last looks at the runs there.
+    # Other ranks must not use `wanted`, which may belong to another run. Their folder has the same parent, because
+    # resume=last searches the runs there.
     folder = wanted.with_name(f".{wanted.name}_process_{socket.gethostname()}_{os.getpid()}")
     try:
         if first:
@@ -195,7 +196,10 @@ def _settle(config: DictConfig, kind: str) -> None:
 
 
 def _is_alone_in_refusing() -> bool:
-    """Under torchrun, whether rank 0 goes on: else its agent ends this process, which waits, once rank 0 has ended."""
+    """Wait under torchrun for rank 0 to fail too; return True if it has not.
+
+    If rank 0 fails, torchrun's agent ends this process while it waits.
+    """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return False
     time.sleep(_FIRST_REPORTS_S)
@@ -213,6 +217,6 @@ def _claim(wanted: Path, config: DictConfig, key: str) -> Path:
 
 
 def _quoted(folder: Path) -> str:
-    """A path as a value in Hydra's grammar of overrides."""
+    """Quote a path as a value in Hydra's override grammar."""
     escaped = str(folder).replace("'", "\\'")
     return f"'{escaped}'"

@@ -1,4 +1,4 @@
-"""What the settings of `python recipes/sample.py` mean: a checkpoint of a run, or a pipeline of diffusers.
+"""Check the settings of `python recipes/sample.py`, for a checkpoint of a run or a diffusers pipeline.
 
 Imports neither torch nor diffusers.
 """
@@ -22,10 +22,10 @@ from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
-_BRANCHES = 2  # of a flow with guidance: with the class, and without
+_BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional
 _WHOLE_PRECISIONS = ("32-true", "bf16-true", "16-true")
-_BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # whose prompts are classes
-# Settings that a checkpoint has no use for, and their values in conf/sample.yaml.
+_BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
+# Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _OF_PIPELINES: dict[str, Any] = {
     **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
     **{"vae": "auto", "stages": "together", "per_call": 1},
@@ -33,9 +33,9 @@ _OF_PIPELINES: dict[str, Any] = {
 
 
 def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
-    """Checks all that can be known before ranks start; finds out what is sampled. See `check_config`.
+    """Check everything that can be checked before ranks start, and find the model to sample. See `check_config`.
 
-    Raises: SettingsError, CheckpointError: the first thing that is wrong.
+    Raises: SettingsError, CheckpointError: the first error found.
     """
     check_values(config)
     world = resolve_world(config, machine, place)
@@ -44,7 +44,7 @@ def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | No
         raise SettingsError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
     found = _source(config)
     settled: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
-    if not is_single(config):  # to a strategy, the branches of guidance are data groups
+    if not is_single(config):  # the strategy treats CFG branches as data groups
         settled.strategy.data_parallel = world.data_parallel * world.cfg
     resolved: Any = OmegaConf.merge(resolve(settled), OmegaConf.create(found))
     check_trainer(resolved)
@@ -60,14 +60,14 @@ def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | No
 
 
 def _source(config: DictConfig) -> dict[str, Any]:
-    """`checkpoint` and `trained` (the configuration of its run), or `pipeline`; None for what it is not."""
+    """Find the source: `checkpoint` and `trained` (its run's configuration), or `pipeline`; the others are None."""
     source, root = str(read(config, "source")), Path(read(config, "output_root")).absolute()
     folder = Path(source)
     if any((folder / name).is_file() for name in _PIPELINE_FILES):
         return {"pipeline": str(folder.absolute()), "checkpoint": None, "trained": None}
     if source != "last" and not folder.exists():
         if source.count("/") == 1 and not source.startswith((".", "/", "~")):
-            return {"pipeline": source, "checkpoint": None, "trained": None}  # of a hub
+            return {"pipeline": source, "checkpoint": None, "trained": None}  # id of a pipeline on the hub
         raise SettingsError(
             f"source={source} does not exist: must be `last` (the newest checkpoint under output_root), the folder of "
             "a checkpoint, of a run or of a pipeline, or the id of a pipeline on the hub (organisation/name)"
@@ -120,7 +120,7 @@ def _check_pipeline(config: DictConfig) -> None:
 
 
 def _check_prompts(asked: Any, kind: str | None) -> None:
-    """Raises: SettingsError: prompts that a pipeline of this class (None: not known) does not take."""
+    """Check prompts. Args: kind: pipeline class, None if unknown. Raises: SettingsError: it does not take them."""
     if asked is None or (isinstance(asked, str) and not asked.strip()):
         raise SettingsError('prompts must be given for a pipeline: a text, a list ("prompts=[a cat,a dog]"), or a file')
     if isinstance(asked, str) and _looks_like_path(asked) and not _is_file(asked):
@@ -145,12 +145,12 @@ def _is_file(asked: Any) -> bool:
 
 
 def _entries(asked: Any) -> Any:
-    """A list, also of a single one; None for none."""
+    """Return the prompts as a list; a single prompt becomes a list of one, None stays None."""
     return asked if asked is None or isinstance(asked, ListConfig) else [asked]
 
 
 def _pipeline_class(source: str) -> str | None:
-    """The name of its class, where its folder is here and says so."""
+    """Read the pipeline's class name from its local folder; None if there is no folder or no name in it."""
     found = next((path for name in _PIPELINE_FILES if (path := Path(source) / name).is_file()), None)
     if found is None:
         return None
@@ -158,4 +158,4 @@ def _pipeline_class(source: str) -> str | None:
         kind = json.loads(found.read_text(encoding="utf-8")).get("_class_name")
     except ValueError as error:
         raise SettingsError(f"source={source}: {found} is not JSON: {error}") from error
-    return kind if isinstance(kind, str) else None  # a class of one's own is a list
+    return kind if isinstance(kind, str) else None  # a custom pipeline class is stored as a list

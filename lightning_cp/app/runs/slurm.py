@@ -1,4 +1,4 @@
-"""What a job and SLURM ask of each other: the resources of a sweep's jobs, and another run after it was cut short.
+"""Work with SLURM: resources for the jobs of a sweep, and requeueing of jobs that ran out of time.
 
 Imports no torch.
 """
@@ -16,30 +16,30 @@ from lightning_cp.app.runs.run_folder import not_writable
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import whole_number
 
-_NOTES = ".slurm"  # under output_root: a file for each job, with a line for each folder that it has run in
+_NOTES = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
 
 
 def register_resolvers() -> None:
-    """Makes `${slurm_*:…}` of conf/launcher/slurm.yaml known to OmegaConf."""
+    """Register the OmegaConf resolvers `${slurm_*:…}` of conf/launcher/slurm.yaml."""
     for name, resolver in (("nodes", _nodes), ("tasks_per_node", _tasks_per_node), ("gpus_per_node", _gpus_per_node)):
         OmegaConf.register_new_resolver(f"slurm_{name}", resolver, replace=True)
 
 
 def requeue(environ: Mapping[str, str]) -> bool:
-    """Asks SLURM to run this job again, where it runs one. Returns: whether SLURM will."""
+    """Requeue this SLURM job. Returns: True if SLURM accepted it; False on failure or outside SLURM."""
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return False
     try:
         return subprocess.run(["scontrol", "requeue", job], capture_output=True, check=False).returncode == 0
-    except OSError:  # there is no scontrol here
+    except OSError:  # scontrol is not installed
         return False
 
 
 def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Path) -> None:
-    """Write down where this job runs, for when SLURM runs it again.
+    """Record the run folder of this SLURM job, so that a requeued job can resume from it.
 
-    Args: run: which of the job's runs it is.
+    Args: run: hash that identifies the run within the job. folder: run folder.
     Raises: SettingsError: `output_root` cannot be written to.
     """
     job = environ.get("SLURM_JOB_ID")
@@ -56,7 +56,7 @@ def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Pa
 
 
 def earlier_runs(environ: Mapping[str, str], output_root: Path, run: str) -> list[Path]:
-    """Where the same run of this job ran before SLURM ran the job again, the last first."""
+    """Return the folders of this run before SLURM requeued the job, newest first."""
     notes = output_root / _NOTES / environ.get("SLURM_JOB_ID", "none")
     if _restarts(environ) == 0 or not notes.is_file():
         return []
@@ -70,9 +70,10 @@ def _restarts(environ: Mapping[str, str]) -> int:
 
 
 def check_sweep(config: DictConfig) -> None:
-    """Before jobs are submitted. Raises: SettingsError: what `launcher=slurm` asks SLURM for could not run them.
+    """Check a sweep before its jobs are submitted.
 
-    Args: config: of the sweep, with Hydra's own; settings that are swept have their defaults in it.
+    Args: config: configuration of the sweep, including `hydra`; swept settings have their default values.
+    Raises: SettingsError: the jobs could not run with the resources that `launcher=slurm` requests.
     """
     if config.hydra.runtime.choices.get("launcher") != "slurm":
         return
@@ -101,7 +102,7 @@ def _nodes(num_nodes: Any) -> int:
 
 
 def _tasks_per_node(num_nodes: Any, devices: Any) -> int:
-    """On one node the recipe starts its ranks, as many as a job of the sweep needs; across nodes SLURM does."""
+    """Return SLURM tasks per node: 1 on one node, where the recipe starts the ranks; otherwise one task per rank."""
     return devices if _nodes(num_nodes) > 1 and isinstance(devices, int) else 1
 
 

@@ -1,7 +1,6 @@
-"""Hydra's multirun: each job recorded beside what it left, and a table, a CSV file and plots of all at the end.
+"""Record each job of a Hydra multirun; at the end write a table, a CSV file and plots of all jobs.
 
-A job is as good as a fresh start, because its ranks are processes of its own; all that is kept between two jobs is the
-outcome of each. Imports no torch.
+Each job starts fresh, because its ranks are new processes; only the outcomes are kept between jobs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,45 +31,48 @@ from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
 
-RESOLVED = "resolved.yaml"  # in .hydra of a run: its configuration with nothing left open
-_LAST_ROWS = 25  # of metrics.csv, whose mean loss is the objective
+RESOLVED = "resolved.yaml"  # in the run's .hydra folder: the fully resolved configuration
+_LAST_ROWS = 25  # the objective is the mean loss of these last rows of metrics.csv
 
 
 def in_sweep() -> bool:
-    """Whether this job is one of a multirun."""
+    """Return True if this job is part of a multirun."""
     return HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def job_number() -> int | None:
-    """Of this job in its multirun; None for a single run."""
+    """Return the number of this job in its multirun, or None for a single run."""
     return int(HydraConfig.get().job.num) if in_sweep() else None
 
 
 def check_launcher() -> None:
-    """Raises: SettingsError: a launcher of sweeps was chosen for a single run, where Hydra would pass over it."""
+    """Reject a sweep launcher for a single run: Hydra would ignore it. Raises: SettingsError."""
     chosen = HydraConfig.get().runtime.choices.get("launcher") if HydraConfig.initialized() else None
     if chosen is not None and not in_sweep():
         raise SettingsError(f"launcher={chosen} is for jobs of a sweep: add -m, also for a single job")
 
 
 def check_folder(run_dir: Path) -> None:
-    """Raises: SettingsError: a job of a sweep was given a folder, which others would be given too."""
+    """Reject a `run_dir` set for a sweep: all its jobs would use the same folder. Raises: SettingsError."""
     if in_sweep() and run_dir.absolute() != Path(HydraConfig.get().runtime.output_dir).absolute():
         raise SettingsError(f"run_dir={run_dir}: each job of a sweep has a folder of its own; give hydra.sweep.dir")
 
 
 def this_sweep() -> Path:
-    """The folder of the multirun that this job belongs to."""
+    """Return the absolute folder of this job's multirun."""
     return Path(HydraConfig.get().sweep.dir).absolute()
 
 
 def is_stopped(sweep: Path) -> bool:
-    """Whether a job before this one failed."""
+    """Return True if an earlier job of the sweep failed."""
     return any(outcome.status is Status.FAILED for outcome in read_outcomes(sweep))
 
 
 def record(config: DictConfig, result: Result | None, started: float) -> Outcome:
-    """Writes down what came of a job; `result` None: it was skipped. started: `time.monotonic()` before it."""
+    """Write and return the outcome of a job.
+
+    Args: result: result of the job, None if it was skipped. started: `time.monotonic()` before the job.
+    """
     hydra = HydraConfig.get()
     run = Path(hydra.runtime.output_dir)
     ran = result is not None and result.began
@@ -98,7 +100,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
 
 
 def summarise(sweep: Path) -> int:
-    """Writes `sweep.csv` and `sweep.png`, and prints a table. Returns: the exit code, 1 where a job failed."""
+    """Write `sweep.csv` and `sweep.png`, and print a table. Returns: exit code, 1 if a job failed or none was found."""
     outcomes = read_outcomes(sweep)
     if not outcomes:
         print(f"error: no job of the sweep left its outcome in {sweep}", file=sys.stderr)
@@ -121,7 +123,7 @@ def summarise(sweep: Path) -> int:
 
 
 class SweepSummary(Callback):
-    """Hydra's callback: forgets an earlier sweep in the same folder, and sums up this one."""
+    """Hydra callback: delete the outcomes of an earlier sweep in the same folder, and summarise this one at its end."""
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -144,7 +146,7 @@ class SweepSummary(Callback):
 
 
 def _is_newer(path: Path, started: float) -> bool:
-    """Whether a file was written since `started`, by `time.monotonic`."""
+    """Return True if a file was written after `started`, a `time.monotonic()` value."""
     began_s = time.time() - (time.monotonic() - started)
     return path.is_file() and path.stat().st_mtime >= began_s - 1
 
@@ -152,12 +154,12 @@ def _is_newer(path: Path, started: float) -> bool:
 def _degree(config: Any, key: str) -> Any:
     try:
         return OmegaConf.select(config, key)
-    except OmegaConfBaseException:  # it refers to what is not there, for which the job was refused
+    except OmegaConfBaseException:  # unresolvable interpolation, already reported as an error
         return "?"
 
 
 def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
-    """Draws the loss curves of all jobs, and step time and tokens/s by degree, as one PNG."""
+    """Plot the loss curves of all jobs, and each job's step time and tokens/s, in one PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
@@ -172,7 +174,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
         label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         if outcome.status is Status.FAILED:
             label += " (failed)"
-        curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal runs lie on each other
+        curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal curves overlap
     curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
     curves.legend(frameon=False, fontsize=8)
     places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]

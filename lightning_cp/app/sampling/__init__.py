@@ -1,1 +1,1 @@
-"""Samples of `recipes/train.py` and `recipes/sample.py`: files, contact sheets, and how many digits are recognised."""
+"""Samples of `recipes/train.py` and `recipes/sample.py`: files, contact sheets and digit recognition."""

@@ -1,4 +1,4 @@
-"""All samples of a run: a file each, written by whoever has it, and one contact sheet."""
+"""Write all samples of a run: one file per sample, and one contact sheet."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from lightning_cp.sampling.tiles import tile, write_png
 
 _FRAMES = 8
 _MARGIN = 6
-_PIXELS = 128  # of a thumbnail's longer side
+_PIXELS = 128  # longer side of a thumbnail
 
 
 @dataclass(eq=False)
 class Album:
-    """Where samples go, by number. Ranks write their own into the same folder.
+    """A folder of numbered samples. Each rank writes its own samples into the same folder.
 
-    Args: folder: of the files. format, fps, rate_hz: see `write_sample`.
+    Args: folder: folder of the sample files. format, fps, rate_hz: see `write_sample`.
     """
 
     folder: Path
@@ -33,7 +33,7 @@ class Album:
     thumbnails: dict[int, Tensor] = field(default_factory=dict)
 
     def add(self, number: int, sample: Any) -> Path:
-        """Writes a sample, `<number>.<suffix>`. Returns: the file. Raises: MediaError: see `write_sample`."""
+        """Write a sample as `<number>.<suffix>`. Returns: path of the file. Raises: MediaError: see `write_sample`."""
         stem = self.folder / f"{number:04d}"
         path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
         if not is_sound(sample):
@@ -41,9 +41,9 @@ class Album:
         return path
 
     def draw_sheet(self, path: Path) -> bool:
-        """One picture of all ranks' samples, in the order of their numbers; clips are rows of frames.
+        """Write one picture of all ranks' samples, sorted by number; a clip is a row of frames.
 
-        Ranks: the whole world; the first one draws. Returns: whether there is one; sounds have none.
+        Ranks: the whole world; the first rank writes. Returns: False if there is nothing to show (sounds only).
         """
         everyone: list[Any] = [self.thumbnails]
         if dist.is_initialized():
@@ -59,7 +59,7 @@ class Album:
 
 
 def thumbnail(frames: Tensor) -> Tensor:
-    """At most eight frames of at most 128 pixels, small pictures enlarged: [f, h, w, c] -> [3, f, h, w], uint8."""
+    """Resize to at most 8 frames of at most 128 pixels; enlarge small pictures: [f, h, w, c] -> [3, f, h, w], uint8."""
     chosen = torch.linspace(0, len(frames) - 1, min(_FRAMES, len(frames))).round().long()
     pixels = frames[chosen][..., :3].movedim(-1, 1).float()
     scale = _PIXELS / max(pixels.shape[-2:])
@@ -71,7 +71,7 @@ def thumbnail(frames: Tensor) -> Tensor:
 
 
 def _alike(pictures: list[Tensor]) -> Tensor:
-    """Of one size, with white at the right and at the bottom of smaller ones, and the last frame again."""
+    """Pad pictures to one size: white at the right and bottom; shorter clips repeat their last frame."""
     frames, height, width = (max(x.shape[dim] for x in pictures) for dim in (1, 2, 3))
     sheet = torch.full((len(pictures), 3, frames, height, width), 255, dtype=torch.uint8)
     for place, x in zip(sheet, pictures):

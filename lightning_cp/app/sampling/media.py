@@ -1,4 +1,4 @@
-"""Samples as files: a picture, a clip or a sound, whatever a pipeline gave."""
+"""Write a pipeline's samples as files: pictures, clips or sounds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cp.errors import MediaError
 
 
 def frames_of(sample: Any) -> Tensor:
-    """The frames of a picture or clip: uint8 [frames, height, width, 1, 3 or 4].
+    """Convert a picture or clip to frames: uint8 [frames, height, width, channels], with 1, 3 or 4 channels.
 
     Args: sample: a PIL image or a list of them, or an array or tensor [h, w, c] or [f, h, w, c], in [0, 1] or uint8.
     Raises: MediaError: anything else.
@@ -36,26 +36,26 @@ def frames_of(sample: Any) -> Tensor:
 
 
 def is_sound(sample: Any) -> bool:
-    """Whether a sample is values over time, not pictures."""
+    """Return True for a sound: an array or tensor with 1 or 2 dims."""
     return isinstance(sample, (np.ndarray, Tensor)) and sample.ndim in (1, 2)
 
 
 def check_format(format: str) -> None:
-    """Raises: MediaError: what writes it is not installed."""
+    """Check that the format's packages are installed. Raises: MediaError."""
     if format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
         raise MediaError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
 
 
 def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16, rate_hz: int = 44100) -> Path:
-    """Writes one sample.
+    """Write one sample to a file.
 
     Args:
         sample: see `frames_of`; or a sound, an array or tensor [channels, n] or [n] in [-1, 1].
         stem: path without the suffix.
-        format: png, gif, mp4 or wav; auto: by what it is.
-        fps: frames a second of a clip.
-        rate_hz: values a second of a sound.
-    Returns: the file. Raises: MediaError: the format cannot hold the sample, or is not installed.
+        format: png, gif, mp4 or wav; auto: chosen by the kind of sample.
+        fps: frames per second of a clip.
+        rate_hz: sampling rate of a sound, in Hz.
+    Returns: path of the file. Raises: MediaError: the format cannot hold the sample, or its packages are not installed.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
     if is_sound(sample) or format == "wav":

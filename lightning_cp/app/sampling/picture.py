@@ -1,4 +1,4 @@
-"""A labelled grid of samples as a PNG."""
+"""Draw a labelled grid of samples as a PNG."""
 
 from pathlib import Path
 
@@ -9,15 +9,15 @@ _MAX_COLUMNS = 12
 
 
 def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, title: str) -> None:
-    """Draws one row a class. What was not recognised has a red frame and what was read in its stead.
+    """Draw one row per class. Samples that were not recognised have a red frame and show the predicted class.
 
     Args:
-        samples: [n, 1, frames, height, width] in about [-1, 1]. Of pictures a row shows the samples of its class, of
-            clips the frames of the first of them.
-        labels: what was asked for, [n].
-        read: what the classifier read, [n]; negative where the pixels are not finite.
-        path: of the PNG.
-        title: above the grid.
+        samples: samples [n, 1, frames, height, width] in about [-1, 1]. A row shows up to 12 pictures of its class or,
+            for clips, up to 12 frames of the first clip of its class.
+        labels: requested classes, [n].
+        read: classes predicted by the classifier, [n]; negative for samples with non-finite pixels.
+        path: path of the PNG.
+        title: title above the grid.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display

@@ -1,4 +1,4 @@
-"""How many sampled digits a classifier of real digits recognises."""
+"""Measure how many sampled digits a classifier of real digits recognises."""
 
 from dataclasses import dataclass
 
@@ -12,25 +12,25 @@ NOTHING_READ = -1
 
 @dataclass(frozen=True)
 class Recognition:
-    """What the classifier read, [n] (-1: nothing, the pixels are not finite), and the fraction that is right."""
+    """The classifier's predictions, [n] (-1: the sample is not finite), and the fraction of correct ones."""
 
     read: Tensor
     fraction: float
 
 
 def recognise_digits(samples: Tensor, labels: Tensor) -> Recognition:
-    """Reads samples with a support vector classifier fitted to all real scans.
+    """Classify samples with a support vector classifier fitted to all real scans.
 
     Args:
-        samples: [n, 1, frames, height, width] in about [-1, 1]; of a clip, the middle frame's inkiest 8 × 8 window is
-            read.
-        labels: what was asked for, [n].
-    Returns: of a sample with inf or NaN among its pixels, that nothing was read.
+        samples: samples [n, 1, frames, height, width] in about [-1, 1]; the 8 × 8 window with the most ink in the
+            middle frame is classified.
+        labels: requested classes, [n].
+    Returns: predictions and accuracy; a sample with inf or NaN in its pixels has the prediction -1.
     """
     from sklearn.svm import SVC
 
     scans = load_scans()
-    classifier = SVC(gamma=0.001 * 64, C=10.0)  # scikit-learn's own example, in our units (1/8 of theirs)
+    classifier = SVC(gamma=0.001 * 64, C=10.0)  # as in scikit-learn's example; our pixel values are scaled by 1/8
     classifier.fit(scans.pixels.flatten(1).numpy(), scans.labels.numpy())
     frames = samples[:, 0, samples.shape[2] // 2].float().cpu().clamp(-1, 1)
     finite = samples.isfinite().flatten(1).all(dim=1).cpu()
@@ -41,9 +41,9 @@ def recognise_digits(samples: Tensor, labels: Tensor) -> Recognition:
 
 
 def inkiest_windows(frames: Tensor, size: int = DIGIT_SIZE) -> Tensor:
-    """The size × size window with the most ink of each frame: [n, h, w] -> [n, size, size].
+    """Crop the size × size window with the most ink from each frame: [n, h, w] -> [n, size, size].
 
-    A digit with empty margins is whole in several windows: of those with nearly the most ink, the middle one is taken.
+    A digit with empty margins fits in several windows: the middle one of those with nearly the most ink is taken.
     """
     windows = frames.unfold(1, size, 1).unfold(2, size, 1)  # [n, rows, columns, size, size]
     ink = (windows + 1).sum(dim=(3, 4))

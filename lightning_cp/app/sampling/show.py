@@ -1,4 +1,4 @@
-"""Samples of a run at one step: drawn on all ranks, read and pictured on the first."""
+"""Draw samples of a run on all ranks; classify and plot them on the first rank."""
 
 from dataclasses import dataclass
 
@@ -12,12 +12,12 @@ from lightning_cp.sampling.draw import SamplingSettings, draw_samples
 
 @dataclass(frozen=True)
 class SamplePictures:
-    """Makes pictures of samples with the averaged weights, each time from the same noise.
+    """Draw sample pictures with the EMA weights, always from the same noise.
 
     Args:
-        shape: of one sample.
-        num_classes: of the data.
-        settings: how many samples and how they are drawn.
+        shape: shape of one sample.
+        num_classes: number of classes of the data.
+        settings: number of samples and how to draw them.
     """
 
     shape: tuple[int, ...]
@@ -25,7 +25,7 @@ class SamplePictures:
     settings: SamplingSettings
 
     def make(self, run: Run, name: str) -> float:
-        """Leaves `<name>.png`. Call it on every rank. Returns: the fraction that a classifier recognises."""
+        """Write `<name>.png`. Call it on every rank. Returns: fraction of samples that the classifier recognises."""
         state = run.state
         with state.average.swapped_in(state.module):
             drawn = draw_samples(

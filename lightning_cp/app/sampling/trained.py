@@ -1,4 +1,4 @@
-"""Samples from a checkpoint of a run, on any number of ranks."""
+"""Load the model of a run's checkpoint for sampling, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from lightning_cp.pipelines.rows import cfg_merge, cfg_split
 
 
 def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) -> nn.Module:
-    """Build the model of a run, with the averaged weights of one of its checkpoints, on the CPU and in eval mode.
+    """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
 
     Args:
         config: configuration of the run (its `.hydra/resolved.yaml`).
-        checkpoint: a folder, of either format.
-        trust: build whatever class, or call whatever function, the configuration names; else only the models of
-            `lightning_cp.training` with diffusers' transformers.
-    Ranks: each for itself.
+        checkpoint: checkpoint folder, of either format.
+        trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
+            of `lightning_cp.app.settings.foreign`.
+    Ranks: no communication; each rank loads independently.
     Raises:
-        CheckpointError: the checkpoint is incomplete, or of another model.
-        SettingsError: `config.model` names a class that only `trust` allows.
+        CheckpointError: the checkpoint is incomplete, or belongs to another model.
+        SettingsError: `config.model` names a class that needs `trust`.
     """
     model = OmegaConf.to_container(config.model, resolve=True)
     if not trust:
@@ -51,11 +51,11 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
 
 
 class SharedGuidance(nn.Module):
-    """A denoiser whose batches, which hold both branches of guidance, are shared out over the `cfg` axis.
+    """A denoiser with its batch split over the `cfg` axis; the batch holds both CFG branches.
 
     Args:
-        model: `model(x [n, ...], times [n], labels [n]) -> velocity [n, ...]`.
-        ranks: from `lightning_cp.pipelines.sampling_ranks`.
+        model: denoiser, `model(x [n, ...], times [n], labels [n]) -> velocity [n, ...]`.
+        ranks: CFG branches, from `lightning_cp.pipelines.sampling_ranks`.
     """
 
     def __init__(self, model: nn.Module, ranks: Branches) -> None:
@@ -64,16 +64,16 @@ class SharedGuidance(nn.Module):
 
     @override
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Ranks: those of all branches, with equal arguments."""
+        """Run the model on this rank's rows and all-gather the results. Ranks: all branches, with equal arguments."""
         mine = cfg_split((x, times, labels), self.ranks, like=x)
         merged: Tensor = cfg_merge(self.model(*mine), self.ranks, like=x)
         return merged
 
 
 class WithPrecision(nn.Module):
-    """A model in the precision that Fabric was given, without its wrapper, which is for training.
+    """A model in Fabric's precision, without Fabric's training wrapper.
 
-    Args: fabric: whose precision it is. model: on its device; converted in place.
+    Args: fabric: Fabric with the precision to use. model: the model, on its device; converted in place.
     """
 
     def __init__(self, fabric: Any, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What the settings of a recipe mean together: contradictions are refused before anything slow begins.
+"""Check that the settings of a recipe fit together, before anything slow starts.
 
 Imports neither torch nor diffusers.
 """
@@ -18,17 +18,17 @@ _PACKAGES = {
     "flash_attn_4": "flash_attn",
     "sage": "sageattention",
 }
-# What data sets say of themselves, whatever else is asked for.
+# Fixed properties of the data sets; other values are rejected.
 _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.app.digits.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
     "lightning_cp.app.digits.MovingDigits": {"channels": 1},
 }
 _ALL_DIGITS = {"num_samples": 1797, "num_classes": 10}
-_SMALLEST = 8  # pixels of a digit
+_SMALLEST = 8  # side of a digit, in pixels
 
 
 def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: str) -> None:
-    """Raises: SettingsError: the first contradiction."""
+    """Run all checks below. Raises: SettingsError: the first contradiction."""
     check_data(config)
     check_batch(config, data_parallel)
     check_trace(config)
@@ -39,7 +39,7 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
 
 
 def check_trainer(config: DictConfig) -> None:
-    """Raises: SettingsError: the trainer was given another value than the recipe; config: with all values resolved."""
+    """Check that `trainer.*` agrees with the recipe. Args: config: resolved. Raises: SettingsError: it contradicts."""
     for key in ("accelerator", "devices", "num_nodes", "precision"):
         asked = read(config, f"trainer.{key}", read(config, key))
         if asked != read(config, key):
@@ -50,7 +50,7 @@ def check_trainer(config: DictConfig) -> None:
 
 
 def check_device(config: DictConfig, accelerator: str) -> None:
-    """Raises: SettingsError: a kernel or a precision that this accelerator or strategy cannot run."""
+    """Check kernel and precision. Raises: SettingsError: this accelerator or strategy cannot run one of them."""
     kernel, precision = read(config, "kernel"), str(read(config, "precision"))
     if read(config, "strategy._target_") == "builtins.str" and kernel != "auto":
         raise SettingsError(f"kernel={kernel} has no effect with strategy=single: leave it out, or use strategy=cp")
@@ -67,7 +67,7 @@ def check_device(config: DictConfig, accelerator: str) -> None:
 
 
 def check_data(config: DictConfig) -> None:
-    """Raises: SettingsError: a size that the data set does not have, or that holds no digit."""
+    """Check data sizes. Raises: SettingsError: the data set does not have this size, or a digit does not fit in it."""
     kind = read(config, "data.dataset._target_")
     if kind not in _FIXED:
         return
@@ -84,7 +84,7 @@ def check_data(config: DictConfig) -> None:
 
 
 def check_batch(config: DictConfig, data_parallel: int) -> None:
-    """Raises: SettingsError: the global batch does not fit the data set or the data ranks."""
+    """Check batch_size. Raises: SettingsError: the global batch does not fit the data set or the data ranks."""
     batch, samples = read(config, "batch_size"), read(config, "data.num_samples")
     if samples is not None and batch > samples:
         raise SettingsError(f"batch_size={batch} is more than the data set has: must be at most {samples}")
@@ -96,14 +96,14 @@ def check_batch(config: DictConfig, data_parallel: int) -> None:
 
 
 def check_trace(config: DictConfig) -> None:
-    """Raises: SettingsError: the step to be traced is never taken."""
+    """Check trace_step. Raises: SettingsError: it is after the last step."""
     step, last = read(config, "trace_step"), read(config, "max_steps")
     if step is not None and step > last:
         raise SettingsError(f"trace_step={step} is never taken: must be at most max_steps={last}")
 
 
 def check_model(config: DictConfig) -> None:
-    """Raises: SettingsError: the model cannot be spread over that many ranks, or does not take the data."""
+    """Check the model. Raises: SettingsError: it cannot be sharded over that many ranks, or does not fit the data."""
     _check_transformer(config)
     ring, ulysses = read(config, "ring"), read(config, "ulysses")
     heads = read(config, "model.transformer.num_attention_heads")
@@ -121,16 +121,16 @@ def check_model(config: DictConfig) -> None:
 
 
 def sequence_length(config: DictConfig) -> int | None:
-    """Tokens of one sample, from the data's size and patch; None where the data does not say.
+    """Return the number of tokens per sample from data size and patch size; None if the configuration lacks them.
 
-    Raises: SettingsError: the patch does not divide the size.
+    Raises: SettingsError: the patch size does not divide the data size, or data.token_width is wrong.
     """
     grid = _token_grid(config)
     return None if grid is None else math.prod(grid)
 
 
 def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
-    """Frames, rows and columns of tokens; None and errors as `sequence_length`."""
+    """Return the token grid (frames, rows, columns); None and errors: see `sequence_length`."""
     size = [read(config, f"data.{name}") for name in ("frames", "height", "width")]
     patch = read(config, "data.patch_size")
     if patch is None or None in size:
@@ -149,7 +149,7 @@ def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
 
 
 def _check_transformer(config: DictConfig) -> None:
-    """What diffusers' classes ask of their arguments, for those that the recipes build."""
+    """Check the arguments of the diffusers transformers that the recipes build (Wan and Flux)."""
     kind = str(read(config, "model.transformer._target_", "")).rpartition(".")[2]
     width, head = read(config, "data.channels", 1), read(config, "model.transformer.attention_head_dim")
     if kind == "WanTransformer3DModel":

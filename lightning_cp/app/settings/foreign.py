@@ -1,4 +1,4 @@
-"""Configurations of runs that may be somebody else's: read as plain data, before anything of them is built.
+"""Read the configuration of a run by an unknown author safely: as plain data, checked before anything is built.
 
 Imports neither torch nor diffusers.
 """
@@ -13,8 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.settings.table import SettingsError, check_values
 
-# Classes that a configuration may name without trust=true. Full names only: a prefix such as `lightning_cp.` would let
-# in functions that run a file or a command.
+# Classes that a configuration may name without trust=true. Full names only: a prefix such as `lightning_cp.` would
+# allow functions that run a file or a command.
 MODEL_CLASSES = (
     "lightning_cp.app.denoisers.FluxDenoiser",
     "lightning_cp.app.denoisers.WanDenoiser",
@@ -27,7 +27,7 @@ EARLIER_NAMES = {
     for module in ("training", "training.denoiser")
     for name in ("FluxDenoiser", "WanDenoiser")
 }
-# What sampling reads. All other keys (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
+# Keys that sampling reads. All others (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
 _READ: dict[str, tuple[str, ...] | None] = {
     "model": None,
     "data": ("channels", "frames", "height", "width", "num_classes", "num_samples", "patch_size", "token_width"),
@@ -51,9 +51,9 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
 
     Args:
         path: `.hydra/resolved.yaml` of the run.
-        trust: accept any class and any interpolation, as for a configuration of one's own, and keep all keys.
+        trust: accept any class and any interpolation, and keep all keys.
     Returns: `model`, `data` (without its data set) and `sampling`; with `trust` the whole configuration.
-    Raises: SettingsError: the file is damaged or beyond the limits, holds what only `trust` allows, or lacks a key.
+    Raises: SettingsError: the file is damaged, exceeds a limit, lacks a key, or needs `trust`.
     """
     config = _load(path)
     _rename_classes(config.get("model"))
@@ -75,12 +75,12 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
 
 
 def check_model_classes(node: Any, path: Path | str, key: str = "model") -> None:
-    """Refuse a model's configuration that names anything but `MODEL_CLASSES`.
+    """Check that a model's configuration names only `MODEL_CLASSES`.
 
     Args:
         node: the model's configuration: mappings, lists and plain values.
-        path: where it was read, for the error.
-        key: of the node, for the error.
+        path: file of the configuration, for the error message.
+        key: dotted key of the node, for the error message.
     Raises: SettingsError: a `_target_`, at any depth, is not in the list.
     """
     if isinstance(node, Mapping) and "_target_" in node and node["_target_"] not in MODEL_CLASSES:
@@ -105,7 +105,7 @@ def _load(path: Path) -> dict[str, Any]:
         config = yaml.load(text, Loader=yaml.SafeLoader)
     except OSError as error:
         raise SettingsError(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, or a number or date that Python refuses
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a number or date that Python rejects
         if isinstance(error, SettingsError):
             raise
         raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())[:300]}") from error
@@ -124,7 +124,7 @@ def _rename_classes(node: Any) -> None:
 
 
 def _check_structure(text: str, path: Path) -> None:
-    """Walk over the parser's events, which needs no recursion, before anything is built from them."""
+    """Check limits, anchors and tags on the YAML parser's events: no recursion, and nothing is built yet."""
     depth = values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         for what in ("anchor", "tag"):
@@ -139,7 +139,7 @@ def _check_structure(text: str, path: Path) -> None:
 
 
 def _check_plain(node: Any, key: str, path: Path) -> None:
-    """Raises: SettingsError: a key is no text, or a value is a date, a set or bytes, which the loader also makes."""
+    """Check types. Raises: SettingsError: a key is not a string, or a value is a YAML date, set or bytes."""
     if isinstance(node, dict) and (other := [name for name in node if not isinstance(name, str)]):
         raise SettingsError(f"{path} is damaged: {key or 'the file'} has the key {other[0]!r}; keys must be texts")
     if not isinstance(node, _PLAIN):
@@ -149,7 +149,7 @@ def _check_plain(node: Any, key: str, path: Path) -> None:
 
 
 def _refuse_interpolations(node: Any, key: str, path: Path) -> None:
-    """Raises: SettingsError: a key or a value holds `${`, which could read variables of the environment."""
+    """Reject `${` in keys and values: it could read environment variables. Raises: SettingsError."""
     for name, value in _children(node, key):
         if "${" in name or (isinstance(value, str) and "${" in value):
             raise SettingsError(
@@ -166,7 +166,7 @@ def _picked(section: Any, keys: tuple[str, ...] | None) -> Any:
 
 
 def _children(node: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys and the values inside a mapping or a list; none in another value."""
+    """Yield (dotted key, value) for the items of a mapping or list; nothing for other values."""
     if isinstance(node, Mapping):
         for name, value in node.items():
             yield f"{key}.{name}".removeprefix("."), value

@@ -1,4 +1,4 @@
-"""What a setting may be, as data: each rule says whether a value passes, and in words what would."""
+"""Define the valid values of settings as rules: each rule tests a value and describes the valid ones."""
 
 import math
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ class Rule(Protocol):
     """A test of one value."""
 
     def passes(self, value: Any) -> bool:
-        """Whether the value is valid."""
+        """Return True if the value is valid."""
         ...
 
     def describe(self) -> str:
-        """What would be valid, to follow "must be"."""
+        """Describe the valid values; the text follows "must be" in error messages."""
         ...
 
 
 @dataclass(frozen=True)
 class Integer(Rule):
-    """A whole number; 2.0 is none."""
+    """An int from `minimum` to `most`, both included; the float 2.0 and bool are invalid."""
 
     minimum: int
     most: int | None = None
@@ -41,7 +41,7 @@ class Integer(Rule):
 
 @dataclass(frozen=True)
 class Number(Rule):
-    """A finite number within bounds; `above` and `below` are not themselves in."""
+    """A finite number within bounds; `minimum` and `most` are inclusive, `above` and `below` are exclusive."""
 
     minimum: float | None = None
     above: float | None = None
@@ -67,7 +67,7 @@ class Number(Rule):
 
 @dataclass(frozen=True)
 class OneOf(Rule):
-    """One of a few values."""
+    """One of the listed values."""
 
     choices: Sequence[Any]
 
@@ -82,7 +82,7 @@ class OneOf(Rule):
 
 @dataclass(frozen=True)
 class Text(Rule):
-    """A text that is not empty."""
+    """A string that is not empty or blank."""
 
     @override
     def passes(self, value: Any) -> bool:
@@ -95,7 +95,7 @@ class Text(Rule):
 
 @dataclass(frozen=True)
 class Either(Rule):
-    """What one of two rules lets pass."""
+    """A value that passes at least one of two rules."""
 
     first: Rule
     second: Rule
@@ -111,7 +111,7 @@ class Either(Rule):
 
 @dataclass(frozen=True)
 class Each(Rule):
-    """A list of so many values, each of which passes."""
+    """A list of `count` values that all pass the rule."""
 
     rule: Rule
     count: int

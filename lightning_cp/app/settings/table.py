@@ -1,4 +1,4 @@
-"""The settings of a recipe, each checked by a table before anything slow begins.
+"""Check each setting of a recipe with a table of rules, before anything slow starts.
 
 Imports neither torch nor diffusers.
 """
@@ -21,18 +21,18 @@ _ABSENT = object()
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be run: the message names it, its value and what would be valid."""
+    """A setting is invalid: the message names the setting, its value and the valid values."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of the configuration and what it may be."""
+    """A dotted key of the configuration and the rule for its value."""
 
     key: str
     rule: Rule
 
     def check(self, config: DictConfig) -> None:
-        """Raises: SettingsError: the key is there, and its value does not pass."""
+        """Check the value if the configuration has the key. Raises: SettingsError: the value is invalid."""
         value = read(config, self.key, _ABSENT)
         if value is not _ABSENT and not self.rule.passes(value):
             raise SettingsError(f"{self.key}={show(value)} is not valid: must be {self.rule.describe()}")
@@ -114,7 +114,7 @@ SETTINGS = (
 
 
 def read(config: DictConfig, key: str, default: Any = None) -> Any:
-    """The value of a dotted key, or the default where the configuration does not have it.
+    """Return the value of a dotted key, or the default if the configuration does not have it.
 
     Raises: SettingsError: it refers to a key that does not exist.
     """
@@ -126,13 +126,13 @@ def read(config: DictConfig, key: str, default: Any = None) -> Any:
 
 
 def show(value: Any) -> str:
-    """A value as it is written on the command line."""
+    """Format a value as it is written on the command line."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_values(config: DictConfig) -> None:
-    """Raises: SettingsError: the first setting of the table whose value is not valid."""
+    """Check all settings of the table. Raises: SettingsError: the first invalid setting."""
     for setting in SETTINGS:
         setting.check(config)

@@ -1,4 +1,4 @@
-"""The world of a run: how many ranks there are, on what, and who starts them."""
+"""Determine the world of a run: number of ranks, accelerator, nodes and launcher."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class World:
         return self.data_parallel * self.cfg * self.ring * self.ulysses
 
     def settings(self) -> dict[str, Any]:
-        """What "auto" in the configuration stands for, by key."""
+        """Return the values that replace "auto" in the configuration, by key."""
         return {
             "data_parallel": self.data_parallel,
             "accelerator": self.accelerator,
@@ -38,13 +38,13 @@ class World:
 
 
 def resolve_world(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> World:
-    """The world that the settings ask for.
+    """Compute the world from the settings.
 
     Args:
-        config: checked by `check_values`.
-        machine: this one.
-        place: this process' own, where torchrun or SLURM started the ranks; else they are started here.
-    Raises: SettingsError: they contradict each other, the machine, or the launcher.
+        config: configuration that has passed `check_values`.
+        machine: this machine.
+        place: rank and world size from torchrun, SLURM or another launcher; None if the ranks are started here.
+    Raises: SettingsError: the settings contradict each other, the machine, or the launcher.
     """
     check_single(config, place)
     accelerator = _accelerator(read(config, "accelerator"), machine)
@@ -71,7 +71,7 @@ def resolve_world(config: DictConfig, machine: Machine, place: LauncherEnv | Non
 
 
 def check_single(config: DictConfig, place: LauncherEnv | None) -> None:
-    """Raises: SettingsError: `strategy=single` with more than one rank."""
+    """Check `strategy=single`. Raises: SettingsError: it is used with more than one rank."""
     if not is_single(config):
         return
     for key in ("ring", "ulysses", "cfg", "data_parallel", "devices", "num_nodes"):
@@ -85,7 +85,7 @@ def check_single(config: DictConfig, place: LauncherEnv | None) -> None:
 
 
 def is_single(config: DictConfig) -> bool:
-    """Whether the chosen strategy is Fabric's own for one device."""
+    """Return True if the strategy is Lightning's single-device strategy (`strategy=single`)."""
     strategy = read(config, "strategy")
     return isinstance(strategy, str) or read(config, "strategy._target_") == "builtins.str"
 

@@ -1,4 +1,4 @@
-"""From a composed configuration to the parts of a run."""
+"""Build the parts of a run from a composed configuration."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -32,12 +32,12 @@ from lightning_cp.training.ranks import DataShard, Ranks
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """What a configuration describes, and what is made of it once there are ranks.
+    """The data and objective of a configuration; builds model, optimizer, loader and run on the ranks.
 
     Args:
-        config: of a recipe, resolved.
-        dataset: all of the data.
-        flow: the objective.
+        config: resolved configuration of a recipe.
+        dataset: the whole data set.
+        flow: training objective.
     """
 
     config: DictConfig
@@ -46,7 +46,7 @@ class TrainingSetup:
 
     @classmethod
     def of(cls, config: DictConfig) -> "TrainingSetup":
-        """Loads the data."""
+        """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
         flow = FlowMatching(config.seed, config.data.num_classes, config.drop_probability)
         dataset = instantiate(config.data.dataset)
         if isinstance(dataset, IterableDataset) or not (
@@ -59,7 +59,7 @@ class TrainingSetup:
         return cls(config, dataset, flow)
 
     def denoiser(self) -> nn.Module:
-        """With weights from torch's random numbers."""
+        """Build the denoiser; its weights are drawn from torch's global generator."""
         module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
         if self.config.activation_checkpointing == "full":
             module.transformer.enable_gradient_checkpointing()
@@ -69,19 +69,19 @@ class TrainingSetup:
         return made
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Of the denoiser."""
+        """Build the optimizer of the denoiser."""
         made: Optimizer = instantiate(self.config.optim, params=list(parameters))
         return made
 
     def sampler(self, data_shard: DataShard) -> GlobalBatchSampler:
-        """This data rank's share of each batch."""
+        """Build the sampler of this data rank's share of each batch."""
         config = self.config
         return GlobalBatchSampler(
             len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
         )
 
     def loader(self, sampler: GlobalBatchSampler, data_shard: DataShard) -> DataLoader[Batch]:
-        """Batches without end, from where the sampler stands."""
+        """Build an endless loader that starts at the sampler's position."""
         return EndlessLoader(
             self.dataset,
             batch_sampler=EndlessBatches(sampler),
@@ -101,7 +101,7 @@ class TrainingSetup:
         optimizer: Optimizer,
         request: StopRequest,
     ) -> Run:
-        """The run, resumed where the configuration says so. Call it on every rank; see `TrainState`."""
+        """Create the run, and resume it if `resume` is set. Call it on every rank; see `TrainState`."""
         size, first_size = len(self.dataset), ranks.broadcast(len(self.dataset))
         if size != first_size:
             raise ValueError(f"the data set has {size} samples on rank {ranks.global_rank}, and {first_size} on rank 0")
@@ -122,9 +122,9 @@ class TrainingSetup:
         scaler: GradScaler | None = None,
         after_step: Callable[[Run], None] | None = None,
     ) -> Steps:
-        """With metrics and a progress bar on the first rank, until `stack` ends.
+        """Build the loop's `Steps`; the first rank also writes metrics and shows a progress bar until `stack` closes.
 
-        Args: scaler: of precision 16-mixed.
+        Args: scaler: gradient scaler of precision 16-mixed.
         """
         config = self.config
         settings = LoopSettings(
@@ -155,12 +155,12 @@ class TrainingSetup:
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """Trains as the configuration says, with Fabric or with Lightning's Trainer. Call it on every rank.
+    """Train with Fabric or with Lightning's Trainer, as `config.flavour` selects. Call it on every rank.
 
     Args:
-        config: of a recipe, resolved.
-        after_step: called on every rank.
-        at_end: called on every rank, while the model is still where it was trained.
+        config: resolved configuration of a recipe.
+        after_step: called on every rank after each step.
+        at_end: called on every rank, while the model is still on its training device.
     """
     from lightning_cp.app.training.with_fabric import fit_with_fabric
     from lightning_cp.app.training.with_trainer import fit_with_trainer

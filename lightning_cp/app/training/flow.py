@@ -1,4 +1,4 @@
-"""Flow matching along straight lines (Lipman et al., arXiv:2210.02747; Liu et al., arXiv:2209.03003)."""
+"""Implement flow matching with straight paths (Lipman et al., arXiv:2210.02747; Liu et al., arXiv:2209.03003)."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from lightning_cp.training.noise import sample_dropped, sample_noise, sample_tim
 
 @dataclass(frozen=True)
 class FlowBatch:
-    """What one step trains on: the point at `times` on the way from data (0) to noise (1), and the velocity there."""
+    """Inputs and target of one step: the point at `times` on the line from data (0) to noise (1), and its velocity."""
 
     noisy: Tensor
     times: Tensor
@@ -20,12 +20,12 @@ class FlowBatch:
 
 @dataclass(frozen=True)
 class FlowMatching:
-    """The objective, and the keyed draws that it needs.
+    """The flow-matching objective and its keyed random draws.
 
     Args:
-        seed: of the run.
-        num_classes: labels 0 to num_classes - 1; the label num_classes means "no condition".
-        drop_probability: of training a sample without its label, for guidance.
+        seed: seed of the run.
+        num_classes: number of classes; labels are 0 to num_classes - 1, and num_classes means "no condition".
+        drop_probability: probability of dropping a sample's label, for CFG.
     """
 
     seed: int
@@ -33,7 +33,7 @@ class FlowMatching:
     drop_probability: float = 0.1
 
     def batch(self, pixels: Tensor, labels: Tensor, *, step: int, first_index: int = 0) -> FlowBatch:
-        """Draws noise, times and drop-out for the rows from `first_index` of the global batch of this step."""
+        """Draw noise, times and label drop-out for a share of the global batch with first row `first_index`."""
         rows = {"seed": self.seed, "step": step, "first_index": first_index}
         noise = sample_noise(pixels.shape, **rows, device=pixels.device, dtype=pixels.dtype)
         times = sample_times(len(labels), **rows, device=pixels.device)
@@ -47,6 +47,6 @@ class FlowMatching:
         )
 
     def loss(self, model: nn.Module, batch: FlowBatch) -> Tensor:
-        """Mean squared error of the velocity, over the whole sample on every rank."""
+        """Return the mean squared error of the velocity; every rank computes it over whole samples."""
         predicted = model(batch.noisy, batch.times, batch.labels)
         return nn.functional.mse_loss(predicted.float(), batch.velocity.float())

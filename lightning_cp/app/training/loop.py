@@ -1,4 +1,4 @@
-"""What surrounds each step, whichever loop takes it, and what it tells those who watch."""
+"""Do the work around each optimizer step, for the Fabric loop and the Trainer loop: LR, clipping, EMA, reports."""
 
 import math
 import sys
@@ -23,11 +23,11 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step, as it is logged.
+    """The logged values of one step.
 
     Attributes:
-        loss: mean over the global batch. grad_norm: before clipping.
-        skipped: steps so far whose update was left out, because a loss or gradient was not finite.
+        loss: mean over the global batch. grad_norm: gradient norm before clipping.
+        skipped: number of updates skipped so far because a loss or gradient was not finite.
     """
 
     step: int
@@ -40,23 +40,23 @@ class StepReport:
 
 
 class Watcher(Protocol):
-    """Is told of every step, on the first rank alone."""
+    """Receive the report of every step, on the first rank only."""
 
     def watch(self, report: StepReport) -> None:
-        """Takes in one step."""
+        """Process the report of one step."""
         ...
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long, and how.
+    """Settings of the training loop: length, learning rate, checkpoints.
 
     Args:
-        max_steps: training ends when so many steps are done, those before a resumption included.
-        lr: after the warm-up; the schedule does not depend on `max_steps`, so that a longer run goes on exactly.
-        warmup_steps: over which the learning rate rises in a straight line.
-        checkpoint_every: steps; one is written after the last step too.
-        tokens: of one sample, for tokens/s.
+        max_steps: total number of steps, including steps before a resume.
+        lr: learning rate after warm-up. The schedule does not depend on `max_steps`, so a longer run continues exactly.
+        warmup_steps: number of steps of linear learning-rate warm-up.
+        checkpoint_every: steps between checkpoints; a checkpoint is also written after the last step.
+        tokens: tokens per sample, for tokens/s.
     """
 
     max_steps: int
@@ -66,22 +66,22 @@ class LoopSettings:
     tokens: int
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of the step with this number, counted from 1."""
+        """Return the learning rate of a step. Args: step: step number, counted from 1."""
         return self.lr * min(1.0, step / max(1, self.warmup_steps))
 
 
 class Steps:
-    """What surrounds the optimizer's step: learning rate, clipping, the average, reports, checkpoints, stopping.
+    """Everything around the optimizer step: learning rate, clipping, EMA, reports, checkpoints, stop requests.
 
-    For each step call `begin`, run forward and backward, call `before_update`, let the optimizer step, call `end`.
+    For each step: call `begin`, run forward and backward, call `before_update`, step the optimizer, call `end`.
 
     Args:
-        run: its state moves on with every step.
-        settings: of the loop.
-        writer: of the run's checkpoints.
-        trace: of one of the steps, perhaps.
-        guard: decides about steps whose loss or gradient is not finite.
-        watchers: told of every step, on the first rank.
+        run: the run; its state is updated at every step.
+        settings: loop settings.
+        writer: writes the run's checkpoints.
+        trace: profiler trace of one step; may be disabled.
+        guard: handles steps with a non-finite loss or gradient.
+        watchers: called with the report of every step, on the first rank.
         after_step: called after every step, on every rank.
     """
 
@@ -104,28 +104,29 @@ class Steps:
 
     @property
     def are_done(self) -> bool:
-        """Whether `max_steps` is reached."""
+        """Return True once `max_steps` is reached."""
         return self._run.state.step >= self._settings.max_steps
 
     def begin(self) -> None:
-        """Before the forward."""
+        """Set the learning rate and start the trace. Call it before the forward."""
         self._trace.begin(self._run.state.step + 1)
         for group in self._run.state.optimizer.param_groups:
             group["lr"] = self._settings.lr_at(self._run.state.step + 1)
 
     def before_update(self, loss: Tensor, *, max_norm: float) -> None:
-        """Clip the gradients by their norm, or drop them: an optimizer without gradients changes nothing.
+        """Clip the gradients by norm, or drop them to skip the update (an optimizer without gradients does nothing).
 
-        Call it on every rank, after the backward (and after unscaling). Loss, norm and requests to stop are read on the
-        host here, all at once: the only synchronisation of a step.
+        Call it on every rank, after the backward (and after unscaling). Loss, norm and stop requests are read on the
+        host together, here: the only host synchronisation of a step.
 
-        Args: loss: of this rank.
-        Raises: NonFiniteError: loss or gradient is not finite, and the settings say that this is an error.
+        Args: loss: this rank's loss. max_norm: largest allowed gradient norm.
+        Raises: NonFiniteError: loss or gradient is not finite, and the settings make this an error.
         """
         run, state = self._run, self._run.state
         parameters = [x for x in state.module.parameters() if x.grad is not None]
         norm = nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
-        # Context peers hold the same loss: the mean over ranks is the mean over data. All ranks hold the same norm.
+        # Ranks of a context group have the same loss, so the mean over ranks is the mean over data. All ranks have the
+        # same norm.
         (self._loss, self._norm), self._request = run.means_and_request(loss, whole_of(norm))
         try:
             self._updates = self._guard.allows_update(self._loss, self._norm)
@@ -137,11 +138,11 @@ class Steps:
             state.optimizer.zero_grad()
 
     def end(self) -> None:
-        """After the optimizer's step. Call it on every rank.
+        """Update the EMA, report the step and save checkpoints. Call it after the optimizer step, on every rank.
 
         Raises:
-            Stopped: SIGTERM, SIGINT or SIGUSR1 came to some rank; a checkpoint is written.
-            NonFiniteError: weights that should be saved are not finite.
+            Stopped: a rank received SIGTERM, SIGINT or SIGUSR1; a checkpoint has been written.
+            NonFiniteError: the weights to be saved are not finite.
         """
         run, state, number = self._run, self._run.state, self._request
         state.step += 1
@@ -150,7 +151,7 @@ class Steps:
         else:
             state.skipped += 1
         self._tell()
-        self._trace.end()  # what comes now is not done in every step
+        self._trace.end()  # the trace leaves out what follows: it does not run in every step
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
         if saves:
             self._save()
@@ -168,7 +169,7 @@ class Steps:
             raise run.stopped(stop.number) from None
 
     def _save(self) -> None:
-        """Save, unless weights are not finite: a checkpoint of those must not take the place of a good one."""
+        """Save a checkpoint if the weights are finite: non-finite weights must not replace a good checkpoint."""
         state = self._run.state
         found = find_nonfinite(state.named_tensors(), self._run.ranks)
         state.is_finite = not found
@@ -182,7 +183,7 @@ class Steps:
             print(f"warning: {message}", file=sys.stderr, flush=True)
 
     def _fail(self, message: str, *, reports: bool = False) -> None:
-        """Raise NonFiniteError with what can be done. Args: reports: whether the step is not reported yet."""
+        """Raise NonFiniteError with advice. Args: reports: also report the step, which is not reported yet."""
         if reports:
             self._run.state.step += 1
             self._tell()
@@ -190,7 +191,10 @@ class Steps:
         raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.path))}") from None
 
     def _where(self, loss: Tensor) -> str:
-        """The ranks whose loss is not finite, else the parameters whose gradient is not. Call it on every rank."""
+        """Name the ranks with a non-finite loss or, if there are none, the parameters with a non-finite gradient.
+
+        Call it on every rank.
+        """
         run = self._run
         if not math.isfinite(self._loss):
             return find_ranks(loss, run.ranks)
@@ -200,7 +204,7 @@ class Steps:
 
     def _complete(self) -> None:
         self._writer.wait()
-        self._run.ranks.barrier()  # whoever goes on finds it
+        self._run.ranks.barrier()  # afterwards the checkpoint is visible to every rank
 
     def _tell(self) -> None:
         state, before = self._run.state, self._ended

@@ -1,4 +1,4 @@
-"""What is left of a run to read: metrics.csv, the loss curve, the progress bar."""
+"""Record a run: metrics.csv, the loss curve, the progress bar."""
 
 import csv
 from dataclasses import asdict, dataclass, fields
@@ -18,15 +18,14 @@ COLUMNS = tuple(field.name for field in fields(StepReport))
 
 
 class MetricsFile(Watcher):
-    """Writes a row for each step, at once.
+    """Write one CSV row every `every` steps and flush it at once.
 
-    A file of an earlier run in the same folder is continued: rows up to the resumed step are kept, later ones dropped.
-    The kept rows are written to a temporary file that then replaces the old one, so that a kill at any moment leaves
-    either the old file or the new one.
+    An existing file is continued: rows up to the resumed step are kept, later rows are dropped. The kept rows are
+    written to a temporary file that then replaces the old one, so a kill leaves either the old file or the new one.
 
     Args:
-        path: of the CSV file.
-        resumed_at: number of steps that the checkpoint has done; 0 for a new run.
+        path: path of the CSV file.
+        resumed_at: step of the resumed checkpoint; 0 for a new run.
         every: steps between two rows; the first step of this process always has a row.
     """
 
@@ -74,7 +73,7 @@ def read_metrics(path: Path) -> list[StepReport]:
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
-    """Draws the loss and its running mean over `window` rows as a PNG."""
+    """Plot the loss and its running mean over `window` rows as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
@@ -94,12 +93,12 @@ def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
 
 @dataclass
 class ProgressBar(Watcher):
-    """A line with the step, loss, step time and tokens/s. Where there is no terminal, a line now and then.
+    """Show step, loss, step time and tokens/s: a progress bar on a terminal, otherwise a line every `every` steps.
 
     Args:
-        total: steps.
-        start: steps done before.
-        every: steps between two lines where there is no terminal.
+        total: number of steps of the run.
+        start: number of steps completed before this process.
+        every: steps between two lines without a terminal.
     """
 
     total: int

@@ -1,4 +1,4 @@
-"""A run on this rank: the other ranks, what is trained, the folder, the place in the data."""
+"""Hold the parts of a run on this rank: collectives, training state, run folder, data shard, stop request."""
 
 import logging
 import signal
@@ -19,32 +19,32 @@ from lightning_cp.training.ranks import DataShard, Ranks
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run leaves what it makes; the same folder on all ranks."""
+    """The output folder of a run, the same on all ranks."""
 
     path: Path
 
     @property
     def metrics(self) -> Path:
-        """A row a step."""
+        """Path of metrics.csv: one row per logged step."""
         return self.path / "metrics.csv"
 
     @property
     def loss_curve(self) -> Path:
-        """Drawn from the metrics."""
+        """Path of the loss plot, drawn from the metrics."""
         return self.path / "loss.png"
 
     @property
     def checkpoints(self) -> Path:
-        """Holds `step_<n>`."""
+        """Folder of the checkpoints `step_<n>`."""
         return self.path / "checkpoints"
 
     @property
     def samples(self) -> Path:
-        """Holds pictures of samples."""
+        """Folder of sample pictures."""
         return self.path / "samples"
 
     def trace(self, rank: int) -> Path:
-        """Of one step of one rank, where one is recorded."""
+        """Return the path of a rank's profiler trace of one step."""
         return self.path / "trace" / f"rank_{rank}.json"
 
 
@@ -60,13 +60,13 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank writes and speaks."""
+        """True on global rank 0, which writes files and prints."""
         return self.ranks.is_global_zero
 
     def means_and_request(self, *values: Tensor) -> tuple[list[float], int]:
-        """Average scalars over all ranks, with one collective and one read on the host. Call it on every rank.
+        """Average scalars over all ranks, with one all-reduce and one host read. Call it on every rank.
 
-        Returns: the means, and the signal that asks any rank to stop (0: none).
+        Returns: the means, and the number of a stop signal received by any rank (0: none).
         """
         asked = torch.tensor([float(self.request.number == number) for number in ASKING], dtype=torch.float64)
         device = self.ranks.device
@@ -76,13 +76,13 @@ class Run:
         return means, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
 
     def raise_if_stop_requested(self) -> None:
-        """Between parts of long work. Call it on every rank. Raises: Stopped: some rank was asked to stop."""
+        """Check for stop requests during long work. Call it on every rank. Raises: Stopped: a rank has a request."""
         _, number = self.means_and_request()
         if number:
             raise self.stopped(number)
 
     def stopped(self, number: int) -> Stopped:
-        """The error that ends the run because of a signal, once a checkpoint is written where one can be."""
+        """Create the error that ends the run after a stop signal; raise it after saving the checkpoint, if any."""
         name, step = signal.Signals(number).name, self.state.step
         saved = "with a checkpoint: go on with resume=last"
         if not self.state.is_finite:
@@ -91,7 +91,10 @@ class Run:
 
 
 def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
-    """The first rank's folder, for all. Ranks that a launcher started may each have made one: theirs goes if empty."""
+    """Use the first rank's folder on all ranks, and create its subfolders.
+
+    Under a launcher each rank may have created a folder with another name; it is removed if empty.
+    """
     chosen = Path(ranks.broadcast(path))
     if chosen.resolve() != Path(path).resolve():
         with suppress(OSError):
@@ -104,14 +107,14 @@ def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
 
 
 def check_is_done(run: Run, max_steps: int) -> None:
-    """Raises: DataError: the loop over the data has ended before the last step."""
+    """Check that training reached its last step. Raises: DataError: the data ended before it."""
     if run.state.step < max_steps:
         raise DataError(f"the data ended after step {run.state.step} of max_steps={max_steps}")
 
 
 @contextmanager
 def quiet_lightning() -> Iterator[None]:
-    """Without what Lightning tells at every start and end; its warnings, and what the strategy says, come through."""
+    """Hide Lightning's start and end messages; its warnings and the strategy's log lines are still shown."""
     loggers = (rank_zero.log, logging.getLogger("lightning.fabric.utilities.distributed"))
     before = [logger.level for logger in loggers]
     for logger in loggers:

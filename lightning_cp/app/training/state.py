@@ -1,4 +1,4 @@
-"""All that a run must remember to go on exactly."""
+"""Save and restore the state that a run needs to resume exactly."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,18 +26,18 @@ from lightning_cp.training.ema import WeightAverage, whole_of
 
 @dataclass
 class TrainState:
-    """The parts of a run.
+    """The state of a training run.
 
     Args:
-        model: as Fabric wrapped it; call this one.
-        module: the same weights, unwrapped; its names are those of the checkpoint.
-        optimizer: as Fabric wrapped it.
-        average: of the module's weights.
-        sampler: of the data order.
-        seed: of noise, times and drop-out.
-        step: steps done.
-        skipped: steps of those whose update was left out, because a loss or gradient was not finite.
-        is_finite: whether all weights, averages and optimizer states were finite when last looked at.
+        model: the Fabric-wrapped model; call this one.
+        module: the same weights, unwrapped; its parameter names are used in checkpoints.
+        optimizer: the Fabric-wrapped optimizer.
+        average: EMA of the module's weights.
+        sampler: global batch sampler, which defines the data order.
+        seed: seed of noise, times and condition drop-out.
+        step: number of completed steps.
+        skipped: number of these steps without an update, because a loss or gradient was not finite.
+        is_finite: True if weights, EMA and optimizer state were all finite at the last check.
     """
 
     model: nn.Module
@@ -51,7 +51,7 @@ class TrainState:
     is_finite: bool = True
 
     def named_tensors(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """Yield what a checkpoint keeps for each parameter, with names: weight, average, optimizer state.
+        """Yield (name, tensors) for each parameter's weight, EMA and optimizer state.
 
         The names are the same on all ranks. DTensors are not gathered.
         """
@@ -63,20 +63,20 @@ class TrainState:
             yield f"the optimizer state of {name}", [x for x in state.values() if isinstance(x, Tensor)]
 
     def snapshot(self, *, shards: bool = False) -> Checkpoint:
-        """What a checkpoint of now holds. Call it on every rank.
+        """Return a checkpoint of the current state. Call it on every rank.
 
-        Args: shards: DTensors as they are; else every tensor whole, on the CPU.
+        Args: shards: True keeps DTensors sharded; False gathers whole tensors on the CPU.
         """
         states = {**self._states(shards=shards), "random": self._random_states()}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         return Checkpoint(self.step, states, facts)
 
     def load(self, folder: Path) -> None:
-        """Goes on from a checkpoint: the next step sees the weights, the data and the noise that it would have seen.
+        """Load a checkpoint. The next step gets the same weights, data and noise as in an uninterrupted run.
 
-        Call it on every rank. The number of ranks, and who holds which weights, may be other than then.
+        Call it on every rank. The number of ranks and the sharding of weights may differ from when it was saved.
 
-        Raises: CheckpointError, ValueError: it is not complete, or belongs to another model, seed or data order.
+        Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
         is_sharded = has_shards(folder)
         saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
@@ -97,7 +97,7 @@ class TrainState:
         chosen = [{key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups]
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=options)
         for group, own in zip(self.bare_optimizer.param_groups, chosen, strict=True):
-            group.update(own)  # the settings of this run, which may be others
+            group.update(own)  # keep this run's optimizer settings, which may differ
         restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
         self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
 
@@ -115,9 +115,9 @@ class TrainState:
         }
 
     def _create_optimizer_state(self, options: StateDictOptions) -> None:
-        """Create the state of an optimizer that has not stepped yet, as before its first step.
+        """Create the optimizer state before the first step.
 
-        torch creates it by a step on zero gradients, and would count that step in bias corrections.
+        torch creates it by a step on zero gradients; the step count is reset so bias correction does not include it.
         """
         get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
         for state in self.bare_optimizer.state.values():
@@ -125,7 +125,7 @@ class TrainState:
                 state["step"].zero_()
 
     def _whole_average(self) -> dict[str, Tensor]:
-        """On the first rank, on the CPU, one tensor gathered at a time; nothing on the others."""
+        """Gather the EMA weights one tensor at a time; return them on the CPU on the first rank, {} on the others."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         average: dict[str, Tensor] = {}
         for name, x in self.average.state_dict().items():
@@ -136,6 +136,6 @@ class TrainState:
 
     @property
     def bare_optimizer(self) -> Optimizer:
-        """The optimizer as the user built it, without Fabric's wrapper."""
+        """Return the user's optimizer, without Fabric's wrapper."""
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found

@@ -1,4 +1,4 @@
-"""One step of a run as PyTorch's profiler sees it, written by every rank for chrome://tracing or Perfetto."""
+"""Trace one step with PyTorch's profiler; every rank writes a file for chrome://tracing or Perfetto."""
 
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,11 +11,13 @@ from lightning_cp.comm.tracing import traced
 
 @dataclass
 class StepTrace:
-    """Recorded from its forward to the end of its step; writing it takes time of the next.
+    """Record one step from `begin` to `end`, and write the trace file.
+
+    The next step's reported time includes writing the file.
 
     Args:
-        step: its number, counted from 1; None: no step is recorded.
-        path: of this rank's file.
+        step: step to record, counted from 1; None: record no step.
+        path: path of this rank's trace file.
     """
 
     step: int | None
@@ -24,12 +26,12 @@ class StepTrace:
     _recording: ExitStack = field(default_factory=ExitStack, init=False)
 
     def begin(self, step: int) -> None:
-        """Before the forward of the step with this number."""
+        """Start recording if `step` is the chosen one. Call it before the forward."""
         if step == self.step:
             self._found = self._recording.enter_context(traced())
 
     def end(self) -> None:
-        """After a step: writes the file, if that step was recorded."""
+        """Write the trace file if this step was recorded. Call it after the step."""
         if self._found is None:
             return
         self._recording.close()

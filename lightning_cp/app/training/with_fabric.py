@@ -1,4 +1,4 @@
-"""A run whose loop is written out, with Lightning Fabric."""
+"""Train with Lightning Fabric and an explicit loop."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -15,11 +15,11 @@ from lightning_cp.training.ranks import DataShard
 
 
 def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """See `train_run`."""
+    """Train with Fabric; see `train_run`."""
     fabric: Fabric = instantiate(config.trainer)
     with quiet_lightning():
         fabric.launch()
-    fabric.seed_everything(config.seed, verbose=False)  # all ranks alike, so that they build the same weights
+    fabric.seed_everything(config.seed, verbose=False)  # same seed on all ranks, so that they build the same weights
     parts = TrainingSetup.of(config)
     data_shard = DataShard.of(fabric.strategy)
     sampler = parts.sampler(data_shard)

@@ -1,4 +1,4 @@
-"""The same run as a LightningModule, with Lightning's Trainer."""
+"""Train with Lightning's Trainer and a LightningModule; the same run as in `with_fabric`."""
 
 import warnings
 from collections.abc import Callable
@@ -28,8 +28,8 @@ class FlowModule(LightningModule):
     """A denoiser trained by flow matching.
 
     Args:
-        parts: of the run.
-        stack: ends after the fit.
+        parts: data and objective of the run.
+        stack: exit stack that closes after the fit.
         after_step, at_end: see `train_run`.
     """
 
@@ -64,7 +64,7 @@ class FlowModule(LightningModule):
         self.steps = self._parts.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
         if self.steps.are_done:
             self.on_train_start()
-            self._at_end(self.run)  # the Trainer passes over a fit without steps
+            self._at_end(self.run)  # the Trainer calls no training hooks if no steps are left
 
     @override
     def train_dataloader(self) -> DataLoader[Batch]:
@@ -72,7 +72,7 @@ class FlowModule(LightningModule):
 
     @override
     def on_train_start(self) -> None:
-        self._stack.enter_context(self._request)  # not before: Lightning sets handlers of its own
+        self._stack.enter_context(self._request)  # only now: Lightning sets its own signal handlers before this
 
     @override
     def on_train_batch_start(self, *_: Any) -> None:
@@ -107,7 +107,7 @@ class FlowModule(LightningModule):
 
 
 class _InPrecision(nn.Module):
-    """A module called outside of the Trainer's steps, in the precision of those."""
+    """Run a module with the Trainer's precision outside its training steps, for sampling."""
 
     def __init__(self, module: nn.Module, precision: Precision) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class _InPrecision(nn.Module):
 
 
 def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
-    """See `train_run`."""
+    """Train with Lightning's Trainer; see `train_run`."""
     done = 0 if config.resume is None else read_manifest(Path(config.resume)).step
     seed_everything(config.seed, verbose=False)
     with ExitStack() as stack, quiet_lightning(), warnings.catch_warnings():
