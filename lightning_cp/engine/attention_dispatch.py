@@ -1,4 +1,4 @@
-"""Where intercepted attention calls arrive: diffusers' dispatcher and PyTorch's function, context-parallel."""
+"""Context-parallel replacements for diffusers' attention dispatcher and PyTorch's attention function."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from lightning_cp.plans import LOCAL, Attention
 
 @dataclass(eq=False)
 class AttentionDispatcher:
-    """Attention of a session; `kinds` None: found out from the lengths (diffusers-format plans)."""
+    """Context-parallel attention of a session, for all modules with the same `kinds`.
+
+    `kinds` None: the kind of each call is derived from its lengths (diffusers-format plans).
+    """
 
     session: Session
     kinds: tuple[Attention, ...] | None
-    original: Callable[..., Tensor] | None = None  # diffusers' dispatcher, where the model is one of diffusers'
+    original: Callable[..., Tensor] | None = None  # diffusers' dispatcher; None for other models
 
     def __deepcopy__(self, memo: object) -> AttentionDispatcher:
         return self
@@ -46,8 +49,8 @@ class AttentionDispatcher:
         backend: Any = None,
         parallel_config: object = None,
     ) -> Tensor:
-        """Stands for `diffusers...dispatch_attention_fn`: [b, s, h, d]."""
-        # A processor whose keys are whole passes no parallel_config, so that a plan need not say so.
+        """Replace `diffusers...dispatch_attention_fn`; tensors are [b, s, h, d]."""
+        # Diffusers-format plans do not describe attention: a processor with whole keys passes no parallel_config.
         local = self.kinds is None and parallel_config is None
         sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
@@ -77,7 +80,7 @@ class AttentionDispatcher:
         sizes: list[int],
         settings: dict[str, Any],
     ) -> Tensor:
-        """With the `segments` and `key_valid` that a plan keeps."""
+        """Compute block-causal attention with the kept arguments `segments` and `key_valid` of the forward."""
         call = self.session.current()
         segments = call.kept.get("segments")
         if mask is not None or segments is None:
@@ -102,7 +105,7 @@ class AttentionDispatcher:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Stands for `F.scaled_dot_product_attention`: [b, h, s, d]."""
+        """Replace `F.scaled_dot_product_attention`; tensors are [b, h, s, d]."""
         sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
         if sizes is None:
             self._touch()
@@ -157,10 +160,12 @@ class AttentionDispatcher:
         return out
 
     def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
-        """Every rank's queries and keys, from this rank's; None where attention is over whole keys.
+        """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.
 
-        Args: contents: the keys and values.
-        Raises: PlanError: the plan's streams are not what came.
+        Empty lists: the numbers are unknown or ambiguous here; attention then exchanges the lengths between ranks.
+
+        Args: queries, keys: number of tokens on this rank. contents: keys and values.
+        Raises: PlanError: this rank's numbers fit no attention of the plan.
         """
         if self.kinds is None:
             return find_sizes(self.session, queries, keys)
@@ -184,7 +189,7 @@ class AttentionDispatcher:
 
     @property
     def _has_local_among_others(self) -> bool:
-        """Whether calls with the same queries may have whole keys or split ones, which token counts cannot tell."""
+        """True if calls with the same queries may have whole or sharded keys: token counts do not distinguish them."""
         kinds = self.kinds or ()
         split = {kind.queries for kind in kinds if kind.keys != LOCAL}
         return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
@@ -196,7 +201,10 @@ class AttentionDispatcher:
         return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
 
     def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
-        """Raises: ShapeError: a rank's tokens are too few to tell this call from another kind."""
+        """Check that token counts distinguish this call from other kinds of attention on every rank.
+
+        Raises: ShapeError: on some rank they are equal, because it has too few tokens.
+        """
         call, pairs = self.session.current(), list(zip(*lengths))
         for kind in self.kinds or ():
             streams = (*kind.queries, *(kind.keys or ()))
@@ -211,7 +219,7 @@ class AttentionDispatcher:
                 )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
-        """A mask of keys in the order of streams, where the order of ranks is meant."""
+        """Return True for a whole key mask over several streams: it is in stream order, but rank order is needed."""
         if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
             return False
         streams = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
@@ -220,7 +228,7 @@ class AttentionDispatcher:
         return several and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
 
     def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
-        """A mask that was made for local queries and keys, as one that goes with keys, or with rows of all keys."""
+        """Convert a mask made for local queries and keys to a key mask, or to a query mask over all keys."""
         if self.kinds is None or self.kinds[0].mask == "given":
             return mask
         if self.kinds[0].mask == "keys":
@@ -239,9 +247,11 @@ class AttentionDispatcher:
 
 
 def kernel_for(session: Session, backend: Any) -> str:
-    """The session's kernel, else the one of diffusers' backend: the processor's, or the one set for all.
+    """Choose the session's kernel; if that is "auto", the kernel of diffusers' backend.
 
-    Raises: InterceptionError: a backend that the model's own code treats in a way of its own.
+    The backend is the processor's (`backend`), or the active one of diffusers' registry if the processor has none.
+
+    Raises: InterceptionError: a backend that the plan refuses, because the model's code has special cases for it.
     """
     if backend is None and session.backends is not None:
         backend = session.backends._active_backend

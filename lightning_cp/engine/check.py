@@ -1,4 +1,4 @@
-"""`check_plan`: a model once alone and once context-parallel, and where the two differ."""
+"""`check_plan`: run a model in one process and context-parallel, and compare outputs and gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_cp.engine.apply import apply_context_parallel
 from lightning_cp.mesh import MeshGroups, groups_for
 
 _TOLERANCE = 1e-9
-_FLOOR = 1e-3  # errors of smaller values are told in parts of this
+_FLOOR = 1e-3  # smallest scale of a relative error: avoids division by values close to zero
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _WIDE = {**dict.fromkeys(_NARROW, torch.float64), torch.complex64: torch.complex128}
 _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
@@ -28,13 +28,13 @@ _CASTS = (Tensor.float, Tensor.half, Tensor.bfloat16)
 
 @dataclass(frozen=True)
 class Difference:
-    """How far an output, or a parameter's gradient, is from one process'.
+    """Error of one output, or of one parameter's gradient, against the run in one process.
 
     Attributes:
-        name: of the output or parameter.
-        error: largest absolute difference over the largest absolute value (or 1e-3, where that is smaller); infinite
-            where the two cannot be compared.
-        note: why, or that there is nothing to compare.
+        name: path of the output, or name of the parameter.
+        error: largest absolute difference, divided by the largest absolute reference value (at least 1e-3); infinite if
+            the two cannot be compared.
+        note: reason for an infinite error, or a remark that both are None; empty otherwise.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class PlanCheck:
-    """What `check_plan` found; the same on every rank."""
+    """Result of `check_plan`, the same on every rank."""
 
     outputs: tuple[Difference, ...]
     gradients: tuple[Difference, ...]
@@ -52,22 +52,22 @@ class PlanCheck:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing differs by more than `tolerance`."""
+        """True if no error is above `tolerance`."""
         return not self.differing
 
     @property
     def differing(self) -> list[Difference]:
-        """What differs by more than `tolerance`, outputs first."""
+        """All differences above `tolerance`, outputs first."""
         return self._above(self.outputs) + self._above(self.gradients)
 
     @property
     def output_error(self) -> float:
-        """The largest of all outputs."""
+        """Largest error of all outputs."""
         return max((x.error for x in self.outputs), default=0.0)
 
     @property
     def gradient_error(self) -> float:
-        """The largest of all gradients."""
+        """Largest error of all gradients."""
         return max((x.error for x in self.gradients), default=0.0)
 
     def __str__(self) -> str:
@@ -95,22 +95,23 @@ def check_plan(
     tolerance: float = _TOLERANCE,
     training: bool = False,
 ) -> PlanCheck:
-    """Run `module` once alone and once context-parallel, forward and backward, and compare.
+    """Run forward and backward of `module` in one process and context-parallel, and compare the results.
 
-    Works on a copy, in float64 (casts to float32 within the model included), with the first rank's weights. Parameters
-    that are all zero get small random values there, or they would hide what comes before them. Blocks that are
-    checkpointed are done again without re-entry.
+    Runs a copy of the module with rank 0's weights, in float64: the model's casts to float32 or narrower become casts
+    to float64. Parameters that are all zero get small random values in the copy: zeros would hide errors of the layers
+    before them. Activation checkpointing is non-reentrant (`use_reentrant=False`).
 
     Args:
-        module: of any class; small, since every rank runs it whole too.
-        inputs: its forward's arguments, by name or in order; the same on all ranks.
-        parallel_config, plan: as of `apply_context_parallel`.
-        tolerance: relative, see `Difference`.
-        training: in training mode, for models that compute something else there; without drop-out, which would differ.
-    Returns: every output that is a floating-point tensor, and the gradient of every parameter that wants one (of a
-        weighted sum of the outputs, averaged over the context group).
+        module: model of any class; small, because every rank also runs it unsharded.
+        inputs: arguments of the forward, by name or in order; the same on all ranks.
+        parallel_config, plan: see `apply_context_parallel`.
+        tolerance: largest relative error that passes; see `Difference`.
+        training: run in training mode, for models that compute something else there. The model must have no dropout:
+            its random masks would differ.
+    Returns: errors of all floating-point output tensors, and of the gradients of all parameters with `requires_grad`.
+        The loss is a weighted sum of the outputs; gradients are averaged over the context group.
     Ranks: all of the context group.
-    Raises: what `apply_context_parallel`, or the model so parallelised, raises.
+    Raises: all errors of `apply_context_parallel`, and of the context-parallel model's forward and backward.
     """
     config = context_config(parallel_config)
     groups = groups_for(config)
@@ -150,9 +151,9 @@ def _prepared(module: nn.Module, groups: MeshGroups) -> nn.Module:
 def _run(
     model: nn.Module, inputs: Mapping[str, Any] | Sequence[Any]
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """All outputs by name, and each parameter's gradient of a weighted sum of them."""
+    """Return all outputs by name, and each parameter's gradient of a weighted sum of the outputs."""
     model.zero_grad(set_to_none=True)
-    with NothingShardedError():
+    with KeepFloat64():
         given = _widened(copy.deepcopy(inputs))
         result = model(**given) if isinstance(given, Mapping) else model(*given)
         outputs = {name: x for name, x in _tensors("", result) if x.is_floating_point()}
@@ -168,13 +169,16 @@ def _run(
 
 
 def _checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Backward is itself a torch function, in which the mode is off: it is entered again for a block's replay."""
-    wide = (nullcontext(), NothingShardedError())
+    """Checkpoint a block, and enter the float64 mode again for its recomputation.
+
+    Backward is itself a torch function, so the mode that is active around it is off inside it.
+    """
+    wide = (nullcontext(), KeepFloat64())
     return checkpoint(block, *args, use_reentrant=False, context_fn=lambda: wide, **kwargs)
 
 
-class NothingShardedError(TorchFunctionMode):
-    """Within this, models that cast parts to float32, or less, whatever their dtype cast them to float64."""
+class KeepFloat64(TorchFunctionMode):
+    """Mode in which casts to float32 or a narrower dtype, written into a model's code, become casts to float64."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -190,7 +194,7 @@ def _wide(value: Any) -> Any:
 
 
 def _widened(value: Any) -> Any:
-    """All floating-point tensors of a nest in float64."""
+    """Cast all floating-point tensors of a nest to float64, and complex ones to complex128."""
     if isinstance(value, Tensor):
         dtype = torch.complex128 if value.is_complex() else torch.float64 if value.is_floating_point() else value.dtype
         return value.to(dtype)
@@ -238,7 +242,7 @@ def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]
 
 
 def _worst(by_rank: Sequence[list[Difference]]) -> tuple[Difference, ...]:
-    """For each name the largest error of all ranks."""
+    """Return the largest error over all ranks, for each name."""
     largest: dict[str, Difference] = {}
     for x in (x for differences in by_rank for x in differences):
         known = largest.get(x.name)

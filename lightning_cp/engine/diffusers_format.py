@@ -1,4 +1,4 @@
-"""Plans in diffusers' format (`_cp_plan`) as rules: what attends to what is found out from lengths."""
+"""Compile plans in diffusers' format (`_cp_plan`) to rules; kinds of attention are derived from token counts."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
 
 
 def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:
-    """diffusers' entry as a spec without streams."""
+    """Convert an entry of diffusers' format to a spec without streams."""
     if isinstance(entry, (list, tuple)):
         return tuple(_theirs(x, where, gathers=gathers) for x in entry)
     kind, wanted = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"

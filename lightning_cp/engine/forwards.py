@@ -1,7 +1,7 @@
-"""The forward of one module instance, beneath the wrappers that diffusers and accelerate put around it.
+"""Find and replace the forward of one module instance, inside the wrappers of diffusers and accelerate.
 
 Both libraries replace `module.forward` by a wrapper (offloading, layerwise casting, caches, skipped layers), before or
-after ours, and take it off at any time. We replace the function that such wrappers call, so that any order works.
+after ours, and remove it at any time. We replace the function that such wrappers call, so any order works.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """An attribute of an object: a module's `forward`, or where a wrapper keeps the function it calls."""
+    """An attribute of an object: a module's `forward`, or a wrapper's attribute for the function it calls."""
 
     holder: Any
     name: str
 
     def get(self) -> Function | None:
-        """The function there; None where the instance has none, so that its class' forward runs."""
+        """Return the function stored there; None if the instance has none and its class' forward runs."""
         found: Function | None = self.holder.__dict__.get(self.name)
         return found
 
     def put(self, function: Function) -> None:
-        """Replace the function there."""
+        """Store another function there."""
         self.holder.__dict__[self.name] = function
 
     def clear(self, module: nn.Module) -> None:
-        """Leave the forward of the module's class there."""
+        """Restore the forward of the module's class."""
         if self.holder is module and self.name == "forward":
             self.holder.__dict__.pop(self.name, None)
-        else:  # a wrapper calls what it finds here
+        else:  # a wrapper needs a function here: it calls the attribute
             self.holder.__dict__[self.name] = types.MethodType(type(module).forward, module)
 
 
 class Around:
-    """Base of what runs around a model's forward by a wrapper of ours, `partial(function, around)`.
+    """Base class of objects that our wrapper `partial(function, around)` runs around a model's forward.
 
     Attributes:
-        original: the forward that is called; None for that of the module's class.
+        original: the wrapped forward; None: the forward of the module's class.
     """
 
     original: Function | None
 
 
 def own_forward(module: nn.Module, *, above: Around | None = None) -> Place:
-    """Find the place of a module's own forward, beneath all wrappers of diffusers and accelerate, and ours.
+    """Find the attribute with a module's own forward, inside all wrappers (diffusers, accelerate, ours).
 
-    Args: above: stop at the wrapper that runs this.
+    Args: above: stop outside the wrapper that runs this object.
     """
     place = Place(module, "forward")
     while True:
@@ -67,20 +67,20 @@ def own_forward(module: nn.Module, *, above: Around | None = None) -> Place:
 
 
 def own_function(module: nn.Module) -> Function:
-    """The plain function that is a module's own forward: its class', or one that was set on the instance."""
+    """Return a module's own forward as a plain function: its class', or one that was set on the instance."""
     found = own_forward(module).get()
     return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
 
 
 def decorated_function(module: nn.Module) -> Function | None:
-    """What a module's own forward is beneath decorators, made with `functools.wraps`; None for that of its class."""
+    """Return a module's own forward without `functools.wraps` decorators; None if it is the forward of its class."""
     found = own_forward(module).get()
     beneath = None if found is None else inspect.unwrap(found)
     return None if beneath is None or _is_of_class(module, beneath) else beneath
 
 
 def unbound(function: Function) -> Function:
-    """The function of a bound method; anything else as it is."""
+    """Return the function of a bound method; return other callables unchanged."""
     return function.__func__ if isinstance(function, types.MethodType) else function
 
 
@@ -90,7 +90,7 @@ def _is_of_class(module: nn.Module, function: Function) -> bool:
 
 
 def _beneath(module: nn.Module, function: Any) -> Place | None:
-    """Where a wrapper keeps the forward that it calls; None for a function that is no wrapper of theirs."""
+    """Find the attribute in which a wrapper stores the forward it calls; None if the function is no known wrapper."""
     if not isinstance(function, partial):
         return None
     if function.args and isinstance(function.args[0], Around):
@@ -101,7 +101,7 @@ def _beneath(module: nn.Module, function: Any) -> Place | None:
     if origin.startswith("diffusers.hooks"):
         reference: Any = inspect.getclosurevars(function.func).nonlocals.get("function_reference")
         known = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
-        if any(x is reference for x in known):  # not so in a deep copy, whose wrappers call the original's forward
+        if any(x is reference for x in known):  # false in a deep copy: its wrappers call the original model's forward
             name = "forward" if reference.original_forward is None else "original_forward"
             return Place(reference, name)
     return None

@@ -1,4 +1,4 @@
-"""Convolutions over rows that several ranks hold: each sees its neighbours' rows, and keeps its own."""
+"""Convolutions over sharded rows: exchange a halo before, and drop the halo's rows from the output."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from lightning_cp.errors import PlanError
 
 @dataclass(eq=False)
 class HaloHook(EngineHook):
-    """Around a convolution: its zeros stay where the sequence ends, and rows of neighbours come where it goes on.
+    """Hook around a convolution: adds a halo of the neighbouring ranks' rows to its input.
 
-    Gradient: exact; that of neighbours' rows goes back to them. Ranks: all of the context group.
+    The convolution's zero padding takes effect only at the two ends of the sequence.
+
+    Gradient: exact; gradients of halo rows are sent back to the rows' ranks. Ranks: all of the context group.
     """
 
     session: Session

@@ -1,4 +1,4 @@
-"""What a plan may have left out, where a block's own code fails on shards."""
+"""Suggest arguments that a plan may lack, for errors in a block's own code on shards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shapes = dict[str, tuple[int, ...]]
 def unplanned_shapes(
     order: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], planned: Mapping[str, object]
 ) -> Shapes:
-    """Shapes of a block's tensors that its plan does not mention, by the name of the argument.
+    """Collect the shapes of a block's tensors that its plan does not mention, by the name of the argument.
 
     Args: order: names of the forward's arguments, in order. planned: arguments that the plan mentions, by name.
     """
@@ -27,7 +27,7 @@ def unplanned_shapes(
 
 
 def missing_split(call: Call) -> str | None:
-    """Describe the arguments of the last block that hold all tokens of some streams, though nothing splits them."""
+    """Describe arguments of the last block that hold all tokens of some streams and are not split; None if none do."""
     sums: dict[int, tuple[str, ...]] = {}
     for count in (1, 2, 3):
         for streams in combinations(call.lengths, count):

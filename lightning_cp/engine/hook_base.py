@@ -1,4 +1,4 @@
-"""What all our hooks have in common: how they are found again, and what they refuse."""
+"""Base class of the engine's hooks, their removal, and the check for refused arguments."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from lightning_cp.errors import ShapeError
 
 
 class EngineHook:
-    """Base of our hook objects, by which they are found and taken off.
+    """Base class of our hook objects; `remove_hooks` finds hooks by it.
 
-    A deep copy of a model keeps the hooks of its original until its first forward, which puts new ones in their place.
+    A deep copy of a model keeps the hooks of its original until its first forward, which replaces them.
     """
 
     def __deepcopy__(self, memo: object) -> Any:
@@ -21,7 +21,7 @@ class EngineHook:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Take our hooks off one module, whichever session they belong to. Hooks of others stay."""
+    """Remove our hooks of all sessions from one module. Hooks of other libraries stay."""
     for hooks, details in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
@@ -34,7 +34,13 @@ def remove_hooks(module: nn.Module) -> None:
 
 
 def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:
-    """Raises: ShapeError: an argument, or ("argument.key") an entry or attribute of one, that must be left out."""
+    """Check that arguments which must be left out are not given.
+
+    Args:
+        refused: reason for each refused argument, by name; "argument.key" is an entry or attribute of an argument.
+        given: arguments by name.
+    Raises: ShapeError: a refused argument is given and not None.
+    """
     for name, reason in refused.items():
         argument, _, key = name.partition(".")
         value = given.get(argument)

@@ -1,4 +1,4 @@
-"""How many queries and keys each rank has, for plans that do not say what attends to what."""
+"""Find the number of queries and keys on each rank, for plans that do not describe attention."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
 
-_SAME = 1e-3  # of the norm
+_SAME = 1e-3  # largest difference, relative to the norm
 
-Sizes = tuple[list[int], list[int]]  # of queries and of keys, by rank
+Sizes = tuple[list[int], list[int]]  # numbers of queries and of keys, each in rank order
 
 
 def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
-    """Every rank's queries and keys, from this rank's, for plans that do not say; None where keys are whole everywhere.
+    """Find the number of queries and keys on each rank; None if nothing is split yet or the keys are whole.
 
-    In the first forward of some lengths ranks tell each other, so that all see the same whatever they hold; later ones
-    know it from the lengths, unless those left a choice. A pair of empty lists: attention shall ask itself.
+    The first forward with new lengths all-gathers the numbers, so all ranks take the same decision. Later forwards
+    derive them from the lengths without communication, if that is unambiguous, and all-gather them otherwise.
+    ([], []): ambiguous (possible in compiled code); attention then all-gathers the lengths.
+
+    Args: queries, keys: number of tokens on this rank.
     """
     call = session.current()
     if not call.lengths:  # nothing was split so far
@@ -45,10 +48,12 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
 
 
 def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | None) -> bool:
-    """Whether keys and values are the same on all ranks, by their number, norms and projections; so never split.
+    """Return True if keys and values are equal on all ranks (number of keys, norms, projections): they are not split.
 
-    Small differences (of kernels that do not reproduce bit for bit) pass. Synchronises the host.
-    Ranks: all of the group. Raises: InterceptionError: this is being compiled.
+    Small differences (from kernels that are not bitwise reproducible) pass. Synchronises the host.
+
+    Args: contents: keys and values. keys: number of keys on this rank.
+    Ranks: all of the group. Raises: InterceptionError: called while the model is being compiled.
     """
     if group is None:
         return False  # nothing is split
@@ -70,7 +75,7 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
 
 
 def _sums(x: Tensor) -> list[float]:
-    """The norm, and a projection onto random signs."""
+    """Return the norm, and a projection onto random signs."""
     with torch.no_grad():
         flat = x.detach().flatten().double()
         generator = torch.Generator().manual_seed(flat.numel())
@@ -80,7 +85,7 @@ def _sums(x: Tensor) -> list[float]:
 
 
 def candidates(call: Call) -> list[list[int]]:
-    """What each rank may hold of the split tensors: each alone, and two joined."""
+    """List possible numbers of tokens on each rank: those of each split stream, and of each pair of streams."""
     streams, found = list(call.lengths), []
     for i, first in enumerate(streams):
         for chosen in [(first,), *((first, second) for second in streams[i:])]:
@@ -91,6 +96,6 @@ def candidates(call: Call) -> list[list[int]]:
 
 
 def _only(options: list[list[int]], rank: int, own: int) -> list[int]:
-    """The one option in which `rank` holds `own` tokens; empty where there is none, or several."""
+    """Return the only option in which `rank` holds `own` tokens; empty if none or several fit."""
     fitting = [option for option in options if option[rank] == own]
     return fitting[0] if len(fitting) == 1 else []

@@ -1,4 +1,4 @@
-"""Linear attention over the tokens of all ranks: what depends on all of them is one small matrix a head, summed.
+"""Linear attention over the tokens of all ranks: each rank computes a small matrix per head, which is all-reduced.
 
 out = (sum_j v_j k_j^T) q / (sum_j k_j . q),  with k and q >= 0
 """
@@ -17,14 +17,14 @@ from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
-_SMALLEST = 1e-15  # added to the divisor
+_SMALLEST = 1e-15  # added to the divisor, against division by zero
 
 
 @dataclass(eq=False)
 class LinearAttention:
-    """Stands for the processor of a ReLU linear attention (diffusers' `Attention`), with or without rotary embedding.
+    """Processor of ReLU linear attention (diffusers' `Attention`), with or without rotary embedding.
 
-    Gradient: exact; backward sums as forward does. Ranks: all of the context group.
+    Gradient: exact; backward sums over ranks, like forward. Ranks: all of the context group.
     Source: Katharopoulos et al., arXiv:2006.16236; Xie et al., arXiv:2410.10629.
     """
 
@@ -56,7 +56,7 @@ class LinearAttention:
         return out.clip(-65504, 65504) if out.dtype == torch.float16 else out
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> Tensor:
-        """[b, s_local, h, d] each; the divisor is of queries and keys before they are turned."""
+        """Attend over all ranks; q, k, v are [b, s_local, h, d]. The divisor uses q and k before rotary embedding."""
         wide = torch.promote_types(q.dtype, torch.float32)
         turned = (q, k) if rotary_emb is None else (_turned(q, *rotary_emb), _turned(k, *rotary_emb))
         q, k, v, turned_q, turned_k = (x.to(wide) for x in (q, k, v, *turned))
@@ -67,7 +67,7 @@ class LinearAttention:
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbouring channels are the pairs; cos and sin hold each value twice."""
+    """Apply rotary embedding to pairs of neighbouring channels; cos and sin hold each value twice."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos[..., 0::2], sin[..., 1::2]
     return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).type_as(x)

@@ -1,4 +1,4 @@
-"""A token for each rank, where a class' own code cannot deal with a shard of text that has none."""
+"""Pad short texts to one token per rank, for model classes that fail on an empty text shard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_cp.plans import Pad
 
 @dataclass(eq=False)
 class PadHook(EngineHook):
-    """Before the model: pads short texts, and masks what was added."""
+    """Hook before the model: pads texts with fewer tokens than ranks, and masks the padding."""
 
     session: Session
-    signature: Any  # of the model's forward
+    signature: Any  # signature of the model's forward
     pads: Sequence[Pad]
 
     def before(
@@ -29,7 +29,7 @@ class PadHook(EngineHook):
         try:
             bound = self.signature.bind(module, *args, **kwargs)
         except TypeError:
-            return args, kwargs  # the forward will say so itself
+            return args, kwargs  # the forward itself raises the error
         given, changed = bound.arguments, False
         for pad in self.pads:
             tokens, mask = given.get(pad.tokens), given.get(pad.mask)

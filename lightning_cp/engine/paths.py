@@ -1,4 +1,4 @@
-"""Modules of a model by the names that a plan gives them."""
+"""Find modules of a model by the paths and patterns in a plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_cp.plans import Spec
 
 
 def submodule(module: nn.Module, path: str) -> nn.Module:
-    """The module at `path`; "-1" is a list's last. Raises: PlanError."""
+    """Return the module at `path`; "-1" is the last item of a list. Raises: PlanError: there is no such module."""
     found = module
     for i, atom in enumerate(path.split(".") if path else ()):
         last_of = (
@@ -29,7 +29,7 @@ def submodule(module: nn.Module, path: str) -> nn.Module:
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The module inside activation-checkpointing and compiler wrappers."""
+    """Return the module inside activation-checkpointing and compiler wrappers."""
     for name in ("_checkpoint_wrapped_module", "_orig_mod"):
         inner = module._modules.get(name)
         if inner is not None:
@@ -38,19 +38,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def is_a(module: nn.Module, name: str) -> bool:
-    """Whether a module's class has this name. FSDP derives a class of its own from it, which counts too."""
+    """Return True if a module's class or a base class has this name: FSDP2 replaces the class by a subclass."""
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
 def beneath_adapters(module: nn.Module) -> nn.Module:
-    """The layer that adapters (a LoRA of peft) were put around."""
+    """Return the base layer inside adapters (for example LoRA layers of peft)."""
     while isinstance(inner := module._modules.get("base_layer"), nn.Module):
         module = inner
     return module
 
 
 def expand(module: nn.Module, pattern: str) -> list[str]:
-    """Paths of a pattern with at most one `*`, which stands for each module of a list."""
+    """List the paths that match a pattern; it may have one `*`, which matches every module of a list."""
     atoms = pattern.split(".")
     if atoms.count("*") > 1:
         raise PlanError(f"the plan names {pattern!r}: '*' can stand only once")
@@ -68,12 +68,12 @@ def expand(module: nn.Module, pattern: str) -> list[str]:
 
 
 def expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The entries of a table by path, its patterns expanded."""
+    """List the entries of a table by path, with patterns expanded."""
     return [(path, entry) for pattern, entry in table.items() for path in expand(module, pattern)]
 
 
 def stack(module: nn.Module, pattern: str) -> tuple[str, ...]:
-    """Paths of the blocks that "blocks", or "blocks[a:b]", names."""
+    """List the paths of the blocks that a pattern selects: "blocks" or "blocks[a:b]"."""
     stack, _, bounds = pattern.partition("[")
     blocks = submodule(module, stack)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
@@ -110,7 +110,7 @@ def arguments_of(
 
 
 def position(path: str, module: nn.Module, name: str) -> int:
-    """Index of an argument in the module's forward; -1 for one that is given by keyword only."""
+    """Return the index of an argument in the module's forward; -1 if it is passed through `**kwargs`."""
     parameters = inspect.signature(type(beneath_adapters(module)).forward).parameters
     if name in parameters:
         return list(parameters).index(name) - 1

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SAMPLES = 4096  # elements read of each argument
-BUCKETS = 32  # sums they are added up to
+BUCKETS = 32  # number of sums for each argument
 
-_TOLERANCE = 1e-3  # of a single value, as in the full comparison
-_TOLERANCE_OF_SUMS = 5e-3  # thousands are compared, so chance must not add up to a false alarm
-_LARGEST = 1e6  # masks hold -inf or the lowest number of their type: kept from hiding everything else in their sum
+_TOLERANCE = 1e-3  # relative error of a single value, as in the full comparison
+_TOLERANCE_OF_SUMS = 5e-3  # thousands of sums are compared: avoid false alarms by chance
+_LARGEST = 1e6  # clamp: -inf or the lowest value of a dtype (in masks) would hide all other values of a sum
 _NAN = 3e5
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEXABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -27,10 +27,11 @@ _INDEXABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class Sampler:
     """Reduces the arguments of one model's forward to a table of fixed size.
 
-    Of each argument up to `SAMPLES` elements are read: all of them where there are no more, else one at random of each
-    of `SAMPLES` equal stretches, other ones in each forward. They are added up with random weights to `BUCKETS` sums.
+    At most `SAMPLES` elements of each argument are read. A larger argument is divided into `SAMPLES` equal stretches,
+    and one random element of each is read, another one in each forward. They are added up with random weights to
+    `BUCKETS` sums.
 
-    Args: names: parameters of the forward. Their number and order must be the same on all ranks.
+    Args: names: parameter names of the forward. Their number and order must be the same on all ranks.
     """
 
     def __init__(self, names: Sequence[str]) -> None:
@@ -41,13 +42,13 @@ class Sampler:
     def table(
         self, given: Mapping[str, Any], *, forward: int, device: torch.device
     ) -> tuple[Tensor, tuple[float, ...]]:
-        """Build one row for each argument: a hash of shapes, types and whole numbers, `BUCKETS` sums, their tolerances.
+        """Build one row for each argument: a hash of shapes, types and integers, `BUCKETS` sums, their tolerances.
 
         The first row holds the number of the forward.
 
         Args:
-            given: arguments by name; names outside `names` are left out.
-            forward: number of the forward, the same on all ranks; it chooses the elements that are read.
+            given: arguments by name; others than `names` are ignored.
+            forward: number of the forward, the same on all ranks; seed for the choice of elements.
         Returns: the table, float64 [1 + len(names), 1 + 2 * BUCKETS] on `device` (the host does not wait for a GPU),
             and the hashes.
         """
@@ -67,7 +68,7 @@ class Sampler:
         return torch.cat([_moved(column, device), torch.stack(contents)], 1), tuple(structures[1:])
 
     def _row(self, leaves: Sequence[Tensor], mixed: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
-        """Sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
+        """Compute sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
         buckets = max(1, BUCKETS // len(leaves))
         each = [_moved(self._sums(x, buckets, len(leaves), mixed[x.device]), device) for x in leaves]
         both = torch.cat(each, 1)
@@ -75,7 +76,7 @@ class Sampler:
         return both.view(2, -1, BUCKETS).sum(1).flatten()
 
     def _sums(self, x: Tensor, buckets: int, leaves: int, mixed: Tensor) -> Tensor:
-        """Sums and tolerances of one tensor: [2, buckets]."""
+        """Compute sums and tolerances of one tensor: [2, buckets]."""
         dtype = x.dtype
         values = self._read(x, max(1, SAMPLES // leaves // buckets) * buckets, mixed).double()
         if dtype.is_floating_point:
@@ -83,16 +84,16 @@ class Sampler:
         values = F.pad(values, (0, -values.numel() % buckets)).view(buckets, -1)
         weights = self._of(x.device)[1][: values.numel()].view_as(values)
         norms = values.square().sum(1).sqrt()
-        scale = norms.maximum(norms.square().mean().sqrt())  # a sum of almost nothing: the tensor's own size counts
+        scale = norms.maximum(norms.square().mean().sqrt())  # RMS: a lower bound for almost-zero buckets
         return torch.stack([(values * weights).sum(1), scale * _tolerance(dtype, single=values.shape[1] == 1)])
 
     def _read(self, x: Tensor, count: int, mixed: Tensor) -> Tensor:
-        """All elements of x, or `count` of them."""
+        """Read all elements of x if there are at most `count`, otherwise `count` of them."""
         if x.numel() <= count:
             return x.reshape(-1)
         key = (x.numel(), count, x.device)
         if key not in self._stretches:
-            if len(self._stretches) >= 64:  # shapes that change all the time
+            if len(self._stretches) >= 64:  # bound the cache if shapes change all the time
                 self._stretches.clear()
             bounds = torch.arange(count + 1, device=x.device) * x.numel() // count
             self._stretches[key] = (bounds[:-1], bounds.diff())
@@ -101,14 +102,14 @@ class Sampler:
         return x.view(-1)[chosen] if x.is_contiguous() else torch.take(x, chosen)
 
     def _mix(self, forward: int, device: torch.device) -> Tensor:
-        """Pseudo-random ints from 0 on, equal on all ranks, which take nothing from torch's generators: [SAMPLES]."""
+        """Compute pseudo-random ints >= 0 without torch's generators, equal on all ranks: [SAMPLES + BUCKETS]."""
         x = self._of(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
         x = (x ^ (x >> 15)) & 0xFFFFFFFF
         x = x * 0x2C1B3C6D
         return (x ^ (x >> 12)) & 0x7FFFFFFF
 
     def _of(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Numbers 0, 1, ... and weights (of either sign, 0.5 to 1.5 in size), [SAMPLES + BUCKETS] each."""
+        """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
         if device not in self._constants:
             drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
             weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
@@ -118,7 +119,7 @@ class Sampler:
 
 
 def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
-    """The first rank that differs from the first one, and in what; None where none does.
+    """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
     Args: everyone: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
     """
@@ -141,7 +142,7 @@ def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple
 
 
 def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a nest, and its floats as tensors of one element, with their names."""
+    """Yield all tensors of a nest, and its floats as scalar tensors, with their names."""
     for name, x in _leaves(prefix, value):
         if isinstance(x, Tensor):
             yield name, x
@@ -150,7 +151,7 @@ def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_values(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """All whole numbers, truth values and texts of a nest as texts, with their names."""
+    """Yield all ints, bools and strings of a nest as strings (`repr`), with their names."""
     for name, x in _leaves(prefix, value):
         if isinstance(x, (bool, int, str)):
             yield name, repr(x)
@@ -169,17 +170,17 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _kind(x: Tensor) -> str:
     if x.layout != torch.strided:
-        return f"{type(x).__name__} {x.dtype}"  # nested tensors number their lengths within a process
+        return f"{type(x).__name__} {x.dtype}"  # shapes of nested tensors contain symbols numbered per process
     return f"{tuple(x.shape)} {x.dtype}"
 
 
 def _hash(value: object) -> float:
-    """48 bits of a hash, which float64 holds exactly; never 0."""
+    """Return a 48-bit hash plus 1, which float64 represents exactly; never 0."""
     return float(1 + int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big"))
 
 
 def _readable(x: Tensor) -> Tensor | None:
-    """The same elements as an ordinary real tensor; None where they are not here (DTensors, fake and meta tensors)."""
+    """Return the elements as an ordinary real tensor; None if they are not local (DTensor, fake and meta tensors)."""
     holds_memory = type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
     if not holds_memory or x.layout != torch.strided or x.is_meta or x.is_quantized:
         return None
@@ -190,14 +191,14 @@ def _readable(x: Tensor) -> Tensor | None:
 
 
 def _tolerance(dtype: torch.dtype, *, single: bool) -> float:
-    """How far sums may be apart, as a share of the norm of what is added up."""
+    """Return how much two sums may differ and still count as equal, relative to the norm of their elements."""
     if not dtype.is_floating_point:
-        return 1e-9  # integers are equal, but for the rounding of their sum
+        return 1e-9  # integers are equal; only their sum is rounded
     return max(_TOLERANCE if single else _TOLERANCE_OF_SUMS, 2 * torch.finfo(dtype).eps)
 
 
 def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """On `device`; the host waits only for a copy from a GPU to itself."""
+    """Copy to `device`; the host waits only for a copy from a GPU to the host."""
     if x.device == device:
         return x
     if x.device.type == "cpu" and device.type == "cuda":

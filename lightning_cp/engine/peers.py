@@ -1,4 +1,4 @@
-"""Compare what the ranks of a context group are given: ranks that share a sample must be given the same one."""
+"""Compare the forward arguments of the ranks of a context group: ranks that share a sample must get equal ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Digest = tuple[str, list[float]]
 
 _FIRST_FORWARDS = 2
 _PROJECTIONS = 4
-_TOLERANCE = 1e-3  # of the norm; other data differs by about its norm, in each of the projections
+_TOLERANCE = 1e-3  # relative to the norm; different data differs by about its norm in each projection
 _REMEDY = (
     "give ranks of one context group the same batch, noise and timesteps. Random numbers are the same where they are "
     "drawn after the strategy has set up the module, by the same calls on each of these ranks, or from "
@@ -46,7 +46,7 @@ def forwards_to_check(check_peers: object) -> int:
 
 @dataclass(frozen=True)
 class _Sampled:
-    """A comparison under way: of which forward, of which model, in which world."""
+    """A comparison in progress: number of the forward, name of the model, gathered samples, world group."""
 
     forward: int
     model: str
@@ -55,15 +55,14 @@ class _Sampled:
 
 
 class PeerCheck:
-    """Compares the arguments of one model's forwards between the ranks of a context group, as often as asked.
+    """Compares the arguments of one model's forwards between the ranks of a context group.
 
     Args:
-        groups: of the ranks.
-        names: parameters of the model's forward.
-        check_peers: "first": the first 2 forwards in full. "sampled": besides, samples of every later one, in the
-            background; a difference is raised in the next forward, or by `finish` (on a rank that is given tensors of
-            new shapes: at once). "always": all forwards in full.
-            "off": none.
+        groups: process groups of the mesh.
+        names: parameter names of the model's forward.
+        check_peers: "first": compare the first 2 forwards in full. "sampled": also compare samples of all later
+            forwards in the background; the next forward or `finish` raises a difference (the same forward, on a rank
+            that gets tensors of new shapes). "always": compare all forwards in full. "off": compare none.
     Raises: ValueError: an unknown setting.
     """
 
@@ -75,29 +74,30 @@ class PeerCheck:
         self._forward, self._model = 0, ""
         self._table: tuple[Tensor, tuple[float, ...]] | None = None
         self._pending: _Sampled | None = None
-        self._shapes: set[tuple[float, ...]] = set()  # that need no waiting for: of the last forward; on GPUs, of all
+        self._shapes: set[tuple[float, ...]] = set()  # seen before, so no wait: in the last forward; on GPUs, in any
 
     def of_copy(self) -> PeerCheck:
-        """A new one with the same settings, for a deep copy of the model."""
+        """Return a new check with the same settings, for a deep copy of the model."""
         return PeerCheck(self._groups, self._names, self._check_peers)
 
     @property
     def is_on(self) -> bool:
-        """Whether any forward may be compared."""
+        """True if any forward may be compared."""
         return self._check_peers != "off" or self._left != 0
 
     @property
     def compares_in_full(self) -> bool:
-        """Whether the next forward's arguments are compared in full."""
+        """True if the next forward's arguments are compared in full."""
         return self._left != 0
 
     def compare_next_in_full(self) -> None:
-        """Compare the next forward in full, whatever the setting."""
+        """Compare the next forward in full, with any setting."""
         self._left = self._left or 1
 
     def check(self, given: dict[str, Any], *, model: str) -> None:
-        """Raise what was found in the forward before; compare the arguments of one that begins in full, or sample them.
+        """Raise a difference found in the previous forward, then compare (in full) or sample this forward's arguments.
 
+        Args: given: arguments by name. model: name of the model, for errors.
         Ranks: all of the context group. Raises: PeerMismatchError, on all of them, naming argument and forward.
         """
         group, in_full = self._groups.context, self.compares_in_full
@@ -116,11 +116,13 @@ class PeerCheck:
                 self._model = model
 
     def start(self) -> None:
-        """Begin to compare the samples of this forward, which splits its arguments, in the background.
+        """Start to compare this forward's samples in the background.
 
-        A forward that splits none needs no other rank. Called again in the same forward, this does nothing.
+        Called when a forward splits its first tensor: a forward that splits none needs no other rank. Further calls in
+        the same forward do nothing.
 
-        Ranks: all of the context group. Raises: PeerMismatchError: shapes are new on this rank, and differ.
+        Ranks: all of the context group. Raises: PeerMismatchError: shapes are new on this rank and a difference is
+        found.
         """
         if self._table is None:
             return
@@ -130,19 +132,19 @@ class PeerCheck:
         with _plain_values():
             gather = gather_in_background(table.flatten(), group=self._groups.context)
         self._pending = _Sampled(self._forward, self._model, gather, dist.group.WORLD)
-        if shapes not in self._shapes:  # of unequal shapes, transfers in this forward would fail or hang
+        if shapes not in self._shapes:  # with unequal shapes, transfers in this forward would fail or hang
             self.finish()
         self._shapes = {shapes} | (self._shapes if table.is_cuda else set())
 
     def finish(self, *, within_s: float | None = None) -> None:
-        """Raise what the comparison in the background has found, of the last forward that was compared.
+        """Read the pending background comparison, and raise if it found a difference.
 
-        Args: within_s: drop the comparison if it is not done after so many seconds; None: wait for the others.
+        Args: within_s: seconds after which an unfinished comparison is dropped; None: wait for the other ranks.
         Raises: PeerMismatchError, on all ranks of the context group, naming argument and forward.
         """
         pending, self._pending = self._pending, None
         if pending is None or self._sampler is None or pending.world is not dist.group.WORLD:
-            return  # the process group has been destroyed, and there may be another
+            return  # the compared world group was destroyed; a new one may exist
         if within_s is not None and not pending.gather.is_done(within_s=within_s):
             return
         names = self._sampler.names
@@ -158,9 +160,9 @@ class PeerCheck:
 
 
 def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
-    """Compare shapes, and a checksum of the contents, of all tensors in `arguments`, and its numbers and texts.
+    """Compare shapes and a checksum of the contents of all tensors in `arguments`, and its numbers and strings.
 
-    Small differences (of kernels that do not reproduce bit for bit) pass. Synchronises the host.
+    Small differences (from kernels that are not bitwise reproducible) pass. Synchronises the host.
     Ranks: all of the context group. Raises: PeerMismatchError, on all of them, naming the argument.
     """
     if groups.context is None:
@@ -179,7 +181,7 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
 
 
 def difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None:
-    """What differs between the named digests of two ranks; None where nothing does."""
+    """Describe the first difference between the named digests of two ranks; None if there is none."""
     for name in dict.fromkeys([*first, *other]):
         if name not in first or name not in other:
             return f"{name} was given to one of them only"
@@ -193,7 +195,7 @@ def difference(first: dict[str, Digest], other: dict[str, Digest]) -> str | None
 
 
 def digest(x: Tensor) -> Digest:
-    """Shape and dtype, then the norm and some projections."""
+    """Return shape and dtype as text, and a list of the norm and some random projections."""
     what = f"{tuple(x.shape)} {x.dtype}"
     with torch.no_grad():
         flat = torch.view_as_real(x).flatten() if x.is_complex() else x.detach().flatten()
@@ -208,7 +210,7 @@ def digest(x: Tensor) -> Digest:
 
 @contextmanager
 def _plain_values() -> Iterator[Any]:
-    """Compute on plain values in here: no gradients, no tangents, no batching. Yields: what unwraps arguments."""
+    """Disable gradients, tangents and batching inside the context. Yields: a function that unwraps arguments."""
     with ExitStack() as stack:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
@@ -218,7 +220,7 @@ def _plain_values() -> Iterator[Any]:
 
 
 def _unwrapped(value: Any) -> Any:
-    """The same nest, without what torch.func puts around its tensors."""
+    """Return the same nest without torch.func's wrappers around its tensors."""
     if isinstance(value, Tensor):
         while torch._C._functorch.is_functorch_wrapped_tensor(value):
             value = torch._C._functorch.get_unwrapped(value)
@@ -231,5 +233,5 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _is_capturing() -> bool:
-    """Whether a CUDA graph is being captured, which could not hold what is read later."""
+    """Return True while a CUDA graph is captured: a graph cannot contain the later read of the samples."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -1,4 +1,4 @@
-"""Activation checkpointing that saves what attention gives: backward redoes a block, but no attention or collective."""
+"""Selective activation checkpointing: backward recomputes a block without its attention and its collectives."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ save_attention = partial(
 
 
 def selective_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a block that is done again in backward, all but its attention.
+    """Call a block with activation checkpointing; backward recomputes all but its attention and collectives.
 
-    Of each attention is kept what its backward needs anyway: output and log-sum-exp, with Ulysses the exchanged
-    queries, keys and values too. For any diffusers transformer:
+    Each attention keeps the tensors that its backward needs: output and LSE, with Ulysses also the exchanged queries,
+    keys and values. For any diffusers transformer:
 
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
     Blocks may be compiled one by one. (Dynamo's `optimize_ddp` is turned off for that.)
 
-    Returns: what the function returns.
+    Returns: result of `function`.
     """
     _compile_blocks_whole()
     return checkpoint(function, *args, use_reentrant=False, context_fn=save_attention, **kwargs)
 
 
 def _compile_blocks_whole() -> None:
-    """Tell dynamo not to split what is compiled inside a DDP module by gradient buckets: it cannot split what is
-    checkpointed selectively, and each block is a graph of its own already."""
+    """Turn off dynamo's `optimize_ddp`, which splits graphs inside a DDP module at gradient buckets.
+
+    Dynamo cannot split a selectively checkpointed block, and each block already has a separate graph.
+    """
     config = sys.modules.get("torch._dynamo.config")
-    if config is not None and config.optimize_ddp:  # each block calls this: written once
+    if config is not None and config.optimize_ddp:  # every block calls this: write only once
         config.optimize_ddp = False  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a plan comes to on one model: what to do at which module. Written by `compiling.py`, done by the hooks."""
+"""A plan compiled for one model: the actions at each module. Built by `compiling.py`, executed by the hooks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from lightning_cp.plans import Attention, Pad, Spec, Streams
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of some modules that are split, or made whole, before their forward.
+    """Arguments of some modules that are split or gathered before the forward.
 
-    paths: of the modules. positions: index of each argument in the forward's signature.
+    paths: paths of the modules in the model.
+    specs: spec of each argument, by name.
+    positions: index of each argument in the forward's signature, -1 if it is passed through `**kwargs`.
+    joins: gather the arguments instead of splitting them.
     """
 
     paths: tuple[str, ...]
@@ -20,12 +23,12 @@ class Arguments:
     positions: Mapping[str, int]
     is_block: bool = False
     joins: bool = False
-    always: bool = False  # split whatever comes (diffusers' format), rather than what is still whole
+    always: bool = False  # split every tensor (diffusers' format), not only those that are still whole
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """Outputs of a module that are split, or gathered, after its forward."""
+    """Outputs of a module that are split or gathered after its forward."""
 
     path: str
     spec: Spec
@@ -38,7 +41,7 @@ AttentionSpecs = tuple[Attention, ...]
 
 @dataclass(frozen=True)
 class Halo:
-    """A convolution that sees `reach` neighbouring rows on both sides, in `dim` of its input."""
+    """A convolution that needs a halo of `reach` rows on both sides, in `dim` of its input."""
 
     path: str
     dim: int
@@ -50,8 +53,8 @@ class Halo:
 class Rules:
     """A plan, compiled for one model.
 
-    attention: by path of each module that attends across ranks (None: to be found out).
-    dividers: the model's patch sizes by which rows are counted, by their name in its config.
+    attention: kinds of attention of each module that attends across ranks, by path; None: derived from the lengths.
+    dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     """
 
     arguments: tuple[Arguments, ...]

@@ -1,4 +1,4 @@
-"""Hooks that see to it that no attention on a shard escapes the engine, and that a replay finds its forward."""
+"""Hooks that check that all attention on shards is intercepted, and that find the forward of a recomputation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
-_MARK = "_lightning_cp_call"  # on a block's first tensor argument: which forward it belongs to, for replays
-_SKIPS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook")  # diffusers', of apply_layer_skip
+_MARK = "_lightning_cp_call"  # on a block's first tensor argument: its forward (`Call`), for recomputation
+_SKIPS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook")  # hooks of diffusers' apply_layer_skip
 
 
 @dataclass(eq=False)
 class ScopeHook(EngineHook):
-    """Around a block or another ancestor of attention: finds the call of a replay, and checks interception."""
+    """Hook around a block or another ancestor of attention.
+
+    In activation recomputation it finds the `Call` of the forward. After the module it checks that attention was
+    intercepted, if `checked`.
+    """
 
     session: Session
     model: nn.Module
@@ -29,14 +33,14 @@ class ScopeHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         session = self.session
-        if not torch.compiler.is_compiling():  # compiled blocks are not replayed by their hooks
+        if not torch.compiler.is_compiling():  # in compiled blocks, recomputation does not run the hooks
             STATS.enter(module, self.model)
             self._find_call(args, kwargs)
         if self.checked and session.call is not None:
             session.call.intercepted = False
 
     def _find_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the block's first tensor with the forward under way; in a replay, find that forward by the mark."""
+        """Mark the block's first tensor with the forward under way; in recomputation, find that forward by the mark."""
         session = self.session
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if session.forwards:
@@ -55,12 +59,12 @@ class ScopeHook(EngineHook):
                 "must attend through F.scaled_dot_product_attention or diffusers' dispatch_attention_fn"
             )
         if self.outermost and not session.forwards:
-            session.call = None  # the end of a replay
+            session.call = None  # end of a recomputation
 
 
 @dataclass(eq=False)
 class BypassHook(EngineHook):
-    """Before an attention of PyTorch's own that cannot be intercepted: whole tokens may pass, a shard may not."""
+    """Hook before `nn.MultiheadAttention`, which cannot be intercepted: allows whole tokens, and refuses a shard."""
 
     session: Session
     model: nn.Module
@@ -78,12 +82,12 @@ class BypassHook(EngineHook):
 
 
 def _skips_attention(block: nn.Module) -> bool:
-    """Whether a guider of diffusers has the block, or attention in it, left out: each token keeps to itself then."""
+    """Return True if a diffusers guider skips the block or attention in it, so that tokens do not interact."""
     registries = [getattr(inner, "_diffusers_hook", None) for inner in block.modules()]
     hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
     return any(type(hook).__name__ in _SKIPS and hook.dropout == 1 for hook in hooks)
 
 
 def path_of(module: nn.Module, model: nn.Module) -> str:
-    """Where a module is in a model; its class if it is elsewhere."""
+    """Return the path of a module in a model, or its class name if it is not part of the model."""
     return next((path for path, inner in model.named_modules() if inner is module), type(module).__name__)

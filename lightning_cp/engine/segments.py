@@ -1,7 +1,7 @@
-"""Block-causal attention over shards: segments of a packed sequence, each of which sees all up to its own end.
+"""Block-causal attention over shards: each segment of a packed sequence attends to all tokens up to its end.
 
-A segment of text is causal in itself, one of an image is not. Segments are places in the whole sequence, so a rank has
-some queries of each (or none), and some of the keys before its end.
+Text segments are causal within themselves, image segments are not. Segments are ranges of the global sequence, so a
+rank holds some (or none) of a segment's queries, and some of the keys up to its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cp.errors import InterceptionError
 
-Segment = tuple[int, int, bool]  # first token, the one after the last, whether causal in itself
+Segment = tuple[int, int, bool]  # global start, end (exclusive), True if causal within itself
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None, tuple[list[int], list[int]]], Tensor]
 
 
@@ -28,16 +28,17 @@ def attend_by_segments(
     rank: int,
     attend: Attend,
 ) -> Tensor:
-    """One attention for each segment, and one for what comes after the last.
+    """Compute one attention for each segment, and one for the tokens after the last segment.
 
     Args:
         query, key, value: [b, s_local, h, d].
-        segments: one after the other from the start.
-        key_valid: [b, s] bool, of the whole sequence; None: all are.
-        sizes: tokens of each rank. rank: this one.
-        attend: (query, key, value, mask, tokens of each rank) -> [b, queries, h, d], over all ranks.
+        segments: consecutive ranges, starting at token 0.
+        key_valid: bool [b, s] over the global sequence, True for keys to attend to; None: all keys.
+        sizes: number of tokens on each rank, in rank order. rank: this rank.
+        attend: attention over all ranks: (query, key, value, mask, (queries on each rank, keys on each rank)) ->
+            [b, queries, h, d].
     Returns: [b, s_local, h, d]. Ranks: all of the context group.
-    Raises: InterceptionError: a segment that is not where the one before it ends.
+    Raises: InterceptionError: a segment does not start where the previous one ends.
     """
     ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
     starts, whole = [0, *ends[:-1]], ends[-1]

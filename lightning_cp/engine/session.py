@@ -1,4 +1,4 @@
-"""What is known during a forward: which streams are how long, and so which tokens are whose."""
+"""State of a context-parallel model and of its current forward: stream lengths, and the shards that follow."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from lightning_cp.plans import Streams
 
 @dataclass
 class Call:
-    """One forward of a parallel model. Its replays (activation checkpointing) see the same call.
+    """One forward of a parallel model. Recomputation (activation checkpointing) uses the same call.
 
     Attributes:
-        peers: compares this forward's arguments, once it is known that it splits any.
-        lengths: global tokens of each stream met so far.
-        rows: of the streams that are cut between rows only, how many they have.
-        kept: arguments that the engine reads instead of a block.
-        whole: tokens of tensor arguments that are left whole (for plans that do not say what attends to what).
-        intercepted: whether attention passed through the engine since this was last cleared.
-        met: keys for which sizes were found out in this forward.
-        block: the last block (or other planned module) that was entered.
-        unplanned: shapes of its tensor arguments that the plan does not mention, for errors.
+        peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
+        lengths: global number of tokens of each stream seen so far.
+        rows: global number of rows, for streams that are split between rows only.
+        kept: arguments that the engine keeps for its own use and does not pass to a block.
+        whole: token counts of tensor arguments that are not split (for plans that do not describe attention).
+        intercepted: True if the engine computed attention since the flag was last cleared.
+        met: values of `key` for which this forward exchanged sizes and found them unambiguous.
+        block: name of the last block (or other planned module) that was entered.
+        unplanned: shapes of that block's tensor arguments that the plan does not mention, for errors.
     """
 
     groups: MeshGroups
@@ -47,29 +47,31 @@ class Call:
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def key(self) -> Hashable:
-        """What is known of lengths so far, the same on all ranks."""
+        """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
 
     def shares(self, stream: str) -> tuple[int, ...]:
-        """Tokens of each rank, of one stream; none where nothing told of it (references that were not given)."""
+        """Return each rank's tokens of one stream; zeros if its length is unknown (optional references not passed)."""
         rows, length = self.rows.get(stream), self.lengths.get(stream, 0)
         if not rows:
             return shard_sizes(length, self.groups.context_size)
         return tuple(n * (length // rows) for n in self.row_lengths(stream))
 
     def row_lengths(self, stream: str) -> tuple[int, ...]:
-        """Rows of each rank, of a stream that is cut between rows."""
+        """Return each rank's rows of a stream that is split between rows."""
         return shard_sizes(self.rows[stream], self.groups.context_size)
 
     def sizes(self, streams: Streams) -> list[int]:
-        """Tokens of each rank, over `streams` together."""
+        """Return each rank's number of tokens, summed over `streams`."""
         each = [self.shares(stream) for stream in streams]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
     def define(self, stream: str, length: int, *, everywhere: bool, name: str) -> None:
-        """Learn a stream's length, which begins to split this forward's tensors.
+        """Set the global length of a stream, and start to compare this forward's arguments between ranks.
 
-        Raises: ShapeError: a stream that each rank must have some of has fewer tokens than the group has ranks.
+        Args: everywhere: every rank must hold tokens of the stream. name: name of the argument, for errors.
+        Raises: ShapeError: the length is not a multiple of the stream's rows, or `everywhere` is set and the group has
+            more ranks than the stream has tokens (rows).
         """
         size, rows = self.groups.context_size, self.rows.get(stream)
         if rows is not None and length % rows:
@@ -92,19 +94,20 @@ def _zero() -> torch.Tensor:
 
 @dataclass(eq=False)
 class Session:
-    """One model run context-parallel.
+    """Settings and state of one context-parallel model.
 
     Attributes:
         call: the forward under way; None outside.
-        rules: its plan's.
-        kernel: a name; "auto" follows diffusers' backend settings, which choose freely by default.
-        backends: diffusers' registry of backends, where the model is one of diffusers'.
+        rules: the plan, compiled for the model.
+        kernel: name of the attention kernel; "auto" follows diffusers' backend settings, by default a free choice.
+        backends: diffusers' registry of backends; None for other models.
         peers: compares the arguments of forwards between peers.
-        forwards: how many forwards are under way (0 or 1; a model that calls itself: more).
-        succeeded: whether a forward has come to its end: the plan fits then, so a failure has other causes.
-        number: of this session, for operators in compiled code.
-        checked: forwards of compiled code whose arguments were checked.
-        settled: by `Call.key`, whether each rank can tell all sizes from its own (for plans that do not say).
+        forwards: number of forwards under way: 0 or 1, or more if a model calls itself.
+        succeeded: True after the first complete forward: the plan fits, so later failures have other causes.
+        number: ID of the session in this process, for operators in compiled code.
+        checked: number of compiled forwards with checked arguments (int64 scalar).
+        settled: by `Call.key`: True if each rank can derive all sizes from its own (for plans that do not describe
+            attention).
     """
 
     groups: MeshGroups
@@ -121,14 +124,14 @@ class Session:
     settled: dict[Hashable, bool] = field(default_factory=dict)
 
     def of_copy(self) -> Session:
-        """A session for a deep copy of the model (an EMA's, say): the same groups and settings, and no forward yet."""
+        """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""
         peers = self.peers.of_copy()
         return Session(
             self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
         )
 
     def __deepcopy__(self, memo: object) -> Session:
-        return self  # of a part of a model: `Installed` makes a new one for the copy of a whole one
+        return self  # for a copied part of a model; `Installed` creates a new session for a whole copy
 
     def __reduce_ex__(self, protocol: object) -> Any:
         raise pickle.PicklingError(
@@ -137,7 +140,7 @@ class Session:
         )
 
     def current(self) -> Call:
-        """The forward under way. Raises: RuntimeError outside of one."""
+        """Return the forward under way. Raises: RuntimeError: no forward is under way."""
         if self.call is None:
             raise RuntimeError(
                 "a context-parallel block ran outside of its model's forward, so its token counts are unknown: call "

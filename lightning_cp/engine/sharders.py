@@ -1,4 +1,4 @@
-"""Hooks that split or join the arguments and outputs of modules, as a plan says."""
+"""Hooks that split or gather the arguments and outputs of modules according to a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_cp.plans import Spec, Split
 
 @dataclass(eq=False)
 class ArgumentHook(EngineHook):
-    """Splits arguments before a module's forward, or makes them whole."""
+    """Hook that splits or gathers arguments before a module's forward."""
 
     session: Session
     rule: Arguments
@@ -59,7 +59,7 @@ class ArgumentHook(EngineHook):
 
 @dataclass(eq=False)
 class OutputHook(EngineHook):
-    """Splits or gathers outputs after a module's forward."""
+    """Hook that splits or gathers outputs after a module's forward."""
 
     session: Session
     rule: Outputs

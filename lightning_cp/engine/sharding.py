@@ -1,4 +1,4 @@
-"""Specs carried out: values cut to this rank's tokens, and made whole again."""
+"""Apply specs: shard values to this rank's tokens, and gather them again."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
 
 
 def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool) -> Any:
-    """`value` (a tensor, an int that counts tokens, or a nest of them) with the tokens of this rank.
+    """Shard `value` (a tensor, an int that counts tokens, or a nest of them) to this rank's tokens.
+
+    A tensor that already has this rank's length, or length 1 (for broadcasting), is returned unchanged.
 
     Args:
-        spec: where its tokens lie.
-        name: of the argument, for errors.
-        strict: within the blocks a stream's first tensor tells its length, and a length that is neither whole nor
-            local is an error; at the model's own arguments, a length of 1 is left for broadcasting where the stream is
-            known, or where the spec says how many dims the tensor has (a timestep for each token, or for each sample).
+        spec: dims and streams of the tokens in `value`.
+        name: name of the argument, for errors.
+        strict: True inside the blocks: the first tensor of a stream always defines the stream's length. False for the
+            model's own arguments: if the stream is unknown and the spec gives `ndim`, a length of 1 is kept for
+            broadcasting (a timestep may be given for each token or for each sample).
     Gradient: a slice; backward pads with zeros.
-    Raises: PlanError: a length that fits neither. ShapeError: too few tokens.
+    Raises: PlanError: a length that is neither whole nor local. ShapeError: too few tokens.
     """
 
     def one(x: Any, spec: Leaf, name: str) -> Any:
@@ -46,9 +48,9 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
 
 
 def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
-    """`value` (an output, or a nest of them) made whole on every rank: the adjoint of `shard`.
+    """Gather `value` (an output, or a nest of outputs) on every rank; the adjoint of `shard`.
 
-    Gradient: reduce-scatter (sum). Raises: PlanError: an output that does not hold this rank's tokens.
+    Gradient: reduce-scatter (sum). Raises: PlanError: an output with another number of tokens than this rank's.
     """
 
     def one(x: Any, spec: Leaf, name: str) -> Any:
@@ -64,7 +66,7 @@ def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> An
 
 
 def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, str], Any]) -> Any:
-    """`one` on each leaf of a nest, with its spec; a single spec stands for all of a list."""
+    """Apply `one` to each leaf of a nest with its spec; a single spec applies to all items of a list, tuple or dict."""
     if isinstance(spec, Kept):
         return one(value, spec, name)
     if value is None or spec is None:
@@ -119,7 +121,7 @@ def _local(call: Call, stream: str) -> tuple[int, ...]:
 
 
 def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
-    """The length of a stream that is met for the first time: all of `n`, or what the others leave of it."""
+    """Define the length of a stream at its first tensor: `n` minus the lengths of the spec's other streams."""
     call = session.current()
     unknown = [stream for stream in dict.fromkeys(spec.streams) if stream not in call.lengths]
     if not unknown:
@@ -148,7 +150,11 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
 
 
 def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
-    """Of keys: split like its tokens. Of rows: those of this rank, their columns in the order of all ranks' keys."""
+    """Shard an attention mask.
+
+    A key mask ([b, s] or [..., 1, s]) is sharded like its tokens. A query mask ([..., s, s]) is sharded to this rank's
+    queries, and its columns are reordered to the keys' order by rank.
+    """
     if x.ndim == 2 or (x.ndim in (3, 4) and x.shape[-2] == 1):
         return _shard_tensor(x, Split(-1, spec.streams), name=name, session=session, strict=True)
     call = session.current()
@@ -172,7 +178,7 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
 
 
 def _order_of_keys(call: Call, spec: Mask) -> list[int]:
-    """Where the keys of the first rank are, then those of the next, ..."""
+    """List the global positions of all keys in rank order: the first rank's keys, then the next rank's, ..."""
     order: list[int] = []
     for rank in range(call.groups.context_size):
         start = 0
@@ -185,7 +191,7 @@ def _order_of_keys(call: Call, spec: Mask) -> list[int]:
 
 
 def check_dim(x: Tensor, spec: Split, name: str) -> None:
-    """Raises: PlanError: the tensor has no such dim."""
+    """Check that the tensor has the spec's dim. Raises: PlanError: it does not."""
     if not -x.ndim <= spec.dim < x.ndim:
         raise PlanError(
             f"{name} is split in dim {spec.dim}, but has shape {tuple(x.shape)}: give expected_dims, or mend it"
@@ -193,9 +199,9 @@ def check_dim(x: Tensor, spec: Split, name: str) -> None:
 
 
 def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], ranks: Sequence[int]) -> Tensor:
-    """A rank's slice of each segment of `x`, one after the other. Gradient: backward pads with zeros.
+    """Concatenate one rank's slice of each segment of `x`. Gradient: backward pads with zeros.
 
-    Args: segments: tokens of each rank. ranks: whose slice, for each segment.
+    Args: segments: for each segment, the number of tokens of each rank. ranks: for each segment, the rank to slice.
     """
     pieces, start = [], 0
     for sizes, rank in zip(segments, ranks, strict=True):
@@ -218,12 +224,12 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
 
 
 def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
-    """`items` as a list or a tuple, as `value` is."""
+    """Return `items` as a list or a tuple: the type of `value`."""
     return items if isinstance(value, list) else tuple(items)
 
 
 def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
-    """`shard` as diffusers' plans mean it: whatever comes is split, and a tensor's length is its stream's name."""
+    """Shard by the rules of diffusers' plans: every tensor is split, and its length serves as its stream's name."""
     if value is None or spec is None:
         return value
     if isinstance(spec, tuple):

@@ -1,4 +1,4 @@
-"""Whether a parallel model still consists of the objects that the plan was installed on."""
+"""Check that a parallel model still consists of the objects that the plan was installed on."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lightning_cp.engine.rules import Rules
 class Structure:
     """The planned modules of a model, their processors and forwards, by identity.
 
-    Two lists. `_entries` is compared before each forward, so it holds attributes as they are (12 µs for the 57 blocks
-    of Flux); it also changes where a wrapper is put around a module or its forward. `_parts` leaves wrappers out, and
-    says whether the plan has to be installed again.
+    `_entries` is compared before each forward, so it holds raw attributes (12 µs for the 57 blocks of Flux); it also
+    changes if a wrapper is put around a module or its forward. `_parts` leaves wrappers out; if it changes, the plan
+    must be installed again.
     """
 
     def __init__(self, model: nn.Module, rules: Rules) -> None:
-        self._entries: list[tuple[dict[str, Any], str, object]] = []  # attributes of an object, a name, the value
-        self._counts: list[tuple[dict[str, Any], int]] = []  # children of a module
+        self._entries: list[tuple[dict[str, Any], str, object]] = []  # attributes of an object, name, value
+        self._counts: list[tuple[dict[str, Any], int]] = []  # children of a module, their number
         self._parts: list[object] = []
         blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
         for path in sorted({*blocks, *rules.attention, *_other_paths(rules)} - {""}):
@@ -35,7 +35,7 @@ class Structure:
         self._counts = list({id(x): (x, n) for x, n in self._counts}.values())
 
     def holds(self) -> bool:
-        """Whether everything is as it was. Can be traced by a compiler, which then guards on it."""
+        """Return True if all entries are unchanged. torch.compile can trace this, and then guards on it."""
         for attributes, name, value in self._entries:
             if attributes.get(name) is not value:
                 return False
@@ -45,7 +45,7 @@ class Structure:
         return True
 
     def has_parts_of(self, other: Structure) -> bool:
-        """Whether both consist of the same parts, wrappers left out."""
+        """Return True if both consist of the same parts, wrappers left out."""
         counts = [n for _, n in self._counts], [n for _, n in other._counts]
         same = len(self._parts) == len(other._parts) and counts[0] == counts[1]
         return same and all(a is b for a, b in zip(self._parts, other._parts, strict=True))
@@ -78,7 +78,7 @@ def _other_paths(rules: Rules) -> Iterator[str]:
 
 
 def _steps(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """From a model down to `path`: each parent, the name of its child, and the child as it is registered."""
+    """Walk from a model down to `path`: yield each parent, the name of its child, and the child as registered."""
     found = unwrapped(model)
     for atom in path.split("."):
         children: Any = found._modules

@@ -1,4 +1,4 @@
-"""Checks of the values of a forward's arguments: called directly, or as an operator within compiled code."""
+"""Check the values of a forward's arguments: directly, or as a custom operator in compiled code."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from torch import Tensor
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import ShapeError
 
-_SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()  # an operator takes numbers, not objects
+_SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()  # custom operators take numbers, not objects
 
 
 def check_values(given: Mapping[str, Any], session: Session, *, model: str) -> None:
-    """Compare arguments between peers, and check masks, in the forwards in which the settings ask for it.
+    """Compare arguments between ranks and check masks, in the forwards that `check_peers` selects.
 
+    Args: given: arguments by name. model: name of the model, for errors.
     Ranks: all of the context group. Raises: PeerMismatchError, ShapeError.
     """
     if session.peers.compares_in_full:
@@ -29,7 +30,7 @@ def check_values(given: Mapping[str, Any], session: Session, *, model: str) -> N
 
 
 def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) -> None:
-    """Put `check_values` into the graph that is being traced: it runs in each forward of the compiled model."""
+    """Add `check_values` to the graph being traced, to run it in every forward of the compiled model."""
     values: list[Tensor] = []
     layout: list[str] = []
     for name, value in given.items():
@@ -42,13 +43,13 @@ def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) ->
 
 
 def register(session: Session) -> None:
-    """Let the operator find a session by its number."""
+    """Register a session, so that the operator finds it by its number."""
     _SESSIONS[session.number] = session
 
 
 @torch.library.custom_op("lightning_cp::check_forward", mutates_args=("checked",))
 def _check_forward(values: Sequence[Tensor], layout: str, model: str, number: int, checked: Tensor) -> None:
-    """Run `check_values`, and count it in `checked`: what writes nothing would be dropped from the graph."""
+    """Run `check_values`, and count in `checked`: the compiler would remove an operator that writes nothing."""
     session = _SESSIONS.get(number)
     checked.add_(1)
     if session is None or session.groups.context is None:
