@@ -54,7 +54,7 @@ def _outcome(case: ElementTree.Element) -> tuple[str, str, str]:
 
 def run_main_job(config: DictConfig, result: StageResult, save: Callable[[], None]) -> None:
     """Train the recipe's default model for some steps, alone and through the strategy, and compare the losses."""
-    recipe = Path(__file__).parents[3] / "recipes" / "train.py"
+    recipe = Path(__file__).parents[4] / "recipes" / "train.py"
     losses: dict[str, list[float]] = {}
     rows = []
     for strategy in ("single", "cp"):
