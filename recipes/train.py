@@ -23,7 +23,7 @@ def train(config: DictConfig) -> None:
     from lightning_cp.app.training.assemble import train_run
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
-    from lightning_cp.checkpoint.export import save_pretrained
+    from lightning_cp.export import save_pretrained
     from lightning_cp.sampling import SamplingSettings
 
     started = time.perf_counter()

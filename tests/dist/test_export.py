@@ -13,8 +13,8 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_cp.checkpoint.export import LORA_FILE, save_lora, save_pretrained
 from lightning_cp.checkpoint.folder import written_whole
+from lightning_cp.export import LORA_FILE, save_lora, save_pretrained
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage
 from tests.dist.lightning_ranks import fabric_of

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
+from tests.unit.imported import PACKAGE, imported_modules
 
-import lightning_cp
-
-PACKAGE = Path(lightning_cp.__file__).parent
 LAYERS = (
     {"errors", "config", "mesh", "compat"},
     {"comm", "kernels"},
@@ -16,7 +12,7 @@ LAYERS = (
     {"vae"},
     {"data", "training", "checkpoint", "sampling", "launch", "pipelines"},
     {"strategies"},
-    {"fabric", "pytorch", "callbacks", "_register"},
+    {"fabric", "pytorch", "callbacks", "export", "_register"},
     {"app"},
     {"__init__"},
 )
@@ -26,22 +22,11 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 def _imports() -> dict[tuple[str, str], str]:
     """(importing, imported) folder or file of the package -> where."""
     edges = {}
-    for file in sorted(PACKAGE.rglob("*.py")):
-        path = file.relative_to(PACKAGE)
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                assert not node.level, f"{path}:{node.lineno}: relative imports hide the layer"
-                nested = node.module == "lightning_cp"
-                modules = [f"{node.module}.{alias.name}" if nested else node.module or "" for alias in node.names]
-            else:
-                continue
-            for module in modules:
-                parts = module.split(".")
-                if parts[0] == "lightning_cp":
-                    target = parts[1] if len(parts) > 1 else "__init__"
-                    edges[path.parts[0].removesuffix(".py"), target] = f"{path}:{node.lineno}"
+    for path, line, module in imported_modules():
+        parts = module.split(".")
+        if parts[0] == "lightning_cp":
+            target = parts[1] if len(parts) > 1 else "__init__"
+            edges[path.parts[0].removesuffix(".py"), target] = f"{path}:{line}"
     return edges
 
 
