@@ -24,10 +24,10 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
     Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and a "keys" mask, and holds two remote chunks.
     """
-    parts = OnlineSoftmax(q, ring)
+    softmax = OnlineSoftmax(q, ring)
     for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
-        parts.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
-    return parts.merged()
+        softmax.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
+    return softmax.merged()
 
 
 def ring_backward(

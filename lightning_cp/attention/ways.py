@@ -16,9 +16,9 @@ def attend_ring(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: R
     Args, Returns, Ranks: see `ring_forward`.
     """
     if ring.group is None:
-        parts = OnlineSoftmax(q, ring)
-        parts.add(attend_keys(q, k, v, mask, start=0, ring=ring))
-        return parts.merged()
+        softmax = OnlineSoftmax(q, ring)
+        softmax.add(attend_keys(q, k, v, mask, start=0, ring=ring))
+        return softmax.merged()
     way = gathered_forward if ring.rotate_method == "allgather" else ring_forward
     return way(q, k, v, mask, ring=ring)
 

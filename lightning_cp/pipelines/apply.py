@@ -130,7 +130,7 @@ def parallelize_pipeline(
         undo += [intercept_calls(found[name], _shared_out(calls, one)) for name, one in installed.items()]
         scheduler = components.get("scheduler")
         if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
-            undo.append(intercept_method(scheduler, "step", _with_kept_promises))
+            undo.append(intercept_method(scheduler, "step", _with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
@@ -180,7 +180,7 @@ def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
     return around
 
 
-def _with_kept_promises(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return call(*resolve_all(args), **resolve_all(kwargs))
 
 

@@ -50,7 +50,7 @@ class BranchCalls:
     Attributes:
         name: class name of the pipeline, for errors.
         branches: CFG, context and data groups of this rank.
-        ledger: results that other branches compute and that are not gathered yet.
+        pending: results that other branches compute and that are not gathered yet.
         forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
         lonely: number of consecutive exchanges with fewer calls than branches.
         shared: number of calls that were distributed over branches.
@@ -60,7 +60,7 @@ class BranchCalls:
 
     name: str
     branches: Branches
-    ledger: PendingGathers = field(init=False)
+    pending: PendingGathers = field(init=False)
     forms: dict[Any, _Form] = field(default_factory=dict)
     lonely: int = 0
     shared: int = 0
@@ -68,7 +68,7 @@ class BranchCalls:
     may_wait: bool = False
 
     def __post_init__(self) -> None:
-        self.ledger = PendingGathers(self.branches, self._settled)
+        self.pending = PendingGathers(self.branches, self._settled)
 
     def call(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -97,25 +97,25 @@ class BranchCalls:
 
     def end(self) -> None:
         """Drop pending results after a call of the pipeline, also if it raised."""
-        self.ledger.drop()
+        self.pending.drop()
         self.is_active = False
 
     def _take_turns(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         key = (id(module), _shapes((args, kwargs)), _autocast((args, kwargs)))
-        form, turn = self.forms.get(key), len(self.ledger.results) % self.branches.cfg
+        form, turn = self.forms.get(key), len(self.pending.results) % self.branches.cfg
         if form is not None and turn != self.branches.cfg_rank:
             room = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
-            return form.filled(self.ledger.promise(room, turn))
+            return form.filled(self.pending.lazy_tensors(room, turn))
         leaves, spec = tree_flatten(compute(*args, **kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if form is None:
             rest = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
             form = self.forms[key] = _Form(spec, layout_of(tensors), tensors[0].device, rest)
-            return form.filled(self.ledger.promise(tensors, None))
+            return form.filled(self.pending.lazy_tensors(tensors, None))
         assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
-        return form.filled(self.ledger.promise(tensors, turn))
+        return form.filled(self.pending.lazy_tensors(tensors, turn))
 
     def _settled(self, calls: int) -> None:
         if calls >= self.branches.cfg:

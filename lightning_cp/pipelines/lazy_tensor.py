@@ -52,7 +52,7 @@ class PendingGathers:
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
-    def promise(self, tensors: list[Tensor], owner: int | None) -> list[LazyTensor]:
+    def lazy_tensors(self, tensors: list[Tensor], owner: int | None) -> list[LazyTensor]:
         """Return lazy tensors for one call; `tensors` hold values if `owner` is this rank's branch or None."""
         self.results.append(_Result(owner, tensors))
         return [LazyTensor(x, self) for x in tensors]
@@ -95,11 +95,11 @@ class LazyTensor(Tensor):
     """A tensor that may not be computed yet. Its views are lazy too; the first read triggers the exchange."""
 
     held: Tensor
-    ledger: PendingGathers
+    pending: PendingGathers
 
     @staticmethod
-    def __new__(cls, held: Tensor, ledger: PendingGathers) -> LazyTensor:
-        promise: LazyTensor = Tensor._make_wrapper_subclass(
+    def __new__(cls, held: Tensor, pending: PendingGathers) -> LazyTensor:
+        made: LazyTensor = Tensor._make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -107,31 +107,31 @@ class LazyTensor(Tensor):
             dtype=held.dtype,
             device=held.device,
         )
-        promise.held, promise.ledger = held, ledger
-        return promise
+        made.held, made.pending = held, pending
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        promises = [x for x in tree_iter((args, kwargs)) if isinstance(x, LazyTensor)]
-        ledger = promises[0].ledger
-        if ledger.results and len(promises) == 1:
+        lazy = [x for x in tree_iter((args, kwargs)) if isinstance(x, LazyTensor)]
+        pending = lazy[0].pending
+        if pending.results and len(lazy) == 1:
             if func.is_view:
                 args, kwargs = _held((args, kwargs))
-                return tree_map_only(Tensor, lambda x: LazyTensor(x, ledger), func(*args, **kwargs))
+                return tree_map_only(Tensor, lambda x: LazyTensor(x, pending), func(*args, **kwargs))
             if func.overloadpacket in _LATER and "out" not in kwargs:
                 args, kwargs = tree_map_only(Tensor, _as_now, (args, kwargs))
-                return ledger.compute_later(partial(func, *args, **kwargs), _room_for(func, args, kwargs))
-        for promise in promises:
-            promise.ledger.settle()
+                return pending.compute_later(partial(func, *args, **kwargs), _room_for(func, args, kwargs))
+        for tensor in lazy:
+            tensor.pending.settle()
         args, kwargs = _held((args, kwargs))
         return func(*args, **kwargs)
 
     def kept(self) -> Tensor:
         """Return the computed tensor. Ranks: all branches with the same tokens."""
-        self.ledger.settle()
+        self.pending.settle()
         return self.held
 
     # These methods read memory without passing through the dispatcher.
@@ -150,7 +150,7 @@ class LazyTensor(Tensor):
 
     @override
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Promise({self.kept()!r})"
+        return f"LazyTensor({self.kept()!r})"
 
 
 def _held(values: Any) -> Any:

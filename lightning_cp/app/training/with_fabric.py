@@ -20,21 +20,21 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     with quiet_lightning():
         fabric.launch()
     fabric.seed_everything(config.seed, verbose=False)  # same seed on all ranks, so that they build the same weights
-    parts = TrainingSetup.of(config)
+    setup = TrainingSetup.of(config)
     data_shard = DataShard.of(fabric.strategy)
-    sampler = parts.sampler(data_shard)
-    loader: Any = fabric.setup_dataloaders(parts.loader(sampler, data_shard), use_distributed_sampler=False)
-    module = parts.denoiser()
-    model, optimizer = fabric.setup(module, parts.optimizer(module.parameters()))
+    sampler = setup.sampler(data_shard)
+    loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
+    module = setup.denoiser()
+    model, optimizer = fabric.setup(module, setup.optimizer(module.parameters()))
     model.train()
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())
-        run = parts.start(fabric, data_shard, sampler, model=model, module=module, optimizer=optimizer, request=request)
+        run = setup.start(fabric, data_shard, sampler, model=model, module=module, optimizer=optimizer, request=request)
         precision = fabric.strategy.precision
-        steps = parts.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
+        steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            loss = parts.flow.loss(model, parts.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
+            loss = setup.flow.loss(model, setup.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
             fabric.backward(loss)
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(loss, max_norm=config.clip_norm)

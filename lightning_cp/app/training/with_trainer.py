@@ -28,7 +28,7 @@ class FlowModule(LightningModule):
     """A denoiser trained by flow matching.
 
     Args:
-        parts: data and objective of the run.
+        setup: data and objective of the run.
         stack: exit stack that closes after the fit.
         after_step, at_end: see `train_run`.
     """
@@ -38,37 +38,37 @@ class FlowModule(LightningModule):
     _loss: Tensor
 
     def __init__(
-        self, parts: TrainingSetup, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
+        self, setup: TrainingSetup, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
     ) -> None:
         super().__init__()
-        self.denoiser = parts.denoiser()
-        self._parts, self._stack, self._after_step, self._at_end = parts, stack, after_step, at_end
+        self.denoiser = setup.denoiser()
+        self._setup, self._stack, self._after_step, self._at_end = setup, stack, after_step, at_end
         self._request = StopRequest()
 
     @override
     def configure_optimizers(self) -> Optimizer:
-        return self._parts.optimizer(self.denoiser.parameters())
+        return self._setup.optimizer(self.denoiser.parameters())
 
     @override
     def on_fit_start(self) -> None:
         trainer = self.trainer
         data_shard = DataShard.of(trainer.strategy)
-        self.run = self._parts.start(
-            *(TrainerRanks(trainer), data_shard, self._parts.sampler(data_shard)),
+        self.run = self._setup.start(
+            *(TrainerRanks(trainer), data_shard, self._setup.sampler(data_shard)),
             model=_InPrecision(self.denoiser, trainer.precision_plugin),
             module=self.denoiser,
             optimizer=trainer.optimizers[0],
             request=self._request,
         )
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.steps = self._parts.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
+        self.steps = self._setup.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
         if self.steps.are_done:
             self.on_train_start()
             self._at_end(self.run)  # the Trainer calls no training hooks if no steps are left
 
     @override
     def train_dataloader(self) -> DataLoader[Batch]:
-        return self._parts.loader(self.run.state.sampler, self.run.data_shard)
+        return self._setup.loader(self.run.state.sampler, self.run.data_shard)
 
     @override
     def on_train_start(self) -> None:
@@ -81,8 +81,8 @@ class FlowModule(LightningModule):
     @override
     def training_step(self, data: Batch, _: int) -> Tensor:
         state = self.run.state
-        batch = self._parts.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
-        loss = self._parts.flow.loss(self.denoiser, batch)
+        batch = self._setup.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
+        loss = self._setup.flow.loss(self.denoiser, batch)
         self._loss = loss.detach()
         return loss
 
@@ -102,7 +102,7 @@ class FlowModule(LightningModule):
 
     @override
     def on_train_end(self) -> None:
-        check_is_done(self.run, self._parts.config.max_steps)
+        check_is_done(self.run, self._setup.config.max_steps)
         self._at_end(self.run)
 
 
