@@ -21,13 +21,14 @@ from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.meta import weights_on_meta
 from lightning_cp.strategies.mixin import ContextParallelMixin
-from lightning_cp.strategies.notebook import MultiProcessingLauncher
+from lightning_cp.strategies.notebook import MultiProcessingLauncher, ScriptLauncher
 
 
 class _OfFabric(ContextParallelMixin):
     """Common base of both strategies for Fabric."""
 
     _starts_processes_with = MultiProcessingLauncher
+    _starts_scripts_with = ScriptLauncher
 
     @property
     @override

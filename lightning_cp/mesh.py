@@ -106,6 +106,11 @@ _built = _Built()
 _by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({ALONE.name: ALONE})
 
 
+def built_groups() -> tuple[object, ...]:
+    """Return the process group of the last world, which may be destroyed by now, and what was built for it."""
+    return (_built.world, *_built.groups.values())
+
+
 def groups_by_name(name: str) -> MeshGroups:
     """Return the groups that an operator received by name."""
     return _by_name[name]

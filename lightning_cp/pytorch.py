@@ -24,7 +24,7 @@ from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import share_initial_weights
 from lightning_cp.strategies.meta import weights_on_meta
-from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher
+from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import leave_samplers
 
@@ -38,6 +38,7 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
     """
 
     _starts_processes_with = MultiProcessingLauncher
+    _starts_scripts_with = ScriptLauncher
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -78,6 +79,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
     """
 
     _starts_processes_with = MultiProcessingLauncher
+    _starts_scripts_with = ScriptLauncher
 
     @override
     @contextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
-import socket
 from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from lightning_cp.comm.rendezvous import listen_on_loopback
 
 
 def host_store(host: str, *, timeout: timedelta) -> TCPStore:
@@ -20,28 +20,13 @@ def host_store(host: str, *, timeout: timedelta) -> TCPStore:
         host: name or address of this machine.
         timeout: time-out of a request.
     """
-    listener = _listen_on_loopback(host)
+    try:
+        listener = listen_on_loopback(host)
+    except OSError:  # no loopback interface
+        listener = None
     if listener is None:
         return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
     port, settings = listener.getsockname()[1], {"wait_for_workers": False, "timeout": timeout}
     descriptor = listener.detach()  # the store closes it
     given: dict[str, Any] = {**settings, "master_listen_fd": descriptor}
     return TCPStore(host, port, is_master=True, **given)
-
-
-def _listen_on_loopback(host: str) -> socket.socket | None:
-    """Open a listening socket if `host` is a loopback address; return None for other addresses."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-        if not ipaddress.ip_address(address[0]).is_loopback:
-            return None
-        listener = socket.socket(family, kind, protocol)
-    except (OSError, ValueError):  # an unknown host: TCPStore reports it
-        return None
-    try:
-        listener.bind(address)
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        return None
-    return listener

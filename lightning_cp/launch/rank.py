@@ -13,10 +13,10 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from lightning_cp.comm import channel
+from lightning_cp.comm.rendezvous import use_inherited_listener
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import hold_on_to_launcher
 from lightning_cp.launch.machine import free_port
-from lightning_cp.launch.rendezvous import use_inherited_listener
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]

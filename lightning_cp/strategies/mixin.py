@@ -24,6 +24,7 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, share_random_state
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.initial_weights import equal_initial_weights
+from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import check_start_method, choose_start_method
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
 from lightning_cp.strategies.strategy import ContextParallel
@@ -56,6 +57,7 @@ class ContextParallelMixin:
 
     _passes_on: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
     _starts_processes_with: Any  # launcher class for start methods other than popen
+    _starts_scripts_with: Any  # launcher class for popen
     _divides_batches = False  # divide batch samplers that Lightning cannot divide
 
     def __init__(
@@ -97,6 +99,7 @@ class ContextParallelMixin:
         }
         self.context = ContextParallel(**self._settings)
         self._replaced = ReplacedWeights()
+        self.local_ranks = LocalRanks()
 
     @property
     def data_rank(self) -> int:
@@ -183,11 +186,16 @@ class ContextParallelMixin:
         if method is None:
             return  # the only rank is this process
         super()._configure_launcher()  # type: ignore[misc]
+        ours = self._lightning
         if method != "popen":
-            self._launcher = self._starts_processes_with(self._lightning, start_method=method)
+            self._launcher = self._starts_processes_with(ours, start_method=method)
+        elif not external:
+            ranks = (ours.cluster_environment, ours.num_processes, ours.num_nodes)
+            self._launcher = self._starts_scripts_with(*ranks, local_ranks=self.local_ranks)
 
     def setup_environment(self) -> None:
         """Initialise the process group and build the mesh."""
+        self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
         self.context.set_up()

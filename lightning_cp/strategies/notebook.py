@@ -13,13 +13,17 @@ import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.utilities import imports
 from typing_extensions import override
 
+from lightning_cp.comm.rendezvous import served_here
 from lightning_cp.comm.stall import stop_watch
+from lightning_cp.mesh import built_groups
+from lightning_cp.strategies.local_ranks import LocalRanks
 
 # Keep destroyed process groups: freeing one in a forked process would hang, waiting for threads of the parent.
-_LEFT: list[dist.ProcessGroup] = []
+_LEFT: list[object] = []
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -82,6 +86,9 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
         _LEFT.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
         os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
+    _LEFT.extend(built_groups())  # includes a process group that the user has destroyed
+    if (served := served_here()) is not None and os.environ.get("MASTER_PORT") == served[1]:
+        del os.environ["MASTER_PORT"]  # the store of an earlier run with one rank in this process still listens there
     before = os.environ.get("MASTER_PORT")
     if before is None and isinstance(environment, LightningEnvironment):
         environment._main_port = -1
@@ -96,10 +103,28 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """Fabric's launcher; it prepares this process first, see `ready_to_launch`."""
+    """Fabric's launcher; it prepares this process first, and ranks listen on the loopback interface only."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
-        with ready_to_launch(self._start_method, self._strategy.cluster_environment):
+        strategy: Any = self._strategy
+        environment = strategy.cluster_environment
+        with (
+            ready_to_launch(self._start_method, environment),
+            strategy.local_ranks.for_processes(environment, num_nodes=strategy.num_nodes),
+        ):
             return super().launch(function, *args, **kwargs)
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Fabric's launcher of scripts; ranks listen on the loopback interface only."""
+
+    def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:
+        super().__init__(*args)
+        self._local_ranks = local_ranks
+
+    @override
+    def _call_children_scripts(self) -> None:
+        with self._local_ranks.for_scripts(self.cluster_environment, num_nodes=self.num_nodes):
+            super()._call_children_scripts()

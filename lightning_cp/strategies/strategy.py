@@ -66,6 +66,13 @@ class ContextParallel:
         self.config = self._config()
         self.ring, self.ulysses = self.config.mesh_shape
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the checks of this process's models: a spawned rank builds its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "checks"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, checks=WeakSet())
+
     def _config(self) -> ContextParallelConfig:
         degrees: dict[str, Any] = (
             {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()

@@ -1,4 +1,4 @@
-"""Start the Trainer's ranks from a notebook or a function, and return sharded weights as whole tensors."""
+"""Start the Trainer's ranks from a script, a notebook or a function, and return sharded weights as whole tensors."""
 
 from __future__ import annotations
 
@@ -7,21 +7,28 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import ready_to_launch
 from lightning_cp.training.ema import whole_of
 
 
 class MultiProcessingLauncher(_MultiProcessingLauncher):
-    """The Trainer's launcher; it prepares this process first, and returns sharded weights as whole tensors."""
+    """The Trainer's launcher: prepare this process, listen on the loopback interface only, return whole weights."""
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """Run a function on all ranks. Raises: RuntimeError: see `ready_to_launch`."""
-        with ready_to_launch(self._start_method, self._strategy.cluster_environment):
+        strategy: Any = self._strategy
+        environment = strategy.cluster_environment
+        with (
+            ready_to_launch(self._start_method, environment),
+            strategy.local_ranks.for_processes(environment, num_nodes=strategy.num_nodes),
+        ):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
@@ -39,3 +46,16 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             return super()._collect_rank_zero_results(trainer, results)
         finally:
             handle.remove()
+
+
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """The Trainer's launcher of scripts; ranks listen on the loopback interface only."""
+
+    def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:
+        super().__init__(*args)
+        self._local_ranks = local_ranks
+
+    @override
+    def _call_children_scripts(self) -> None:
+        with self._local_ranks.for_scripts(self.cluster_environment, num_nodes=self.num_nodes):
+            super()._call_children_scripts()

@@ -1,11 +1,13 @@
 """Rendezvous of ranks on one machine, through the loopback interface only. Imports no torch.
 
 With torch's `env://` rendezvous rank 0 listens on every network interface, so anybody who can reach this machine can
-read and write the process group's store. Here the launcher binds a port of 127.0.0.1 and rank 0 inherits the listening
-socket. This also prevents other programs from taking the port before rank 0 uses it.
+read and write the process group's store. Here the process that starts the ranks binds a port of 127.0.0.1, and rank 0
+gets the listening socket: it inherits the socket, or it is that process. This also prevents other programs from taking
+the port before rank 0 uses it.
 """
 
 import importlib.util
+import ipaddress
 import os
 import socket
 import sys
@@ -36,6 +38,33 @@ def listen() -> socket.socket:
     return listener
 
 
+def listen_on_loopback(host: str, port: int = 0) -> socket.socket | None:
+    """Open a listening socket if `host` is a loopback address.
+
+    Args:
+        host: name or address of this machine.
+        port: port to listen at; 0: any free port.
+    Returns: the socket; None if `host` is unknown or another address.
+    Raises: OSError, OverflowError: the port is in use or out of range, or there is no loopback interface.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        if not ipaddress.ip_address(address[0]).is_loopback:
+            return None
+    except (OSError, ValueError):
+        return None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        if os.name == "posix":  # on Windows the option would allow two listeners at one port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of an earlier run may linger
+        listener.bind((address[0], port, *address[2:]))
+        listener.listen(_BACKLOG)
+    except (OSError, OverflowError):
+        listener.close()
+        raise
+    return listener
+
+
 def rendezvous_environment(listener: socket.socket, rank: int) -> dict[str, str]:
     """Return the rendezvous variables of a rank for the socket `listener`; rank 0 must inherit its descriptor."""
     descriptor = listener.fileno() if rank == 0 else -1
@@ -50,21 +79,35 @@ def loopback_environment() -> dict[str, str]:
 
 
 def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
-    """Make `env://` use the launcher's socket in a rank of `LocalLauncher`, once torch is imported.
+    """Make `env://` use the launcher's socket in a rank that was started with `rendezvous_environment`.
 
     Args: environ: environment variables of this process; the variable with the descriptor is removed.
     """
     given = environ.pop(LISTENER, None)
-    if given is None:
-        return
-    listener = int(given)
+    if given is not None:
+        meet_at(environ["MASTER_ADDR"], environ["MASTER_PORT"], listener=int(given))
+
+
+def meet_at(host: str, port: str, *, listener: int) -> None:
+    """Make `env://` use a listening socket at `host` and `port`, now or once torch is imported.
+
+    Args:
+        host, port: where the ranks meet, as in `MASTER_ADDR` and `MASTER_PORT`.
+        listener: descriptor of the listening socket in rank 0, which serves the store; -1 in the other ranks.
+    """
     if listener >= 0:
         os.set_inheritable(listener, False)
-    handler = _Rendezvous((environ["MASTER_ADDR"], environ["MASTER_PORT"]), listener)
+    handler = _Rendezvous((host, port), listener)
     if _MODULE in sys.modules:
         handler.install(sys.modules[_MODULE])
     else:
         sys.meta_path.insert(0, _AtImport(handler))
+
+
+def served_here() -> tuple[str, str] | None:
+    """Return host and port of the store that this process serves for `env://`; None if it serves none."""
+    handler = getattr(sys.modules.get(_MODULE), "_rendezvous_handlers", {}).get("env")
+    return handler.served_here() if isinstance(handler, _Rendezvous) else None
 
 
 class _Rendezvous:
@@ -76,10 +119,14 @@ class _Rendezvous:
     """
 
     def __init__(self, address: tuple[str, str], listener: int) -> None:
-        self._address, self._listener = address, listener
+        self._address, self._listener, self._process = address, listener, os.getpid()
         self._store: Any = None  # kept until the process ends, because the socket can be passed to a store only once
         self._uses = 0
         self._default: Any = None
+
+    def served_here(self) -> tuple[str, str] | None:
+        """Return the address if this process serves the store. A forked process has this object, but not the server."""
+        return self._address if self._listener >= 0 and self._process == os.getpid() else None
 
     def install(self, module: ModuleType) -> None:
         """Replace the handler of `env://`."""

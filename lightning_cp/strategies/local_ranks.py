@@ -1,0 +1,113 @@
+"""Let ranks that a strategy starts on this machine listen on the loopback interface only.
+
+Lightning chooses a free port and closes it, and torch then listens there on every network interface. Here the process
+that starts the ranks opens the listening socket on the loopback interface and passes it to rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+
+from lightning_cp.comm.rendezvous import (
+    LISTENER,
+    listen_on_loopback,
+    loopback_environment,
+    meet_at,
+    served_here,
+    use_inherited_listener,
+)
+
+_PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning takes the port, in this order
+
+
+class LocalRanks:
+    """The listening socket at which the ranks of one strategy meet. It is pickled with the strategy for spawned ranks.
+
+    Nothing changes where ranks are not all started on this machine by Lightning: on several nodes, under torchrun,
+    SLURM or another launcher, with a cluster environment other than Lightning's own, or with `MASTER_ADDR` set to an
+    address of the network.
+    """
+
+    def __init__(self) -> None:
+        self._listener: socket.socket | None = None
+
+    def listen(self, environment: Any, *, num_nodes: int) -> None:
+        """Open the socket, before ranks are started. Args: environment: Lightning's cluster environment.
+
+        Raises: ValueError: `MASTER_PORT` is no port, or is in use.
+        """
+        self.close()
+        if num_nodes != 1 or type(environment) is not LightningEnvironment or os.name != "posix":
+            return
+        if environment.creates_processes_externally:
+            return
+        name = next((name for name in _PORTS if name in os.environ), None)
+        given = os.environ[name] if name else "0"
+        try:
+            self._listener = listen_on_loopback(environment.main_address, int(given))
+        except (OSError, ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{name or 'MASTER_PORT'}={given}: cannot listen at this port of {environment.main_address} ({error}): "
+                f"set a free port from 1 to 65535, or unset the variable so that a free one is chosen"
+            ) from error
+        if self._listener is not None:
+            environment._main_port = self._listener.getsockname()[1]
+
+    def close(self) -> None:
+        """Close this process's copy of the socket."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    @contextmanager
+    def for_processes(self, environment: Any, *, num_nodes: int) -> Iterator[None]:
+        """Start processes inside that get this object and are all of the ranks: rank 0 serves the store."""
+        self.listen(environment, num_nodes=num_nodes)
+        try:
+            yield
+        finally:
+            self.close()
+
+    @contextmanager
+    def for_scripts(self, environment: Any, *, num_nodes: int) -> Iterator[None]:
+        """Start the other ranks inside, as scripts of their own: this process becomes rank 0 and serves the store."""
+        self.listen(environment, num_nodes=num_nodes)
+        try:
+            if self._listener is not None:
+                os.environ[LISTENER] = "-1"
+            yield
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.environ.pop(LISTENER, None)
+
+    def join(self, environment: Any, *, num_nodes: int) -> None:
+        """Prepare this rank's process group, which is created next. Ranks: the whole world."""
+        if dist.is_initialized():
+            self.close()
+            return
+        alone = self._listener is None and LISTENER not in os.environ
+        if alone and (address := served_here()) is not None:
+            if not environment.creates_processes_externally:  # one rank in this process, once more
+                os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
+            return
+        if alone:  # one rank in this process, unless another launcher has started it
+            self.listen(environment, num_nodes=num_nodes)
+        if self._listener is None and LISTENER not in os.environ:
+            return
+        for name, interface in loopback_environment().items():
+            os.environ.setdefault(name, interface)
+        if self._listener is None:
+            use_inherited_listener(os.environ)
+            return
+        descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
+        self.close()  # in the other ranks, whose copy would keep the port open
+        meet_at(environment.main_address, str(environment.main_port), listener=descriptor)
