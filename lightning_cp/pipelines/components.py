@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -21,8 +22,23 @@ def load_pipeline(source: str, dtype: Any) -> Any:
 
     try:
         return DiffusionPipeline.from_pretrained(source, dtype=dtype)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        files = ", ".join(_code_files(source)) or "named in model_index.json"
+        raise ValueError(
+            f"source={source} needs Python code of its own (files: {files}), which is not run here: use a pipeline "
+            "whose classes are all in diffusers or transformers. Or read the code, load the pipeline in your script "
+            "with trust_remote_code=True, and call parallelize_pipeline on it"
+        ) from error
     except OSError as error:
         raise ValueError(f"source={source} cannot be loaded: {' '.join(str(error).split())}") from None
+
+
+def _code_files(source: str) -> list[str]:
+    """Return the Python files in a pipeline's folder and its components' folders; none for an id on the Hub."""
+    folder = Path(source)
+    return sorted(str(path.relative_to(folder)) for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern))
 
 
 def components_of(pipe: Any) -> dict[str, Any]:
