@@ -65,3 +65,13 @@ def test_bad_settings_are_refused_before_anything_starts(folder: Path, settings:
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_an_output_folder_that_cannot_be_created_is_refused_in_one_line(folder: Path) -> None:
+    (folder / "file").touch()
+    for recipe in ("check", "train", "sample", "bench"):
+        command = [sys.executable, str(_ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=file/run"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.startswith("error: hydra.run.dir=file/run cannot be written to: Not a directory")
+        assert done.stderr.count("\n") == 1, done.stderr

@@ -48,6 +48,34 @@ class ClaimFolder(Callback):
         _settle(config, "sweep")
 
 
+class CheckFolder(Callback):
+    """Hydra callback that creates the folder of a run or sweep if it does not exist.
+
+    It is for recipes that write nothing there. If the folder cannot be created, it prints one line and exits.
+    """
+
+    @override
+    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _create(config, "run")
+
+    @override
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        _create(config, "sweep")
+
+
+def _create(config: DictConfig, kind: str) -> None:
+    key = f"hydra.{kind}.dir"
+    try:
+        folder = Path(str(OmegaConf.select(config, key)))
+    except OmegaConfBaseException:  # Hydra reports it when it reads the key itself
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"error: {not_writable(key, folder, error)}", file=sys.stderr)
+        raise SystemExit(_REFUSED_EXIT_CODE) from None
+
+
 def claim(wanted: Path) -> Path:
     """Create a new folder: `wanted`, or `wanted` with the first free suffix if it exists. Returns: its path."""
     folder, number = wanted, 1
