@@ -9,6 +9,7 @@ from lightning_cp.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
     Manifest,
+    parse_manifest,
     read_manifest,
 )
 
@@ -19,6 +20,7 @@ __all__ = [
     "Manifest",
     "find_checkpoint",
     "latest_checkpoint",
+    "parse_manifest",
     "read_manifest",
     "sweep_partials",
 ]

@@ -20,7 +20,7 @@ from lightning_cp.app.runs.run_folder import check_writable, held
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import World, resolve_world
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, read_manifest, sweep_partials
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, sweep_partials
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
@@ -199,7 +199,7 @@ def _resume(config: DictConfig) -> str | None:
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
     folder = find_checkpoint(asked, root)
-    manifest, wanted = read_manifest(folder), read(config, "max_steps")
+    manifest, wanted = parse_manifest(folder), read(config, "max_steps")
     done, sampler = manifest.step, manifest.facts.get("sampler", {})
     for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
         if saved is not None and saved != read(config, key):

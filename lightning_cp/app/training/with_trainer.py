@@ -19,7 +19,7 @@ from typing_extensions import override
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.loop import Batch, Steps
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
-from lightning_cp.checkpoint import read_manifest
+from lightning_cp.checkpoint import parse_manifest
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
@@ -123,7 +123,7 @@ class _InPrecision(nn.Module):
 
 def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
     """Train with Lightning's Trainer; see `train_run`."""
-    done = 0 if config.resume is None else read_manifest(Path(config.resume)).step
+    done = 0 if config.resume is None else parse_manifest(Path(config.resume)).step
     seed_everything(config.seed, verbose=False)
     with ExitStack() as stack, quiet_lightning(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
