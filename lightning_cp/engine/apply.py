@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from typing import Any
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch import nn
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.attention_dispatch import kernel_for
 from lightning_cp.engine.compiling import compile_rules
+from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.engine.peers import PeerCheck, forwards_to_check
@@ -66,10 +66,10 @@ def parallelize(
     rules = compile_rules(module, plan)
     groups = groups_for(config)
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
-    session = Session(groups, config, rules, peers, kernel, _backends(module))
+    session = Session(groups, config, rules, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
-    installed = Installed(module, session, rules, plan, dispatcher=_dispatcher(module))
+    installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
     installed.put_on()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
@@ -119,25 +119,6 @@ def no_plan(kind: type) -> str:
         'expected_dims=3)}, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}) and try it with '
         "lightning_cp.check_plan"
     )
-
-
-def _is_diffusers(module: nn.Module) -> bool:
-    return any(base.__module__.split(".")[0] == "diffusers" for base in type(module).__mro__)
-
-
-def _dispatch_module(module: nn.Module) -> Any:
-    """diffusers' module of attention backends, if any part of the model comes from diffusers."""
-    if not any(_is_diffusers(inner) for inner in module.modules()):
-        return None
-    return sys.modules.get("diffusers.models.attention_dispatch")
-
-
-def _dispatcher(module: nn.Module) -> Any:
-    return getattr(_dispatch_module(module), "dispatch_attention_fn", None)
-
-
-def _backends(module: nn.Module) -> Any:
-    return getattr(_dispatch_module(module), "_AttentionBackendRegistry", None)
 
 
 def _chosen_backends(module: nn.Module) -> set[Any]:

@@ -9,105 +9,49 @@ see plain functions.
 from __future__ import annotations
 
 import copy
+import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack
 
 from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, unbound
+from lightning_cp.engine.rebind import SDPA, Replacements, attending_method, makes_attention_call, rebind
 from lightning_cp.errors import InterceptionError, PlanError
 
 _ORIGINAL = "_lightning_cp_original"  # what ours stands in for: a processor, or the function of a forward
-_SDPA = "scaled_dot_product_attention"
+_OF_CLASS = "_lightning_cp_of_class"  # on a function of ours: it replaces the forward of a class
 _SKIP = "AttentionScoreSkipFunctionMode"  # diffusers': a guider asks for attention whose result is its values
-_DEPTH = 3  # how far helper functions are followed
-
-Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, scaled_dot_product_attention
-
-
-def rebind(function: types.FunctionType, replacements: Replacements, depth: int = _DEPTH) -> types.FunctionType | None:
-    """`function` with its attention calls replaced, in itself and in helpers it calls; None if it makes none."""
-    changed: dict[str, Any] = {}
-    names = set(_names(function.__code__))
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        replaced = _replace(value, names, replacements, depth)
-        if replaced is not None:
-            changed[name] = replaced
-    if not changed:
-        return None
-    # Without __name__: a compiler would otherwise look the globals up in the module of that name.
-    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
-    bound = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
-    bound.__kwdefaults__ = function.__kwdefaults__
-    return bound
-
-
-def _replace(value: Any, names: set[str], replacements: Replacements, depth: int) -> Any:
-    if value is F.scaled_dot_product_attention:
-        return replacements[_SDPA]
-    if isinstance(value, types.ModuleType) and value in (torch, nn, F):
-        return _module_with(value, replacements[_SDPA]) if _SDPA in names else None
-    if not isinstance(value, types.FunctionType):
-        return None
-    if value.__name__ == "dispatch_attention_fn" and value.__module__.startswith("diffusers."):
-        return replacements["dispatch_attention_fn"]
-    return rebind(value, replacements, depth - 1) if depth and not _of_torch(value) else None
-
-
-def _of_torch(function: types.FunctionType) -> bool:
-    return (function.__module__ or "").split(".")[0] == "torch"
-
-
-def _module_with(module: types.ModuleType, attention: Callable[..., Any]) -> types.ModuleType:
-    """A copy of torch, torch.nn or torch.nn.functional in which scaled_dot_product_attention is `attention`."""
-    functional = types.ModuleType(F.__name__)
-    functional.__dict__.update(F.__dict__, **{_SDPA: attention})
-    if module is F:
-        return functional
-    modules = types.ModuleType(nn.__name__)
-    modules.__dict__.update(nn.__dict__, functional=functional)
-    if module is nn:
-        return modules
-    whole = types.ModuleType(torch.__name__)
-    whole.__dict__.update(torch.__dict__, nn=modules)
-    return whole
-
-
-def _names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _names(constant)
 
 
 class AttentionPatch:
     """Leads the attention calls of modules through two functions. One for each way in which modules attend.
 
     Copies of processors share a class for each original class, so that compiled blocks can share their code; so do
-    modules that attend in their own forward share its function.
+    modules that attend in their own forward share its function. Both are kept by the function they were made of: if
+    that function is replaced, also on a class, new ones are made.
     """
 
     def __init__(self, dispatch: Callable[..., Any], sdpa: Callable[..., Any]) -> None:
         self._replacements: Replacements = {
             "dispatch_attention_fn": _unless_skipped(dispatch, tokens=-3),
-            _SDPA: _unless_skipped(sdpa, tokens=-2),
+            SDPA: _unless_skipped(sdpa, tokens=-2),
         }
-        self._classes: dict[type, type] = {}
-        self._functions: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._classes: dict[tuple[type, object], tuple[type, str, object]] = {}  # ours, its method, the function there
+        self._functions: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
     def intercept(self, module: nn.Module, *, mark: object) -> None:
-        """Reroute `module`; `release` undoes it.
+        """Reroute `module`, its processor and its own forward, whichever attend; `release` undoes it.
 
-        Args: mark: what a diffusers processor shall pass as `parallel_config` where it wants context parallelism.
+        Args: mark: what a diffusers processor passes as `parallel_config` where it wants context parallelism.
+        Raises: PlanError: a method of our copy of a processor's class was replaced.
         """
         processor: Any = getattr(module, "processor", None)
-        if attending_method(processor) is None:
+        if makes_attention_call(own_function(module)):
             self._intercept_forward(module)
+        if attending_method(processor) is None:
             return
         ours: Any = copy.copy(processor)
         ours.__class__ = self._class_of(type(processor))
@@ -116,26 +60,34 @@ class AttentionPatch:
         exchange_processor(module, ours)
 
     def _intercept_forward(self, module: nn.Module) -> None:
-        function = own_function(module)
-        if function not in self._functions:
+        function, place = own_function(module), own_forward(module)
+        key = function, place.get() is None
+        if key not in self._functions:
             assert isinstance(function, types.FunctionType), f"{type(module).__name__} was found to attend"
             bound = rebind(function, self._replacements)
             assert bound is not None, f"{type(module).__name__} was found to attend"
-            bound.__dict__[_ORIGINAL] = function
-            self._functions[function] = bound
-        place, ours = own_forward(module), self._functions[function]
+            bound.__dict__.update({_ORIGINAL: function, _OF_CLASS: place.get() is None})
+            self._functions[key] = bound
+        ours = self._functions[key]
         is_method = place.get() is None or isinstance(place.get(), types.MethodType)
         place.put(types.MethodType(ours, module) if is_method else ours)
 
     def _class_of(self, kind: type) -> type:
-        if kind not in self._classes:
-            name = attending_method(kind)
-            assert name is not None, f"{kind.__name__} was found to attend"
-            bound = rebind(getattr(kind, name), self._replacements)
+        name = attending_method(kind)
+        assert name is not None, f"{kind.__name__} was found to attend"
+        key = kind, getattr(kind, name)
+        if key not in self._classes:
+            made = rebind(getattr(kind, name), self._replacements)
             # What a processor says its class is stays: diffusers' AttentionProcessorRegistry looks it up by that.
-            ours = {name: bound, "__module__": kind.__module__, "__class__": property(lambda _: kind), _ORIGINAL: kind}
-            self._classes[kind] = type(kind.__name__, (kind,), ours)
-        return self._classes[kind]
+            ours = {name: made, "__module__": kind.__module__, "__class__": property(lambda _: kind), _ORIGINAL: kind}
+            self._classes[key] = type(kind.__name__, (kind,), ours), name, made
+        ours_class, name, bound = self._classes[key]
+        if vars(ours_class).get(name) is not bound:
+            raise PlanError(
+                f"{kind.__name__}.{name} was replaced on type(processor), which is a subclass made by lightning_cp: "
+                "replace it on processor.__class__, or before apply_context_parallel"
+            )
+        return ours_class
 
 
 def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[..., Tensor]:
@@ -164,6 +116,11 @@ def exchange_processor(module: nn.Module, ours: Any) -> None:
     module.processor = ours
 
 
+def original_processor(processor: Any) -> Any:
+    """Return the processor that one of ours replaces; any other unchanged."""
+    return getattr(processor, "__dict__", {}).get(_ORIGINAL, processor)
+
+
 def release(module: nn.Module) -> None:
     """Restore a module's own processor and forward where an `AttentionPatch` replaced them, also on deep copies."""
     ours: Any = getattr(module, "processor", None)
@@ -179,9 +136,9 @@ def release(module: nn.Module) -> None:
     place = own_forward(module)
     function = place.get()
     original = None if function is None else original_of(function)
-    if original is None:
+    if function is None or original is None:
         return
-    if original is type(module).forward:
+    if unbound(function).__dict__[_OF_CLASS]:
         place.clear(module)
     else:
         place.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
@@ -214,34 +171,29 @@ def check_reachable(module: nn.Module, path: str) -> None:
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
             "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    if own_function(module) is type(module).forward or makes_attention_call(own_function(module)):
+    own = own_function(module)
+    if makes_attention_call(type(module).__call__):
+        raise PlanError(
+            f"{path}: {type(module).__name__}.__call__ makes an attention call, which cannot be intercepted there: "
+            "make it in forward"
+        )
+    if makes_attention_call(own) or (own is type(module).forward and is_defined_by(type(module), own)):
         return
-    if makes_attention_call(type(module).forward):
+    if own is not type(module).forward and makes_attention_call(type(module).forward):
         raise PlanError(
             f"{path}.forward was replaced, or decorated, on this instance of {type(module).__name__}, and its "
             "attention call can no longer be intercepted: decorate it with functools.wraps, after "
             "apply_context_parallel"
         )
-    if processor is not None and decorated_function(module) is not None:
+    if processor is not None and (own is type(module).forward or decorated_function(module) is not None):
+        where = "this class" if own is type(module).forward else f"this instance of {type(module).__name__}"
         raise PlanError(
-            f"{path}.forward was replaced on this instance of {type(module).__name__} by a function that makes no "
-            "attention call that could be intercepted: if it calls the original forward, make it with functools.wraps"
+            f"{path}.forward was replaced on {where} by a function that makes no attention call that could be "
+            "intercepted: if it calls the original forward, make it with functools.wraps"
         )
 
 
-def attending_method(thing: object) -> str | None:
-    """Name of the method (of a class, or of an object's) that makes attention calls; None if there is none."""
-    kind = thing if isinstance(thing, type) else type(thing)
-    return next((name for name in ("__call__", "forward") if makes_attention_call(getattr(kind, name, None))), None)
-
-
-def makes_attention_call(function: object) -> bool:
-    """Whether a function makes attention calls that can be replaced."""
-    nothing: Replacements = {"dispatch_attention_fn": _nothing, _SDPA: _nothing}
-    if not isinstance(function, types.FunctionType) or _of_torch(function):
-        return False
-    return rebind(function, nothing) is not None
-
-
-def _nothing(*_: object, **__: object) -> None:
-    raise AssertionError("a trial replacement is never called")
+def is_defined_by(kind: type, function: Any) -> bool:
+    """Return True if a function, without its decorators, was defined in the body of `kind` or of a parent class."""
+    name = getattr(inspect.unwrap(function), "__qualname__", None)
+    return name is None or name.rpartition(".")[0] in {base.__qualname__ for base in kind.__mro__}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention_patch import attends, check_reachable
+from lightning_cp.engine.attention_patch import attends, check_reachable, is_defined_by
 from lightning_cp.engine.diffusers_format import from_diffusers
 from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, is_a, position, stack, submodule
 from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
@@ -147,8 +148,14 @@ def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
 
 
 def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
-    found = type(getattr(module, "processor", None)).__name__
+    processor: Any = getattr(module, "processor", None)
+    found = type(processor).__name__
     if found not in kind.replaces_processors:
         raise PlanError(
             f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.replaces_processors)}"
+        )
+    if not is_defined_by(type(processor), type(processor).__call__):
+        raise PlanError(
+            f"{path}: {found}.__call__ was replaced by another function, but context-parallel {kind.form} attention "
+            f"computes what the original {found} does: restore it"
         )

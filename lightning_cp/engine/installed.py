@@ -13,9 +13,11 @@ from torch import nn
 
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.compiling import compile_rules
+from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
@@ -28,8 +30,9 @@ _INSTALLED = "_lightning_cp"
 class Installed(Around):
     """A plan on a model. It runs the model's forward, and checks before it that the model is still the same.
 
-    A block that was exchanged, appended or dropped, another attention processor, a LoRA put around a planned layer: the
-    plan is installed anew, if it still fits. Wrappers of `forward` by diffusers and accelerate need nothing.
+    A module that was exchanged, added or dropped, another attention processor, a LoRA put around a planned layer,
+    another class or forward of a module: the plan is installed again, if it still fits. Wrappers of `forward` by
+    diffusers and accelerate need nothing.
 
     Attributes:
         module: the model.
@@ -46,6 +49,7 @@ class Installed(Around):
         self._signature = inspect.signature(type(module).forward)
         self._seams: Seams = {}
         self._touched: list[nn.Module] = []
+        self._attending: list[nn.Module] = []
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
@@ -110,6 +114,7 @@ class Installed(Around):
             dispatcher=self._dispatcher,
         )
         self._touched = list(self.module.modules())
+        self._attending = [submodule(self.module, path) for path in self.rules.attention]
         self._structure = Structure(self.module, self.rules)
 
     def _follow(self) -> None:
@@ -136,7 +141,7 @@ class Installed(Around):
         self._structure = None
         strip([*self.module.modules(), *self._touched])
         try:
-            self.rules = self.session.rules = compile_rules(self.module, self._plan)
+            self._adapt()
             self._install()
         except BaseException as error:
             strip(self.module.modules())
@@ -147,6 +152,24 @@ class Installed(Around):
                 f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
                 f"{error}. Undo the change, or call remove_context_parallel and apply a plan that fits"
             ) from error
+
+    def _adapt(self) -> None:
+        """Compile the plan for the model as it is now. Raises: PlanError: attention that it had is out of reach."""
+        self.rules = self.session.rules = compile_rules(self.module, self._plan)
+        self._signature = inspect.signature(type(self.module).forward)
+        if self._dispatcher is None and dispatcher_of(self.module) is not None:
+            self._dispatcher, self.session.backends = dispatcher_of(self.module), backends_of(self.module)
+            self._seams.clear()  # they were made without the dispatcher
+        attending = {submodule(self.module, path) for path in self.rules.attention}
+        lost = set(self._attending) - attending
+        for path, inner in self.module.named_modules():
+            if inner in lost:
+                raise PlanError(
+                    f"{path} ({type(inner).__name__}) attended, and what was put in place of its forward, class or "
+                    "processor makes no attention call that could be intercepted: it must call diffusers' "
+                    "dispatch_attention_fn or F.scaled_dot_product_attention, itself or in a plain function that it "
+                    "calls. To leave its attention out, exchange the whole module"
+                )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
         """For a copy of the model: the same plan, which the copy's first forward installs on its own modules."""

@@ -1,0 +1,30 @@
+"""diffusers' attention dispatcher and registry of backends, for models with parts of diffusers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+
+def dispatcher_of(module: nn.Module) -> Any:
+    """Return diffusers' `dispatch_attention_fn`; None for a model without any module of diffusers."""
+    return getattr(_dispatch_module(module), "dispatch_attention_fn", None)
+
+
+def backends_of(module: nn.Module) -> Any:
+    """Return diffusers' registry of attention backends; None for a model without any module of diffusers."""
+    return getattr(_dispatch_module(module), "_AttentionBackendRegistry", None)
+
+
+def _dispatch_module(module: nn.Module) -> Any:
+    if not any(_is_diffusers(inner) for inner in module.modules()):
+        return None
+    return sys.modules.get("diffusers.models.attention_dispatch")
+
+
+def _is_diffusers(module: nn.Module) -> bool:
+    processor = getattr(module, "processor", None)
+    kinds = (*type(module).__mro__, *type(processor).__mro__)
+    return any(base.__module__.split(".")[0] == "diffusers" for base in kinds)

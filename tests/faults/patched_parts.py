@@ -1,0 +1,256 @@
+"""Changes of a model after `apply_context_parallel`: other modules, classes and functions in every place of a block.
+
+Each change is made to a model built by `build`, whose classes are its own, so that a patch of a class touches no other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrize
+
+from lightning_cp.plans import Plan, split
+
+PLAN = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")})
+
+
+def attend(module: nn.Module, x: Tensor) -> Tensor:
+    """Self-attention of 4 heads without weights."""
+    q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q.flip(-1), q).transpose(1, 2).flatten(2)
+
+
+def narrow(module: nn.Module, x: Tensor) -> Tensor:
+    """The same, with other queries."""
+    return attend(module, 0.5 * x)
+
+
+class Attending(nn.Module):
+    """Attends in its own forward."""
+
+    forward = attend
+
+
+class WithDiffusers(nn.Module):
+    """Holds an `Attention` of diffusers."""
+
+    def __init__(self) -> None:
+        from diffusers.models.attention_processor import Attention
+
+        super().__init__()
+        torch.manual_seed(7)
+        self.attention = Attention(16, heads=4, dim_head=4).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x)
+        return out
+
+
+def build() -> Any:
+    """A new model of two blocks of width 16, of classes made for it."""
+
+    class Base(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.tanh(x)
+
+    class Feed(Base):
+        pass
+
+    class Att(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+            out: Tensor = self.out(F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2))
+            return out
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attn, self.feed = Att(), Feed()
+            self.net = nn.Sequential(nn.Linear(16, 16), nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+            self.table, self.tail = nn.ModuleDict({"a": nn.Tanh()}), nn.ModuleList([nn.Linear(16, 16)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x + self.attn(x)
+            x = x + self.net(x) + self.feed(x)
+            for inner in (*self.table.values(), *self.tail):
+                x = x + inner(x)
+            return x
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.proj_out = nn.ModuleList([Block(), Block()]), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+            for block in self.blocks:
+                x = block(x)
+            return (self.proj_out(x),)
+
+    torch.manual_seed(0)
+    return Model().double()
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def _class(block: Any) -> None:
+    block.feed.__class__ = Attending
+
+
+def _class_of_leaf(block: Any) -> None:
+    block.net[1][1].__class__ = Attending
+
+
+def _class_of_attention(block: Any) -> None:
+    class Narrow(type(block.attn)):  # type: ignore[misc]
+        forward = narrow
+
+    block.attn.__class__ = Narrow
+
+
+def _instance(block: Any) -> None:
+    block.feed.forward = types.MethodType(attend, block.feed)
+
+
+def _instance_of_leaf(block: Any) -> None:
+    block.net[1][0].forward = types.MethodType(attend, block.net[1][0])
+
+
+def _instance_of_attention(block: Any) -> None:
+    block.attn.forward = types.MethodType(narrow, block.attn)
+
+
+def _class_forward(block: Any) -> None:
+    type(block.feed).forward = attend
+
+
+def _parent_forward(block: Any) -> None:
+    type(block.feed).__mro__[1].forward = attend
+
+
+def _attention_forward(block: Any) -> None:
+    type(block.attn).forward = narrow
+
+
+def _block_forward(block: Any) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        x = x + self.attn(0.5 * x)
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return x + F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+    type(block).forward = forward
+
+
+def _children(block: Any) -> None:
+    block._modules = {**block._modules, "feed": Attending()}
+
+
+def _insert(block: Any) -> None:
+    block.tail.insert(0, Attending())
+
+
+def _parametrization(block: Any) -> None:
+    parametrize.register_parametrization(block.net[1][0], "weight", Doubled())
+
+
+def _nested(block: Any) -> None:
+    block.tail[0] = nn.Sequential(nn.ModuleDict({"x": nn.Identity()})["x"], nn.Sequential(Attending()))
+
+
+def _deleted(block: Any) -> None:
+    del block.table["a"], block.tail[0]
+
+
+def _identity(block: Any) -> None:
+    block.attn = nn.Sequential(Attending(), Attending())
+
+
+FOLLOWED: dict[str, Callable[[Any], None]] = {
+    "module": lambda block: setattr(block, "feed", Attending()),
+    "module of diffusers": lambda block: setattr(block, "feed", WithDiffusers()),
+    "entry of a container": lambda block: block.net[1].__setitem__(1, Attending()),
+    "nested containers": _nested,
+    "entry of a dict": lambda block: block.table.__setitem__("a", Attending()),
+    "new entry of a dict": lambda block: block.table.update({"b": Attending()}),
+    "appended to a list": lambda block: block.tail.append(Attending()),
+    "inserted into a list": _insert,
+    "register_module": lambda block: block.register_module("feed", Attending()),
+    "add_module": lambda block: block.net.add_module("2", Attending()),
+    "dict of children": _children,
+    "deleted": _deleted,
+    "attention exchanged": _identity,
+    "parametrization": _parametrization,
+    "class": _class,
+    "class of a leaf": _class_of_leaf,
+    "class of attention": _class_of_attention,
+    "forward of an instance": _instance,
+    "forward of a leaf": _instance_of_leaf,
+    "forward of an attention": _instance_of_attention,
+    "forward of a class": _class_forward,
+    "forward of a parent class": _parent_forward,
+    "forward of an attention's class": _attention_forward,
+    "forward of a block's class": _block_forward,
+}
+
+
+def _call(block: Any) -> None:
+    type(block.feed).__call__ = attend
+
+
+def _hidden(block: Any) -> None:
+    type(block.attn).forward = lambda self, x: x
+
+
+def _around(block: Any) -> None:
+    original = type(block.attn).forward
+    type(block.attn).forward = lambda self, x: original(self, 0.5 * x)
+
+
+def _beside_another(block: Any) -> None:
+    block.feed = Attending()
+    block.attn.forward = lambda x: x
+
+
+def _silent_class(block: Any) -> None:
+    class Silent(type(block.attn)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Tensor:
+            return x
+
+    block.feed = Attending()
+    block.attn.__class__ = Silent
+
+
+def _multihead(block: Any) -> None:
+    class MultiHead(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.MultiheadAttention(16, 4, batch_first=True).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(x, x, x)[0]
+            return out
+
+    block.feed = MultiHead()
+
+
+REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
+    "__call__ of a class": (_call, "__call__ makes an attention call"),
+    "forward that attends nowhere": (_hidden, r"blocks\.0 \(Block\) makes no attention call"),
+    "forward around the original": (_around, r"blocks\.0 \(Block\) makes no attention call"),
+    "one attention of several": (_beside_another, r"blocks\.1\.attn\.forward was replaced"),
+    "class of one attention of several": (_silent_class, r"blocks\.1\.attn \(Silent\) attended"),
+    "attention of PyTorch": (_multihead, "nn.MultiheadAttention"),
+}
