@@ -1,9 +1,7 @@
-"""The seam: attention calls of one model instance, led through the engine without touching anyone else's.
+"""Replace the attention calls of one model instance by calls of the engine, without changing any other model.
 
-A processor (or a module's forward) is code that finds `dispatch_attention_fn` or `F.scaled_dot_product_attention`
-among its module's globals. The engine runs the same code with other globals, in a copy of the processor that belongs
-to this model alone. Nothing global is patched, so other models, threads and replays are not concerned, and compilers
-see plain functions.
+A processor, or a module's forward, calls `dispatch_attention_fn` or `F.scaled_dot_product_attention`. The engine runs
+the same code with other globals (see `rebinding`), in a copy of the processor that only this model uses.
 """
 
 from __future__ import annotations
@@ -17,25 +15,39 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, unbound
-from lightning_cp.engine.rebind import SDPA, Replacements, attending_method, makes_attention_call, rebind
+from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, put_forward, unbound
+from lightning_cp.engine.rebinding import (
+    OF_CLASS,
+    ORIGINAL,
+    SDPA,
+    Replacements,
+    attending_method,
+    makes_attention_call,
+    rebind,
+)
 from lightning_cp.errors import InterceptionError, PlanError
 
-_ORIGINAL = "_lightning_cp_original"  # what ours stands in for: a processor, or the function of a forward
-_OF_CLASS = "_lightning_cp_of_class"  # on a function of ours: it replaces the forward of a class
 _SKIP = "AttentionScoreSkipFunctionMode"  # diffusers': a guider asks for attention whose result is its values
 
 
 class AttentionPatch:
-    """Leads the attention calls of modules through two functions. One for each way in which modules attend.
+    """Replaces the attention calls of modules by calls of two functions. There is one for each `AttentionSpecs`.
 
-    Copies of processors share a class for each original class, so that compiled blocks can share their code; so do
-    modules that attend in their own forward share its function. Both are kept by the function they were made of: if
-    that function is replaced, also on a class, new ones are made.
+    Copies of processors of one class share a class, and modules of one class that attend in their own forward share a
+    function, so that compiled blocks can share their code. Both are made anew if the function that they were made from
+    is replaced, also on a class.
+
+    Args:
+        dispatch: called in place of diffusers' `dispatch_attention_fn`.
+        sdpa: called in place of `F.scaled_dot_product_attention`.
+        others: replacements of other functions in the same code (dropout).
     """
 
-    def __init__(self, dispatch: Callable[..., Any], sdpa: Callable[..., Any]) -> None:
+    def __init__(
+        self, dispatch: Callable[..., Any], sdpa: Callable[..., Any], others: Replacements | None = None
+    ) -> None:
         self._replacements: Replacements = {
+            **(others or {}),
             "dispatch_attention_fn": _unless_skipped(dispatch, tokens=-3),
             SDPA: _unless_skipped(sdpa, tokens=-2),
         }
@@ -66,11 +78,9 @@ class AttentionPatch:
             assert isinstance(function, types.FunctionType), f"{type(module).__name__} was found to attend"
             bound = rebind(function, self._replacements)
             assert bound is not None, f"{type(module).__name__} was found to attend"
-            bound.__dict__.update({_ORIGINAL: function, _OF_CLASS: place.get() is None})
+            bound.__dict__.update({ORIGINAL: function, OF_CLASS: place.get() is None})
             self._functions[key] = bound
-        ours = self._functions[key]
-        is_method = place.get() is None or isinstance(place.get(), types.MethodType)
-        place.put(types.MethodType(ours, module) if is_method else ours)
+        put_forward(module, self._functions[key])
 
     def _class_of(self, kind: type) -> type:
         name = attending_method(kind)
@@ -79,7 +89,7 @@ class AttentionPatch:
         if key not in self._classes:
             made = rebind(getattr(kind, name), self._replacements)
             # What a processor says its class is stays: diffusers' AttentionProcessorRegistry looks it up by that.
-            ours = {name: made, "__module__": kind.__module__, "__class__": property(lambda _: kind), _ORIGINAL: kind}
+            ours = {name: made, "__module__": kind.__module__, "__class__": property(lambda _: kind), ORIGINAL: kind}
             self._classes[key] = type(kind.__name__, (kind,), ours), name, made
         ours_class, name, bound = self._classes[key]
         if vars(ours_class).get(name) is not bound:
@@ -112,33 +122,33 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
 
 def exchange_processor(module: nn.Module, ours: Any) -> None:
     """Give `module` a processor in place of its own, which the new one keeps for `release`."""
-    ours.__dict__[_ORIGINAL] = module.processor
+    ours.__dict__[ORIGINAL] = module.processor
     module.processor = ours
 
 
 def original_processor(processor: Any) -> Any:
     """Return the processor that one of ours replaces; any other unchanged."""
-    return getattr(processor, "__dict__", {}).get(_ORIGINAL, processor)
+    return getattr(processor, "__dict__", {}).get(ORIGINAL, processor)
 
 
 def release(module: nn.Module) -> None:
     """Restore a module's own processor and forward where an `AttentionPatch` replaced them, also on deep copies."""
     ours: Any = getattr(module, "processor", None)
-    if _ORIGINAL in getattr(ours, "__dict__", {}):
-        theirs = ours.__dict__[_ORIGINAL]
-        if vars(type(ours)).get(_ORIGINAL) is type(
+    if ORIGINAL in getattr(ours, "__dict__", {}):
+        theirs = ours.__dict__[ORIGINAL]
+        if vars(type(ours)).get(ORIGINAL) is type(
             theirs
         ):  # what was set on ours meanwhile: a backend, an adapter's scale
-            theirs.__dict__.update({k: x for k, x in ours.__dict__.items() if k not in (_ORIGINAL, "_parallel_config")})
+            theirs.__dict__.update({k: x for k, x in ours.__dict__.items() if k not in (ORIGINAL, "_parallel_config")})
         module.processor = theirs
-    elif _ORIGINAL in vars(type(ours)):  # made anew, by type(module.processor)()
-        object.__dict__["__class__"].__set__(ours, vars(type(ours))[_ORIGINAL])
+    elif ORIGINAL in vars(type(ours)):  # made anew, by type(module.processor)()
+        object.__dict__["__class__"].__set__(ours, vars(type(ours))[ORIGINAL])
     place = own_forward(module)
     function = place.get()
     original = None if function is None else original_of(function)
     if function is None or original is None:
         return
-    if unbound(function).__dict__[_OF_CLASS]:
+    if unbound(function).__dict__[OF_CLASS]:
         place.clear(module)
     else:
         place.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
@@ -147,7 +157,7 @@ def release(module: nn.Module) -> None:
 def original_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The function that one of ours stands in for; None for one that is not ours (a decorator around it, say)."""
     attributes = getattr(unbound(function), "__dict__", {})
-    return None if "__wrapped__" in attributes else attributes.get(_ORIGINAL)
+    return None if "__wrapped__" in attributes else attributes.get(ORIGINAL)
 
 
 def is_stuck(module: nn.Module) -> bool:

@@ -3,93 +3,193 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
-from lightning_cp.engine.hook_base import EngineHook
+from lightning_cp.engine.forwards import own_forward, own_function, put_forward
 from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.rebinding import DROPOUTS, OF_CLASS, ORIGINAL, Replacements, is_of_torch, rebind
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
+from lightning_cp.errors import InterceptionError
 
-
-@dataclass(eq=False)
-class DropoutHook(EngineHook):
-    """Around a dropout module in a block: seed the generator for this rank, then give it its state back.
-
-    The seed is made of a number that all ranks draw alike, and of the rank. So a replay (activation checkpointing) that
-    begins from the states of the first time drops the same elements. Nothing is done in evaluation, for p = 0, and
-    outside of a forward that has split tensors.
-    """
-
-    session: Session
-    saved: list[tuple[torch.Generator, Tensor] | None] = field(default_factory=list)
-
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Draw from a state of this rank's own."""
-        if torch.compiler.is_compiling():
-            return
-        self.saved.append(None)
-        call, x = self.session.call, args[0] if args else None
-        is_active = module.training and module.p != 0 and isinstance(x, Tensor)
-        if not is_active or call is None or not call.lengths or call.groups.context is None:
-            return
-        drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
-        mixed = hashlib.blake2b(f"{drawn}/{call.groups.context_rank}".encode(), digest_size=8).digest()
-        generator = _generator_of(args[0].device)
-        self.saved[-1] = generator, generator.get_state()
-        generator.manual_seed(int.from_bytes(mixed, "big") >> 1)
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Go on from the state that all ranks share."""
-        if not torch.compiler.is_compiling() and self.saved:
-            saved = self.saved.pop()
-            if saved is not None:
-                generator, state = saved
-                generator.set_state(state)
+_Function = Callable[..., Any]
 
 
 class ShardDropouts:
-    """Puts `DropoutHook`s on the dropout modules of a model that have p > 0, when it begins to train.
+    """Replaces the functions of dropout (`F.dropout` and its like) that the modules in a model's blocks call.
 
-    They are looked for in the first forwards in training mode, since a LoRA may come with dropout of its own.
+    Dropout modules call them too. Only dropout is replaced: whatever else draws in a block (labels that are dropped by
+    sample, blocks that are skipped at random) must draw the same numbers on all ranks of a context group.
+
+    Attributes:
+        replacements: by name of the function in torch.nn.functional.
     """
 
-    def __init__(self, module: nn.Module, rules: Rules, session: Session) -> None:
-        self._module, self._rules, self._session = module, rules, session
-        self._looks = 2
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.replacements: Replacements = {name: _replacement(name, session) for name in DROPOUTS}
+        self._functions: dict[tuple[_Function, bool], _Function | None] = {}  # None: the function calls no dropout
+        self._without: set[_Function] = set()  # forwards of classes that call no dropout function
 
-    def follow(self) -> None:
-        """Look for new dropout modules."""
-        if not self._looks or not self._module.training or self._session.groups.context is None:
+    def put_on(self, module: nn.Module, rules: Rules) -> None:
+        """Replace dropout in the blocks of a model; `attention_patch.release` undoes it, module by module."""
+        if self._session.groups.context is None:
             return
-        self._looks -= 1
-        for dropout in _sharded_dropouts(self._module, self._rules):
-            hooked = any(isinstance(getattr(x, "__self__", None), DropoutHook) for x in dropout._forward_hooks.values())
-            if dropout.p != 0 and not hooked:
-                hook = DropoutHook(self._session)
-                dropout.register_forward_pre_hook(hook.before)
-                dropout.register_forward_hook(hook.after, always_call=True)
+        outside = _whole_modules(module, rules)
+        left: list[Any] = list(_sharded_modules(module, rules))
+        while left:
+            inner = left.pop()
+            if inner is None or id(inner) in outside:
+                continue
+            left.extend(inner._modules.values())
+            if type(inner).forward not in self._without or own_forward(inner).get() is not None:
+                self._replace_in(inner)
+
+    def _replace_in(self, module: nn.Module) -> None:
+        function, of_class = own_function(module), own_forward(module).get() is None
+        if ORIGINAL in getattr(function, "__dict__", {}):
+            return  # replaced already, together with the module's attention
+        bound = self._bound(function, of_class=of_class, is_dropout=isinstance(module, _DropoutNd))
+        if bound is not None:
+            put_forward(module, bound)
+        elif function is type(module).forward:
+            self._without.add(function)
+
+    def _bound(self, function: _Function, *, of_class: bool, is_dropout: bool) -> _Function | None:
+        key = function, of_class
+        if key not in self._functions:
+            bound: _Function | None = None
+            if isinstance(function, types.FunctionType) and (is_dropout or not is_of_torch(function)):
+                bound = rebind(function, self.replacements)
+            if bound is None and is_dropout:  # of a subclass that calls its parent's forward
+                bound = _around(function, self._session)
+            if bound is not None:
+                bound.__dict__.update({ORIGINAL: function, OF_CLASS: of_class})
+            self._functions[key] = bound
+        return self._functions[key]
 
 
-def _sharded_dropouts(module: nn.Module, rules: Rules) -> Iterator[_DropoutNd]:
-    """Dropout modules that see this rank's tokens: those in the planned blocks.
+def _replacement(name: str, session: Session) -> _Function:
+    """A function of dropout for shards. In evaluation, for p = 0 and on whole tensors it is torch's."""
+    theirs = getattr(F, name)
 
-    For a plan that names no blocks: those in the outermost modules that hold attention (entries of lists of modules).
+    def drop(
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = "alpha" not in name,
+        inplace: bool = False,
+        *,
+        train: bool | None = None,  # as torch.dropout calls `training`
+    ) -> Tensor:
+        training = training if train is None else train
+        rank = _rank(session) if training and p != 0 else None
+        if rank is None:
+            whole: Tensor = theirs(input, p, training, inplace)
+            return whole
+        if torch.compiler.is_compiling() or _is_capturing(input):
+            if name != "dropout":
+                raise _not_in_a_graph(name)
+            return _drop_in_graph(input, p, rank=rank, inplace=inplace)
+        dropped: Tensor = _draw_apart(lambda: theirs(input, p, training, inplace), input.device, rank)
+        return dropped
+
+    return drop
+
+
+def _around(function: _Function, session: Session) -> _Function:
+    """The forward of a dropout module which draws from a state of this rank's own."""
+
+    def forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
+        rank = _rank(session) if module.training and module.p != 0 else None
+        if rank is None:
+            return function(module, input, *args, **kwargs)
+        if torch.compiler.is_compiling() or _is_capturing(input):
+            raise _not_in_a_graph(type(module).__name__)
+        return _draw_apart(lambda: function(module, input, *args, **kwargs), input.device, rank)
+
+    return forward
+
+
+def _rank(session: Session) -> int | None:
+    """Index of this rank in its context group; None outside of a forward that has split tensors."""
+    call = session.call
+    return None if call is None or not call.lengths or call.groups.context is None else call.groups.context_rank
+
+
+def _draw_apart(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
+    """Seed the device's generator for this rank, call the function, and put the generator's state back.
+
+    The seed is made of a number that all ranks draw alike, and of the rank. So a replay (activation checkpointing) that
+    begins from the states of the first time drops the same elements.
+    """
+    drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    mixed = hashlib.blake2b(f"{drawn}/{rank}".encode(), digest_size=8).digest()
+    generator = _generator_of(device)
+    state = generator.get_state()
+    try:
+        generator.manual_seed(int.from_bytes(mixed, "big") >> 1)
+        return function()
+    finally:
+        generator.set_state(state)
+
+
+def _drop_in_graph(x: Tensor, p: float, *, rank: int, inplace: bool) -> Tensor:
+    """Dropout in compiled code and in CUDA graphs, which cannot change the state of a generator.
+
+    Draw two numbers, the same on all ranks, and make the mask of a hash of these, the rank and each element's index.
+    """
+    drawn = torch.randint(1 << 31, (2,), dtype=torch.int64, device=x.device)
+    seeds = _hash((drawn + (rank + 1) * 0x3C6EF372) & _BITS)
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    mixed = _hash((index + seeds[0]) & _BITS) ^ seeds[1] ^ (index >> 32)
+    factor = (_hash(mixed) >= round(p * (1 << 32))).to(x.dtype) * (0.0 if p == 1 else 1 / (1 - p))
+    return x.mul_(factor) if inplace else x * factor
+
+
+_BITS = 0xFFFFFFFF
+
+
+def _hash(x: Tensor) -> Tensor:
+    """Mix integers below 2**32. (A product with a factor below 2**31 does not overflow int64.)"""
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & _BITS
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & _BITS
+    return x ^ (x >> 15)
+
+
+def _is_capturing(x: Tensor) -> bool:
+    """Whether x belongs to a CUDA graph that is being captured."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _not_in_a_graph(name: str) -> InterceptionError:
+    return InterceptionError(
+        f"{name} in a block whose tokens are split cannot be compiled or captured in a CUDA graph: use nn.Dropout or "
+        "F.dropout, or leave this block uncompiled"
+    )
+
+
+def _sharded_modules(module: nn.Module, rules: Rules) -> Iterator[nn.Module]:
+    """Modules that see this rank's tokens: the planned blocks.
+
+    For a plan that names no blocks: the outermost modules that hold attention (entries of lists of modules).
     """
     blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
     if not blocks:
         blocks = {_outermost(module, path) for path in rules.attention if path}
-    whole = [f"{path}." for rule in rules.arguments if rule.joins for path in rule.paths]
-    for block in sorted(blocks):
-        for name, inner in submodule(module, block).named_modules():
-            path = f"{block}.{name}."
-            if isinstance(inner, _DropoutNd) and not any(path.startswith(start) for start in whole):
-                yield inner
+    for path in sorted(blocks):
+        yield submodule(module, path)
+
+
+def _whole_modules(module: nn.Module, rules: Rules) -> set[int]:
+    """Ids of modules, in blocks too, that are given whole tensors."""
+    return {id(submodule(module, path)) for rule in rules.arguments if rule.joins for path in rule.paths if path}
 
 
 def _outermost(module: nn.Module, path: str) -> str:

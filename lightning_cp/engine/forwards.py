@@ -72,6 +72,13 @@ def own_function(module: nn.Module) -> Function:
     return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
 
 
+def put_forward(module: nn.Module, function: Function) -> None:
+    """Replace a module's own forward by a plain function whose first parameter is the module."""
+    place = own_forward(module)
+    is_method = place.get() is None or isinstance(place.get(), types.MethodType)
+    place.put(types.MethodType(function, module) if is_method else function)
+
+
 def decorated_function(module: nn.Module) -> Function | None:
     """Return a module's own forward without `functools.wraps` decorators; None if it is the forward of its class."""
     found = own_forward(module).get()

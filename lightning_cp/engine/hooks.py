@@ -44,7 +44,6 @@ class ModelHook(EngineHook):
     signature: Any  # of the model's forward
     rules: Rules
     checkpointing: list[nn.Module]
-    dropouts: Any  # a `ShardDropouts`
     padding: Any = None  # a `PadHook`, for plans that pad
     arguments: Sequence[ArgumentHook] = ()
     outputs: Sequence[OutputHook] = ()
@@ -89,8 +88,6 @@ class ModelHook(EngineHook):
         given = self._given(args, kwargs)
         STATS.enter(module, module)
         self._check(given, model=type(module).__name__)
-        if not torch.compiler.is_compiling():
-            self.dropouts.follow()
         refuse_caches(module)
         return given
 

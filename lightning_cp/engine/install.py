@@ -25,16 +25,27 @@ from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 Seams = dict[AttentionSpecs | None, AttentionPatch]
 
 
-def install(module: nn.Module, rules: Rules, session: Session, *, seams: Seams, signature: Any, dispatcher: Any) -> Any:
+def install(
+    module: nn.Module,
+    rules: Rules,
+    session: Session,
+    *,
+    seams: Seams,
+    dropouts: ShardDropouts,
+    signature: Any,
+    dispatcher: Any,
+) -> ModelHook:
     """Carry out `rules` on the modules inside `module`. Should a step fail, `strip` undoes those before it.
 
     Args:
         seams: one for each way to attend. Kept between installations, so that compiled blocks stay valid.
+        dropouts: replaces dropout in blocks. Kept likewise.
         signature: of the model's forward.
         dispatcher: diffusers' `dispatch_attention_fn`, where the model comes from diffusers.
     Returns: the `ModelHook` that has to run around the model's own forward.
     """
-    _install_attention(module, rules, session, seams, dispatcher)
+    _install_attention(module, rules, session, seams, dropouts, dispatcher)
+    dropouts.put_on(module, rules)
     for scope, hook in _scopes(module, rules, session):
         scope.register_forward_pre_hook(hook.before, with_kwargs=True)
         scope.register_forward_hook(hook.after, always_call=True)
@@ -61,8 +72,7 @@ def install(module: nn.Module, rules: Rules, session: Session, *, seams: Seams, 
         convolution.register_forward_hook(around.after)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
-    dropouts = ShardDropouts(module, rules, session)
-    return ModelHook(session, signature, rules, checkpointing, dropouts, padding, arguments, outputs)
+    return ModelHook(session, signature, rules, checkpointing, padding, arguments, outputs)
 
 
 def strip(modules: Iterable[nn.Module]) -> None:
@@ -72,14 +82,16 @@ def strip(modules: Iterable[nn.Module]) -> None:
         release(module)
 
 
-def _install_attention(module: nn.Module, rules: Rules, session: Session, seams: Seams, dispatcher: Any) -> None:
+def _install_attention(
+    module: nn.Module, rules: Rules, session: Session, seams: Seams, dropouts: ShardDropouts, dispatcher: Any
+) -> None:
     for path, kinds in rules.attention.items():
         if kinds and kinds[0].form == "linear":
             exchange_processor(submodule(module, path), LinearAttention(session))
             continue
         if kinds not in seams:
             entry = AttentionDispatcher(session, kinds, dispatcher)
-            seams[kinds] = AttentionPatch(entry.dispatch, entry.sdpa)
+            seams[kinds] = AttentionPatch(entry.dispatch, entry.sdpa, dropouts.replacements)
         seams[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
+from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Seams, install, strip
@@ -48,6 +49,7 @@ class Installed(Around):
         self._plan, self._dispatcher = plan, dispatcher
         self._signature = inspect.signature(type(module).forward)
         self._seams: Seams = {}
+        self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
         self._hook: ModelHook | None = None
@@ -110,6 +112,7 @@ class Installed(Around):
         self._hook = install(
             *(self.module, self.rules, self.session),
             seams=self._seams,
+            dropouts=self._dropouts,
             signature=self._signature,
             dispatcher=self._dispatcher,
         )

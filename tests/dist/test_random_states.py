@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelConfig
 from lightning_cp import fabric as for_fabric
-from lightning_cp.engine.apply import parallelize
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import fabric_of, trainer_of
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -209,82 +206,3 @@ def _through_fabric(rank: int, world: int, path: Path) -> list[bool]:
 
 def test_fabric_saves_and_loads_random_states_as_an_entry_of_its_state(run_ranks: RankPool, tmp_path: Path) -> None:
     assert all(map(all, run_ranks(4, _through_fabric, tmp_path / "state.ckpt", init=False)))
-
-
-class Drops(Plain):
-    """With dropout between its blocks' attention and their output, and on the whole input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.masks = nn.Dropout(0.5), []
-        for block in self.blocks:
-            block.add_module("dropout", nn.Dropout(0.5))
-            block.out = nn.Sequential(block.out, block.dropout, Keeps(self.masks))
-
-    def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-        self.whole = self.before(x)
-        return super().forward(self.whole, return_dict)
-
-
-class Keeps(nn.Module):
-    """Notes what passes."""
-
-    def __init__(self, seen: list[Tensor]) -> None:
-        super().__init__()
-        self.seen = seen
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x.detach() == 0)
-        return x
-
-
-def _dropped(rank: int, world: int) -> tuple[list[Tensor], Tensor, Tensor, bool]:
-    """Masks of shards, the whole input's, a later draw, and whether checkpointing changes nothing."""
-    torch.manual_seed(0)
-    model = Drops()
-    parallelize(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
-    gradients = []
-    for around in (lambda block, x: block(x), lambda block, x: checkpoint(block, x, use_reentrant=False)):
-        torch.manual_seed(1)
-        model.around = around
-        model.masks.clear()
-        model.zero_grad()
-        model(torch.ones(1, 11, 16))[0].square().sum().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    after = torch.rand(3)
-    model.eval()
-    before = torch.get_rng_state()
-    model(torch.ones(1, 11, 16))
-    assert torch.equal(torch.get_rng_state(), before)
-    masks = model.masks[:2]
-    return masks, model.whole.detach().clone(), after, torch.equal(*gradients)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_shards_drop_other_elements_and_everything_else_stays_alike(run_ranks: RankPool, world: int) -> None:
-    """Shards of 11 tokens are of unequal length, and would draw unequally many numbers."""
-    found = run_ranks(world, _dropped)
-    for masks, whole, after, is_same in found:
-        assert is_same
-        assert torch.equal(after, found[0][2])
-        assert torch.equal(whole, found[0][1])
-        assert all(0.3 < mask.float().mean() < 0.7 for mask in masks)
-    shortest = 11 // world
-    for block in range(2):
-        different = {found[rank][0][block][:, :shortest].flatten().numpy().tobytes() for rank in range(world)}
-        assert len(different) == world
-
-
-def _added_later(rank: int, world: int) -> Tensor:
-    torch.manual_seed(0)
-    model = Plain()
-    parallelize(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
-    for block in model.blocks:
-        block.qkv = nn.Sequential(block.qkv, nn.Dropout(0.1))
-    model(torch.ones(1, 11, 16))
-    return torch.rand(3)
-
-
-def test_dropout_that_is_added_before_training_is_found(run_ranks: RankPool) -> None:
-    first, *others = run_ranks(3, _added_later)
-    assert all(torch.equal(first, other) for other in others)

@@ -1,0 +1,135 @@
+"""Replace the attention and dropout calls of a function: the same code with other globals.
+
+Code finds `dispatch_attention_fn`, `F.scaled_dot_product_attention` and `F.dropout` in the globals of its module. The
+engine runs a copy of the function that has other globals. Nothing global is patched, so other models and other threads
+are not affected, and compilers see plain functions.
+"""
+
+from __future__ import annotations
+
+import dis
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+ORIGINAL = "_lightning_cp_original"  # attribute of a replacement: the processor or function that it replaces
+OF_CLASS = "_lightning_cp_of_class"  # attribute of a replaced forward: True if the original belongs to the class
+SDPA = "scaled_dot_product_attention"
+DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_DEPTH = 3  # how far helper functions are followed
+
+Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, or functions of torch.nn.functional
+
+
+def rebind(function: types.FunctionType, replacements: Replacements, depth: int = _DEPTH) -> types.FunctionType | None:
+    """Return `function` with its calls replaced, in itself and in helpers it calls; None if it makes none of them."""
+    changed: dict[str, Any] = {}
+    names = set(_names(function.__code__))
+    wanted = {name: x for name, x in replacements.items() if name in names}
+    if not wanted.keys().isdisjoint(DROPOUTS):  # `self.dropout(x)` has such a name too
+        called = set(_called(function.__code__, function.__globals__))
+        wanted = {name: x for name, x in wanted.items() if name not in DROPOUTS or name in called}
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        replaced = _replace(value, wanted, replacements, depth)
+        if replaced is not None:
+            changed[name] = replaced
+    if not changed:
+        return None
+    # Without __name__: a compiler would otherwise look the globals up in the module of that name.
+    scope = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
+    bound = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    bound.__kwdefaults__ = function.__kwdefaults__
+    return bound
+
+
+def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
+    """Return the replacement of one global of a function; None to keep the global.
+
+    Args: wanted: the replacements whose names occur in the function itself.
+    """
+    if isinstance(value, types.ModuleType) and value in (torch, nn, F):
+        functions = {name: x for name, x in wanted.items() if name in _FUNCTIONS}
+        return _module_with(value, functions) if functions else None
+    if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+        return None
+    for name, x in replacements.items():
+        if value in (_FUNCTIONS.get(name), _OF_TORCH.get(name)):
+            return x
+    if not isinstance(value, types.FunctionType):
+        return None
+    if value.__name__ == "dispatch_attention_fn" and value.__module__.startswith("diffusers."):
+        return replacements.get("dispatch_attention_fn")
+    return rebind(value, replacements, depth - 1) if depth and not is_of_torch(value) else None
+
+
+def is_of_torch(function: types.FunctionType) -> bool:
+    """Return True if a function is defined by torch."""
+    return (function.__module__ or "").split(".")[0] == "torch"
+
+
+_FUNCTIONS: Replacements = {name: getattr(F, name) for name in (SDPA, *DROPOUTS)}
+_OF_TORCH: Replacements = {name: getattr(torch, name) for name in DROPOUTS if hasattr(torch, name)}
+
+
+def _module_with(module: types.ModuleType, functions: Replacements) -> types.ModuleType:
+    """Return a copy of torch, torch.nn or torch.nn.functional with these functions in place of its own."""
+    functional = types.ModuleType(F.__name__)
+    functional.__dict__.update(F.__dict__, **functions)
+    if module is F:
+        return functional
+    modules = types.ModuleType(nn.__name__)
+    modules.__dict__.update(nn.__dict__, functional=functional)
+    if module is nn:
+        return modules
+    whole = types.ModuleType(torch.__name__)
+    whole.__dict__.update(torch.__dict__, nn=modules)
+    whole.__dict__.update({name: x for name, x in functions.items() if name in _OF_TORCH})
+    return whole
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names(constant)
+
+
+def _called(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of the dropout functions that code reads from its globals (`dropout`, `F.dropout`)."""
+    value: Any = None
+    for step in dis.get_instructions(code):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            value = scope.get(step.argval)
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
+            value = getattr(value, step.argval, None)
+        elif step.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"):
+            value = None
+        if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
+            yield from (name for name in DROPOUTS if value in (_FUNCTIONS[name], _OF_TORCH.get(name)))
+            value = None
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _called(constant, scope)
+
+
+def attending_method(thing: object) -> str | None:
+    """Return the name of the method of a class or object that makes attention calls; None if there is none."""
+    kind = thing if isinstance(thing, type) else type(thing)
+    return next((name for name in ("__call__", "forward") if makes_attention_call(getattr(kind, name, None))), None)
+
+
+def makes_attention_call(function: object) -> bool:
+    """Return True if a function makes attention calls that can be replaced."""
+    nothing: Replacements = {"dispatch_attention_fn": _nothing, SDPA: _nothing}
+    if not isinstance(function, types.FunctionType) or is_of_torch(function):
+        return False
+    return rebind(function, nothing) is not None
+
+
+def _nothing(*_: object, **__: object) -> None:
+    raise AssertionError("a trial replacement is never called")
