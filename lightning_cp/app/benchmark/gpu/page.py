@@ -18,8 +18,9 @@ _ABOUT = {
     "merge": "The Triton kernel that merges two partial results, against the bandwidth of a plain copy.",
     "one_rank": "What one rank computes in each mode, while collectives send nothing, against one attention call with"
     " the same FLOPs. A ratio above 1 is our overhead: merges, sums, packing, and kernels on smaller chunks.",
-    "memory": "Peak allocation of attention on one rank, against the sum of the buffers that are alive at once.",
-    "main_job": "`python recipes/train.py` on one GPU.",
+    "memory": "Peak allocation of attention on one rank, against the sum of the buffers that are alive at once and the"
+    " workspace that one lone call of the kernel allocates.",
+    "main_job": "`python recipes/train.py` on one GPU, against the losses of the same job on CPU.",
 }
 
 
@@ -100,7 +101,7 @@ def _draw_memory(table: ResultTable, path: Path) -> None:
     figure = Figure(figsize=(8, 0.5 * len(table.rows) + 1.4), layout="constrained")
     axis: Any = figure.subplots()
     labels = [f"{row[0]}, {row[1]}" for row in table.rows]
-    measured, expected = ([float(row[i].replace(",", "")) for row in table.rows] for i in (2, 3))
+    measured, expected = ([float(row[i].replace(",", "") or 0) for row in table.rows] for i in (2, 4))
     at = range(len(labels))
     axis.barh([y + 0.2 for y in at], measured, height=0.4, label="measured")
     axis.barh([y - 0.2 for y in at], expected, height=0.4, label="formula", color="lightgray")

@@ -1,11 +1,14 @@
-"""Results of one stage: checks against a goal, and tables."""
+"""Results of one stage: checks against a goal, tables, and which measurements are done."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+CUT_OFF = "cut off"  # the error of a stage while it runs
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,13 @@ class StageResult:
 
     Attributes:
         settings: the settings it ran with; with other settings the stage runs again.
-        seconds: wall-clock time.
+        seconds: wall-clock time, of all runs of the stage.
         error: why the stage did not finish; "" if it did.
         rows: rows of `bench.csv`, for the plots.
+        values: numbers that a later measurement of the stage reads.
+        finished: names of the measurements that are done. A stage that was cut off goes on after them.
+        failed: measurements that ended the process, and how. They run again in the next run, not in this one.
+        started: the measurement under way; "" if there is none.
     """
 
     settings: dict[str, Any]
@@ -51,6 +58,38 @@ class StageResult:
     checks: list[Check] = field(default_factory=list)
     tables: list[ResultTable] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    values: dict[str, list[float]] = field(default_factory=dict)
+    finished: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    started: str = ""
+
+    def add_row(self, title: str, columns: list[str], row: list[str]) -> None:
+        """Append a row to the table `title`, which the first row creates."""
+        table = next((table for table in self.tables if table.title == title), None)
+        if table is None:
+            table = ResultTable(title, columns, [])
+            self.tables.append(table)
+        table.rows.append(row)
+
+
+# A name, and a function that measures and adds to the stage's result.
+Measurement = tuple[str, Callable[[StageResult], None]]
+
+
+def run_measurements(measurements: Iterable[Measurement], result: StageResult, save: Callable[[], None]) -> None:
+    """Run the measurements that have neither finished nor failed, and save after each.
+
+    Args: save: writes `result`; what a measurement adds is saved when it is finished, not before.
+    """
+    for name, measure in measurements:
+        if name in result.finished or name in result.failed:
+            continue
+        result.started = name
+        save()
+        measure(result)
+        result.finished.append(name)
+        result.started = ""
+        save()
 
 
 def read_results(path: Path) -> dict[str, StageResult]:

@@ -1,39 +1,37 @@
-"""Run one stage in this process: `python -m lightning_cp.app.benchmark.gpu.stage NAME SETTINGS.yaml FOLDER`."""
+"""Run one stage in this process: `python -m lightning_cp.app.benchmark.gpu.stage NAME SETTINGS.yaml RESULTS.json`."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import attention, subprocesses
-from lightning_cp.app.benchmark.gpu.results import StageResult, write_results
+from lightning_cp.app.benchmark.gpu import errors, main_job, memory, speed, suites
+from lightning_cp.app.benchmark.gpu.results import Measurement, read_results, run_measurements, write_results
+from lightning_cp.launch.lifeline import hold_on_to_launcher
 
-STAGES = {
-    "tests": subprocesses.run_tests,
-    "errors": attention.kernel_errors,
-    "merge": attention.merge_bandwidth,
-    "one_rank": attention.one_rank_times,
-    "memory": attention.peak_memory,
-    "main_job": subprocesses.run_main_job,
+STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
+    "tests": suites.run_tests,
+    "errors": errors.kernel_errors,
+    "merge": speed.merge_bandwidth,
+    "one_rank": speed.one_rank_times,
+    "memory": memory.peak_memory,
+    "main_job": main_job.train_on_one_gpu,
 }
 
 
-def main(name: str, settings: str, folder: str) -> None:
-    """Run the stage, which writes `folder/results.json` after each part, so that a timeout loses little."""
-    config = OmegaConf.load(settings)
+def main(name: str, settings: str, results: str) -> None:
+    """Run the measurements of the stage that the file of results does not hold yet, and save each in that file."""
+    config, path = OmegaConf.load(settings), Path(results)
     assert isinstance(config, DictConfig), "the runner wrote a mapping"
     warnings.filterwarnings("ignore", category=FutureWarning)
-    result = StageResult({})
-
-    def save() -> None:
-        write_results({name: result}, Path(folder) / "results.json")
-
-    STAGES[name](config, result, save)
-    save()
+    stored = read_results(path)
+    run_measurements(STAGES[name](config), stored[name], lambda: write_results(stored, path))
 
 
 if __name__ == "__main__":
+    hold_on_to_launcher(sys.stdin.fileno())
     main(*sys.argv[1:])

@@ -1,0 +1,97 @@
+"""Stage `main_job`: the recipe on one GPU, alone and through the strategy."""
+
+from __future__ import annotations
+
+import csv
+import functools
+import itertools
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig
+
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.suites import REPOSITORY
+
+STRATEGIES = ("single", "cp")
+_FIRST_STEP_TOLERANCE = 1e-4
+
+
+def train_on_one_gpu(config: DictConfig) -> Iterator[Measurement]:
+    """Train the recipe's default model with both strategies, and compare the losses."""
+    for strategy in STRATEGIES:
+        yield strategy, functools.partial(_train, config, strategy)
+    yield "comparison", _compare
+
+
+def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
+    own = config.main_job
+    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
+        command = [sys.executable, str(REPOSITORY / "recipes" / "train.py"), f"strategy={strategy}", "devices=1"]
+        command += [f"accelerator={config.device}", f"max_steps={own.steps}", "progress=false"]
+        command += [f"hydra.run.dir={folder}/run", *own.overrides]
+        began = time.monotonic()
+        done = subprocess.run(
+            command, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        seconds = time.monotonic() - began
+        print(done.stdout)
+        metrics = Path(folder) / "run" / "metrics.csv"
+        if done.returncode or not metrics.is_file():
+            name = f"recipes/train.py strategy={strategy}"
+            result.checks.append(Check(name, f"exit code {done.returncode}", "exit code 0", False))
+            return
+        with metrics.open(encoding="utf-8") as file:
+            losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    said = re.search(r"recognises ([\d.]+)%", done.stdout)
+    recognised = float(said.group(1)) / 100 if said else 0.0
+    result.values[strategy] = losses
+    result.checks += judge_training(strategy, losses, recognised, config)
+    result.add_row(
+        "Main job",
+        ["strategy", "steps", "first loss", "last loss", "samples recognised", "seconds"],
+        [strategy, str(len(losses)), f"{losses[0]:.4f}", f"{losses[-1]:.4f}", f"{recognised:.0%}", f"{seconds:.0f}"],
+    )
+
+
+def judge_training(strategy: str, losses: Sequence[float], recognised: float, config: DictConfig) -> Iterator[Check]:
+    """Compare the losses with those on CPU, in consecutive parts of the run, and the share of recognised samples.
+
+    Args: losses: of each step; at least as many as `config.main_job.expected_losses` has entries.
+    """
+    own = config.main_job
+    name = f"samples recognised, {strategy}"
+    if own.recognised is None:
+        yield Check(name, f"{recognised:.0%}")
+    else:
+        yield Check(name, f"{recognised:.0%}", f"≥ {own.recognised:.0%}", recognised >= own.recognised)
+    if own.expected_losses is None:
+        return
+    count = len(own.expected_losses)
+    ends = [index * len(losses) // count for index in range(count + 1)]
+    means = [statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(ends)]
+    apart = [abs(mean / expected - 1) for mean, expected in zip(means, own.expected_losses, strict=True)]
+    worst = max(apart) if all(x == x for x in apart) else float("nan")  # NaN is equal to nothing
+    title = f"mean losses of {count} parts of the job, {strategy}, against CPU"
+    yield Check(title, f"at most {worst:.1%} apart", f"≤ {own.tolerance:.0%}", worst <= own.tolerance)
+
+
+def _compare(result: StageResult) -> None:
+    """Compare the losses of both strategies; they take the same batches, noise and timesteps."""
+    if not all(strategy in result.values for strategy in STRATEGIES):
+        return
+    single, cp = (result.values[strategy] for strategy in STRATEGIES)
+    apart = [abs(a - b) / abs(a) for a, b in zip(single, cp, strict=True)]
+    passed = apart[0] <= _FIRST_STEP_TOLERANCE
+    result.checks += [
+        Check(
+            "loss of the first step, cp and single", f"{apart[0]:.1e} apart", f"≤ {_FIRST_STEP_TOLERANCE:.0e}", passed
+        ),
+        Check("loss of all steps, cp and single", f"at most {max(apart):.1e} apart"),
+    ]

@@ -1,0 +1,153 @@
+"""Stage `memory`: peak allocation of attention on one rank, against a formula."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor
+
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.timing import fake_world, peak_bytes
+from lightning_cp.app.benchmark.subject import modes
+from lightning_cp.attention import context_parallel_attention, gathered
+from lightning_cp.comm.shards import shard_range, shard_sizes
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.kernels import PartialAttentionGrad, attend, attend_backward, choose_kernel
+
+MEMORY_TOLERANCE = 1.1
+
+
+class _Sizes(NamedTuple):
+    """Sizes of one measurement. slices: turns in which "allgather" gathers K and V, some heads at a time."""
+
+    batch: int
+    tokens: int
+    ranks: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    slices: int
+
+    @property
+    def local(self) -> int:
+        return self.tokens // self.ranks
+
+    @property
+    def heads_of_slice(self) -> int:
+        return -(-self.heads // self.slices)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of the local query."""
+        return self.batch * self.local * self.heads * self.head_dim * self.dtype.itemsize
+
+
+def peak_memory(config: DictConfig) -> Iterator[Measurement]:
+    """Measure forward and backward in every mode, against its buffers and the kernel's workspace."""
+    for name in modes(config.memory.ranks):
+        yield name, functools.partial(_measure_mode, config, name)
+
+
+def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
+    device, own, given = torch.device(config.device), config.memory, config.attention
+    dtype = getattr(torch, given.dtype)
+    key_bytes = 2 * given.batch * own.tokens * given.heads * given.head_dim * dtype.itemsize
+    slices = min(given.heads, -(-key_bytes // gathered.SLICE_BYTES[device.type]))
+    sizes = _Sizes(given.batch, own.tokens, own.ranks, given.heads, given.head_dim, dtype, slices)
+    with fake_world(own.ranks):
+        peaks = _peaks(modes(own.ranks)[name], sizes, device)
+    units = buffer_units(name, sizes)
+    workspaces = kernel_workspaces(name, sizes, device) if units else (0, 0)
+    for index, (passes, peak) in enumerate(zip(("forward", "backward"), peaks, strict=True)):
+        cells = ["", "", ""]
+        if units:
+            expected = units[index] * sizes.unit + workspaces[index]
+            share = peak / expected
+            cells = [f"{workspaces[index] / 1e6:,.1f}", f"{expected / 1e6:,.1f}", f"{share:.2f}"]
+            title = f"{name}, {passes}: peak memory over the formula"
+            passed = share <= MEMORY_TOLERANCE
+            result.checks.append(Check(title, f"{share:.2f}", f"≤ {MEMORY_TOLERANCE}", passed))
+        result.add_row(
+            f"Peak memory of a rank of {own.ranks}, {own.tokens:,} tokens",
+            ["mode", "pass", "peak MB", "workspace MB", "formula MB", "share"],
+            [name, passes, f"{peak / 1e6:,.1f}", *cells],
+        )
+
+
+def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
+    """Buffers that are alive at once in forward and in backward, in units of the local q; None for other modes."""
+    ranks, wide = sizes.ranks, max(1, 4 // sizes.dtype.itemsize)  # sums are kept in float32
+    if name == "ring alltoall":
+        # Forward: K and V of two chunks, a partial output, the merged output. Backward: K and V of two chunks; dq, dk
+        # and dv from the kernel; the sum of dq; the sums of dK and dV of this rank, leaving, and arriving.
+        return 4 + 1 + wide, 4 + 3 + wide + 6 * wide
+    if name == "ring allgather":
+        # Gathered K and V: two slices in transit and one put together, or the only slice.
+        one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
+        held = one_slice if sizes.slices == 1 else 3 * one_slice
+        # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, the sums of dK and dV and
+        # their conversion; of one slice: dq and its sum, the kernel's inputs made contiguous and its dk and dv, and the
+        # sums that leave and arrive.
+        converted, slice_of_dq = 2 if wide > 1 else 0, one_slice / (2 * ranks)
+        of_a_slice = slice_of_dq * (4 + wide) + one_slice * (1 + 2 * wide * (ranks - 1) / ranks)
+        return held + 2, held + 2 + 2 * wide + converted + of_a_slice
+    if name == "Ulysses":
+        # Forward: q, k and v sharded by heads, the same packed, the output. Backward: the gradient of the output, and
+        # dq, dk, dv, sharded by heads; dq, dk, dv packed; the inputs of the kernel that it needs contiguous.
+        return 7, 9
+    return None
+
+
+def kernel_workspaces(name: str, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
+    """Bytes that one call of the kernel allocates beyond its output or its gradients, in forward and in backward.
+
+    The call has the shapes of the mode `name`, and nothing around it: no transfer, no merge.
+    """
+    queries, keys, heads = {
+        "ring alltoall": (sizes.local, sizes.local, sizes.heads),
+        "ring allgather": (sizes.local, sizes.tokens, sizes.heads_of_slice),
+        "Ulysses": (sizes.tokens, sizes.tokens, -(-sizes.heads // sizes.ranks)),
+    }[name]
+    q, k, v, grad = (
+        torch.randn(sizes.batch, n, heads, sizes.head_dim, device=device).to(sizes.dtype)
+        for n in (queries, keys, keys, queries)
+    )
+    kernel = choose_kernel("auto", q, None)
+    options: dict[str, Any] = {"mask": None, "causal": False, "scale": sizes.head_dim**-0.5}
+    part = attend(kernel, q, k, v, **options)
+
+    def forward() -> None:
+        attend(kernel, q, k, v, **options)
+
+    def backward() -> None:
+        attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **options)
+
+    backward()
+    results = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
+    found = [peak_bytes(step, device) - own for step, own in zip((forward, backward), results, strict=True)]
+    return max(0, found[0]), max(0, found[1])
+
+
+def _peaks(mode: ContextParallelConfig, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
+    """Bytes allocated at once by forward and by backward, beyond what was allocated before."""
+    local = len(shard_range(sizes.tokens, sizes.ranks, dist.get_rank()))
+    shape = (sizes.batch, local, sizes.heads, sizes.head_dim)
+    *leaves, grad = (torch.randn(shape, device=device).to(sizes.dtype).requires_grad_(i < 3) for i in range(4))
+    lengths = shard_sizes(sizes.tokens, sizes.ranks)
+    out: list[Tensor] = []
+
+    def forward() -> None:
+        q, k, v = leaves
+        out.append(context_parallel_attention(q, k, v, parallel_config=mode, q_lengths=lengths, kv_lengths=lengths))
+
+    def backward() -> None:
+        torch.autograd.grad(out.pop(), leaves, grad)
+
+    forward()
+    backward()
+    return peak_bytes(forward, device), peak_bytes(backward, device)

@@ -1,0 +1,107 @@
+"""What the stages for a GPU judge: losses, kernels for sampling, memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.app.benchmark.gpu import errors, memory, suites
+from lightning_cp.app.benchmark.gpu.main_job import judge_training
+from lightning_cp.app.benchmark.gpu.results import StageResult
+from lightning_cp.kernels import PartialAttention, choice
+from lightning_cp.kernels.math import MathKernel
+
+CONF = suites.REPOSITORY / "conf" / "bench"
+
+
+@functools.cache
+def settings(name: str) -> DictConfig:
+    """The settings of `bench=name`."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("bench", [f"bench={name}"])
+
+
+def _losses(factor: float = 1.0) -> list[float]:
+    """360 losses whose means over ten parts are those on CPU; the last tenth is multiplied."""
+    expected = list(settings("gpu").main_job.expected_losses)
+    return [loss * (factor if part == 9 else 1.0) for part, loss in enumerate(expected) for _ in range(36)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "recognised", "passed"),
+    [
+        (_losses(), 0.99, [True, True]),
+        (_losses(1.04), 0.9, [True, True]),
+        (_losses(1.06), 0.99, [True, False]),
+        (_losses(0.94), 0.89, [False, False]),
+        (_losses(float("nan")), 0.0, [False, False]),
+        ([1.0] * 360, 0.99, [True, False]),
+    ],
+)
+def test_a_job_is_judged_by_its_losses_and_its_samples(
+    losses: list[float], recognised: float, passed: list[bool]
+) -> None:
+    assert [check.passed for check in judge_training("cp", losses, recognised, settings("gpu"))] == passed
+
+
+def test_a_rehearsal_has_no_goal_for_the_losses() -> None:
+    assert [check.passed for check in judge_training("cp", [9.0, 9.0], 0.0, settings("gpu_on_cpu"))] == [None]
+
+
+class _SamplingKernel(MathKernel):
+    """No gradient, like SageAttention. Args: lse_factor: 1 is right."""
+
+    name = "eight bits"
+
+    def __init__(self, lse_factor: float) -> None:
+        self.lse_factor = lse_factor
+
+    def forward(self, *tensors: Any, **options: Any) -> PartialAttention:
+        part = super().forward(*tensors, **options)
+        return PartialAttention(part.out, part.lse * self.lse_factor)
+
+    def backward(self, *_: Any, **__: Any) -> NoReturn:
+        raise AssertionError("it has no gradient")
+
+
+def test_kernels_for_sampling_are_compared_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    for factor, right in ((1.0, True), (1.4427, False)):  # an lse in powers of 2
+        monkeypatch.setattr(choice, "SAMPLING_KERNELS", (_SamplingKernel(factor),))
+        result = StageResult({})
+        for name, measure in errors.kernel_errors(OmegaConf.create({"device": "cpu", "errors": {"tokens": 32}})):
+            if name == "eight bits, float32":
+                measure(result)
+        assert [check.passed for check in result.checks] == [right] * 4
+        assert {check.goal for check in result.checks} == {"≤ 3e-02"}
+
+
+def test_every_kernel_is_measured_on_a_gpu() -> None:
+    names = {name.split(",")[0] for name, _ in errors.kernel_errors(settings("gpu"))}
+    assert names == {kernel.name for kernel in (*choice.KERNELS, *choice.SAMPLING_KERNELS)}
+    assert "sage" in names
+
+
+def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
+    sizes = memory._Sizes(1, 2048, 4, 4, 64, torch.float32, slices=2)
+    lse_bytes = 512 * 4 * 4
+    for name, lse_share in (("ring alltoall", 1), ("ring allgather", 0.5), ("Ulysses", 1)):
+        forward, backward = memory.kernel_workspaces(name, sizes, torch.device("cpu"))
+        assert lse_bytes * lse_share <= forward < 8 * sizes.unit
+        assert 0 <= backward < 8 * sizes.unit
+    half = memory.kernel_workspaces("ring alltoall", sizes._replace(dtype=torch.bfloat16), torch.device("cpu"))
+    assert half[1] > 100_000, "the CPU's kernel keeps sums in float32"
+
+
+def test_pytest_runs_in_the_repository(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = StageResult({})
+    file = "tests/unit/app/benchmark/test_trace.py"
+    ((name, measure),) = suites.run_tests(OmegaConf.create({"device": "cuda", "tests": {"files": [file]}}))
+    measure(result)
+    assert name == file
+    assert [(check.value, check.passed) for check in result.checks] == [("4 passed, 0 failed", True)]
