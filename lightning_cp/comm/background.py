@@ -78,4 +78,6 @@ def gather_in_background(values: Tensor, *, group: dist.ProcessGroup) -> Backgro
         work.wait()  # only the side stream waits
         host.copy_(everyone, non_blocking=True)
         copied.record(side)
+    for x in (values, everyone):  # a gather may be dropped before it is read; its memory is then still in use here
+        x.record_stream(side)
     return BackgroundGather(work, host.view(ranks, -1), (values, everyone), copied)
