@@ -15,9 +15,10 @@ from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResu
 from lightning_cp.app.benchmark.gpu.timing import fake_world, peak_bytes
 from lightning_cp.app.benchmark.subject import modes
 from lightning_cp.attention import context_parallel_attention, gathered
+from lightning_cp.attention.merge import merge
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.kernels import PartialAttentionGrad, attend, attend_backward, choose_kernel
+from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, attend, attend_backward, choose_kernel
 
 MEMORY_TOLERANCE = 1.1
 
@@ -42,6 +43,11 @@ class _Sizes(NamedTuple):
         return -(-self.heads // self.slices)
 
     @property
+    def merge_dtype(self) -> torch.dtype:
+        """The dtype that merged outputs and sums of gradients are kept in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def unit(self) -> int:
         """Bytes of the local query."""
         return self.batch * self.local * self.heads * self.head_dim * self.dtype.itemsize
@@ -62,7 +68,7 @@ def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
     with fake_world(own.ranks):
         peaks = _peaks(modes(own.ranks)[name], sizes, device)
     units = buffer_units(name, sizes)
-    workspaces = kernel_workspaces(name, sizes, device) if units else (0, 0)
+    workspaces = workspace_bytes(name, sizes, device) if units else (0, 0)
     for index, (passes, peak) in enumerate(zip(("forward", "backward"), peaks, strict=True)):
         cells = ["", "", ""]
         if units:
@@ -81,11 +87,12 @@ def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
 
 def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
     """Buffers that are alive at once in forward and in backward, in units of the local q; None for other modes."""
-    ranks, wide = sizes.ranks, max(1, 4 // sizes.dtype.itemsize)  # sums are kept in float32
+    ranks, wide = sizes.ranks, sizes.merge_dtype.itemsize // sizes.dtype.itemsize
     if name == "ring alltoall":
-        # Forward: K and V of two chunks, a partial output, the merged output. Backward: K and V of two chunks; dq, dk
+        # Forward: K and V of two chunks, a partial output, the merged output; in half precision, the first merge also
+        # holds the first output before its conversion. Backward: K and V of two chunks; dq, dk
         # and dv from the kernel; the sum of dq; the sums of dK and dV of this rank, leaving, and arriving.
-        return 4 + 1 + wide, 4 + 3 + wide + 6 * wide
+        return 4 + 1 + wide + (wide > 1), 4 + 3 + wide + 6 * wide
     if name == "ring allgather":
         # Gathered K and V: two slices in transit and one put together, or the only slice.
         one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
@@ -103,10 +110,11 @@ def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
     return None
 
 
-def kernel_workspaces(name: str, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
+def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
     """Bytes that one call of the kernel allocates beyond its output or its gradients, in forward and in backward.
 
-    The call has the shapes of the mode `name`, and nothing around it: no transfer, no merge.
+    The call has the shapes of the mode `name`, and no transfer around it. "ring alltoall" merges in forward: there, the
+    larger of the kernel's and the merge's workspace counts.
     """
     queries, keys, heads = {
         "ring alltoall": (sizes.local, sizes.local, sizes.heads),
@@ -117,6 +125,7 @@ def kernel_workspaces(name: str, sizes: _Sizes, device: torch.device) -> tuple[i
         torch.randn(sizes.batch, n, heads, sizes.head_dim, device=device).to(sizes.dtype)
         for n in (queries, keys, keys, queries)
     )
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # [b, h, s, d] in memory, as they are sent
     kernel = choose_kernel("auto", q, None)
     options: dict[str, Any] = {"mask": None, "causal": False, "scale": sizes.head_dim**-0.5}
     part = attend(kernel, q, k, v, **options)
@@ -127,9 +136,16 @@ def kernel_workspaces(name: str, sizes: _Sizes, device: torch.device) -> tuple[i
     def backward() -> None:
         attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **options)
 
+    def merging() -> None:
+        merge(total, part)
+
+    total = PartialAttention(part.out.to(sizes.merge_dtype, copy=True), part.lse.clone())
     backward()
+    merging()
     results = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
     found = [peak_bytes(step, device) - own for step, own in zip((forward, backward), results, strict=True)]
+    if name == "ring alltoall":
+        found[0] = max(found[0], peak_bytes(merging, device))
     return max(0, found[0]), max(0, found[1])
 
 

@@ -90,10 +90,10 @@ def test_the_workspace_is_what_a_kernel_allocates_beyond_its_results() -> None:
     sizes = memory._Sizes(1, 2048, 4, 4, 64, torch.float32, slices=2)
     lse_bytes = 512 * 4 * 4
     for name, lse_share in (("ring alltoall", 1), ("ring allgather", 0.5), ("Ulysses", 1)):
-        forward, backward = memory.kernel_workspaces(name, sizes, torch.device("cpu"))
+        forward, backward = memory.workspace_bytes(name, sizes, torch.device("cpu"))
         assert lse_bytes * lse_share <= forward < 8 * sizes.unit
         assert 0 <= backward < 8 * sizes.unit
-    half = memory.kernel_workspaces("ring alltoall", sizes._replace(dtype=torch.bfloat16), torch.device("cpu"))
+    half = memory.workspace_bytes("ring alltoall", sizes._replace(dtype=torch.bfloat16), torch.device("cpu"))
     assert half[1] > 100_000, "the CPU's kernel keeps sums in float32"
 
 
