@@ -48,18 +48,26 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class Failure:
-    """The first cause of a job's failure and the rank where it occurred."""
+    """The first cause of a job's failure and the rank where it occurred.
+
+    Attributes:
+        traceback: of the exception that the rank reported.
+        log_end: last lines of the log of a rank that ended without a report; empty for rank 0, which has no log.
+    """
 
     rank: int
     kind: FailureKind
     message: str
     traceback: str = ""
     exit_code: int = 1
+    log_end: str = ""
 
     def describe(self) -> str:
-        """Return the text for the user: the message, plus the traceback of an unexpected exception."""
+        """Return the text for the user: the message, plus the traceback of an unexpected exception or the log's end."""
         if self.kind is FailureKind.RAISED:
             return f"{self.message} (rank {self.rank})\n\n{self.traceback.rstrip()}"
+        if self.log_end:
+            return f"{self.message}. The last lines of its log:\n\n{self.log_end.rstrip()}"
         return self.message
 
     def to_fields(self) -> dict[str, Any]:

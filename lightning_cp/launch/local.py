@@ -9,7 +9,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from types import FrameType
 
 from typing_extensions import override
@@ -24,6 +25,7 @@ _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from lightning_cp.launch.rank import main; main(sys.argv[2])"
 )
+_LOG_END_LINES, _LOG_END_BYTES = 30, 16 << 10
 _LONGEST_WAIT_S = 3600.0  # a wait without a limit is longer than the system's clocks can count
 
 
@@ -67,7 +69,7 @@ class LocalLauncher(Launcher):
                 with _signals_raise() as ignore_signals:
                     try:
                         _start(job, lifeline, ranks)
-                        return self._watch(ranks, history)
+                        return _with_log_end(self._watch(ranks, history), job.log_dir)
                     except StoppedBySignal as stop:
                         message = self._ask_to_stop(ranks, history, stop) if stop.number in ASKING else str(stop)
                         return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
@@ -114,6 +116,20 @@ class LocalLauncher(Launcher):
             if any(ranks.codes()[rank] is not None for rank in refused):
                 return  # a REFUSED failure is always a first cause, and it is already in the log
             _wait(ranks, history, left_s)
+
+
+def _with_log_end(result: Result, log_dir: Path) -> Result:
+    """Add the last lines of a rank's log to the failure of a rank that ended without a report."""
+    failure = result.failure
+    if failure is None or failure.kind not in (FailureKind.SIGNAL, FailureKind.EXIT) or failure.traceback:
+        return result
+    try:
+        with (log_dir / f"rank_{failure.rank}.log").open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_END_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()[-_LOG_END_LINES:]
+    except OSError:  # rank 0 writes to the terminal
+        return result
+    return replace(result, failure=replace(failure, log_end="\n".join(lines)))
 
 
 def _start(job: Job, lifeline: int, ranks: Processes) -> None:

@@ -1,5 +1,6 @@
 """Run one rank: load the configuration, call the target, report a failure."""
 
+import faulthandler
 import importlib
 import importlib.util
 import json
@@ -103,6 +104,8 @@ def was_raised_for_the_user(error: BaseException) -> bool:
 def main(spec: str) -> None:
     """Run a rank that `LocalLauncher` started. Args: spec: `target`, `config` and `log_dir` as JSON."""
     given = json.loads(spec)
+    with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is no file
+        faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
     hold_on_to_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
     use_inherited_listener(os.environ)

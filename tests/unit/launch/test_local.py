@@ -111,6 +111,10 @@ def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path)
     assert (failure.rank, failure.kind) == (rank, kind), failure
     assert failure.message.startswith(message.format(rank))
     assert result.exit_code == code
+    if how == "abort" and rank:
+        assert "last lines of its log" in failure.describe()
+        assert "Fatal Python error: Aborted" in failure.describe()
+        assert "targets.py" in failure.describe()  # the Python stack
     if kind is FailureKind.EARLY:
         assert "failed: ConnectionError: Connection closed by peer" in failure.describe()
         assert "\n" not in failure.describe()
