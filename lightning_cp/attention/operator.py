@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchange_lengths, ring_of, ulysses_of
 from lightning_cp.attention.heads import assign_heads
+from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
-from lightning_cp.attention.ways import attend_ring, ring_grads
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
 from lightning_cp.mesh import MeshGroups, groups_by_name
@@ -53,11 +53,11 @@ def attention(
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
     agreed = encode_lengths(lengths)
     if ulysses is None:
-        part = attend_ring(query, key, value, mask, ring=ring)
+        part = ring_forward(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
         return part.out.contiguous(), part.lse.contiguous(), *none, agreed  # type: ignore[return-value]
     q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
-    part = attend_ring(q, k, v, m, ring=ring)
+    part = ring_forward(q, k, v, m, ring=ring)
     out, lse = partial_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
     return out.contiguous(), lse.contiguous(), *saved, agreed
@@ -140,13 +140,13 @@ def attention_backward(
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
     if ulysses is None:
-        grads = ring_grads(
+        grads = ring_backward(
             PartialAttentionGrad(grad_out, grad_lse), q, k, v, PartialAttention(out, lse), mask, ring=ring
         )
     else:
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
         part_grad = PartialAttentionGrad(grad[0], None if grad_lse is None else grad[1])
-        grads = ring_grads(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring)
+        grads = ring_backward(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring)
         grads = grads_to_tokens(grads, to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 

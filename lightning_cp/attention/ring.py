@@ -1,4 +1,4 @@
-"""Ring attention: K and V are exchanged with the ring neighbours, one chunk at a time."""
+"""Attention over the keys of all ring ranks: on one rank, all-gathered, or rotated around the ring chunk by chunk."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.gathered import gathered_backward, gathered_forward, gathered_keys
 from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.packet import Layout, Piece
@@ -15,16 +16,22 @@ from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 
 def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring) -> PartialAttention:
-    """Compute attention of the local queries over all keys of the ring.
+    """Compute attention of the local queries over all keys of the ring, by `ring.rotate_method`.
 
     Args:
         q: [b, sq_local, hq, d].
         k, v: [b, sk_local, hk, d].
         mask: [b or 1, hq or 1, 1, sk_local] ("keys") or [b or 1, hq or 1, sq_local or 1, sk_global] ("rows").
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
-    Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and a "keys" mask, and holds two remote chunks.
+    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and a "keys" mask, and holds two
+        remote chunks; with "allgather" see `gathered_forward`.
     """
+    if ring.group is not None and ring.rotate_method == "allgather":
+        return gathered_forward(q, k, v, mask, ring=ring)
     softmax = OnlineSoftmax(q, ring)
+    if ring.group is None:
+        softmax.add(attend_keys(q, k, v, mask, start=0, ring=ring))
+        return softmax.merged()
     for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
         softmax.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
     return softmax.merged()
@@ -40,16 +47,34 @@ def ring_backward(
     *,
     ring: Ring,
 ) -> Grads:
-    """Compute the gradients of `ring_forward` from its inputs and result; K and V go around the ring again.
+    """Compute the gradients of `ring_forward` from its inputs and result; K and V are exchanged again.
 
     Args:
         grad: gradients of out and lse.
         part: out and lse that `ring_forward` returned.
         q, k, v, mask: see `ring_forward`.
     Returns: dq, dk, dv of the local q, k, v, in their dtypes.
-    Ranks: all of `ring.group`. Each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV (in float32 if
-        `accumulate_fp32`).
+    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and mask, and (n - 1) of dK and dV
+        (in float32 if `accumulate_fp32`); with "allgather" see `gathered_backward`.
     """
+    if ring.group is None:
+        grads = key_grads(grad, q, k, v, part, mask, start=0, ring=ring)
+        return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)) if grads is None else grads
+    backward = gathered_backward if ring.rotate_method == "allgather" else _rotated_backward
+    return backward(grad, q, k, v, part, mask, ring=ring)
+
+
+def _rotated_backward(
+    grad: PartialAttentionGrad,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    part: PartialAttention,
+    mask: Tensor | None,
+    *,
+    ring: Ring,
+) -> Grads:
+    """Compute `ring_backward` with K and V rotated around the ring, followed by their gradients."""
     dq = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     dk, dv = (x.new_empty(x.shape, dtype=ring.accumulation_dtype(x.dtype)) for x in (k, v))
 
@@ -66,35 +91,41 @@ def ring_backward(
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    homing = RingGradReducer(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
+    reducer = RingGradReducer(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first, *chunk[:2])
             continue
         grads = _chunk_grads(grad, q, chunk, part, mask, owner=owner, ring=ring)
         if grads is None:
-            homing.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
+            reducer.add(owner, _by_head([torch.zeros_like(x) for x in chunk[:2]]))
             continue
         dq.add_(grads.query)
-        homing.add(owner, _by_head([grads.key, grads.value]))
+        reducer.add(owner, _by_head([grads.key, grads.value]))
         del grads  # free before the next chunk's gradients are allocated
     for heads in others:  # local keys: overlap with the last dK/dV receive
         add_own(heads, k, v)
-    homing.finish(_by_head([dk, dv]))
+    reducer.finish(_by_head([dk, dv]))
     return Grads(*(total.to(q.dtype) for total in (dq, dk, dv)))
 
 
-def passing_keys(
+def ring_keys(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: Ring
 ) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
-    """Yield all keys of the ring, rank by rank: heads (all), global position of the first key, K, V and mask.
+    """Yield all keys of the ring, by `ring.rotate_method`: heads, global position of the first key, K, V and mask.
 
     Args:
         q: only its shape is used.
         k, v: [b, sk_local, hk, any].
     Ranks: all of `ring.group`.
     """
+    if ring.group is not None and ring.rotate_method == "allgather":
+        yield from gathered_keys(q, k, v, mask, ring=ring)
+        return
     (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
+    if ring.group is None:
+        yield heads, 0, k, v, mask
+        return
     for owner, chunk in _chunks(ring, k, v, mask):
         keys = ring.keys_of(owner)
         yield heads, keys.start, chunk[0], chunk[1], _mask_of(chunk, mask, keys)

@@ -9,17 +9,13 @@ Out and lse are known from forward, so the contributions of all chunks are added
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Settings, ring_of, ulysses_of
-from lightning_cp.attention.gathered import gathered_keys
-from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import Ring, key_tangents
 from lightning_cp.attention.operator import decode_lengths
-from lightning_cp.attention.ring import passing_keys
+from lightning_cp.attention.ring import ring_keys
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.kernels import Inputs, PartialAttention
 from lightning_cp.mesh import groups_by_name
@@ -75,13 +71,13 @@ def attention_tangents(
 def ring_tangents(
     inputs: Inputs, tangents: Inputs, part: PartialAttention, mask: Tensor | None, *, ring: Ring
 ) -> PartialAttention:
-    """Compute the tangents of `attend_ring`'s out and lse.
+    """Compute the tangents of `ring_forward`'s out and lse.
 
     Args:
-        inputs: q, k, v, see `attend_ring`.
+        inputs: q, k, v, see `ring_forward`.
         tangents: tangents of `inputs`, in their shapes and dtypes.
-        part: the result of `attend_ring`.
-        mask: see `attend_ring`; it has no tangent.
+        part: the result of `ring_forward`.
+        mask: see `ring_forward`; it has no tangent.
     Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
     Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a "keys" mask.
     """
@@ -89,7 +85,7 @@ def ring_tangents(
     out = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     lse = torch.zeros_like(part.lse)
     keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
-    for heads, start, key, value, seen in _stretches(q, keys, values, mask, ring):
+    for heads, start, key, value, seen in ring_keys(q, keys, values, mask, ring=ring):
         those = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
         changes = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
         found = key_tangents(those, changes, part.lse[:, :, heads.query], seen, start=start, ring=ring)
@@ -98,14 +94,3 @@ def ring_tangents(
             lse[:, :, heads.query] += found.lse
     out -= lse.unsqueeze(-1) * part.out
     return PartialAttention(out.to(q.dtype), lse)
-
-
-def _stretches(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, ring: Ring
-) -> Iterator[tuple[Heads, int, Tensor, Tensor, Tensor | None]]:
-    """Yield all keys by `ring.rotate_method`: heads, global position of the first key, K, V and mask."""
-    if ring.group is None:
-        (heads,) = slice_heads(q.shape[2], k.shape[2], 1)
-        return iter([(heads, 0, k, v, mask)])
-    way = gathered_keys if ring.rotate_method == "allgather" else passing_keys
-    return way(q, k, v, mask, ring=ring)
