@@ -35,3 +35,7 @@ class NonFiniteError(FloatingPointError):
 
 class DataError(RuntimeError):
     """A data set or sampler that did not yield the batches that training needs."""
+
+
+class FamilyError(ValueError):
+    """A pipeline without a model family, or data that does not fit its family."""

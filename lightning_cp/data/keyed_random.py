@@ -22,6 +22,7 @@ class RandomStream(IntEnum):
     CLIP = 5
     WORKER = 6
     SAMPLE = 7
+    POSTERIOR = 8
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:

@@ -7,12 +7,12 @@ from tests.unit.imported import PACKAGE, imported_modules
 LAYERS = (
     {"errors", "config", "mesh", "compat"},
     {"comm", "kernels"},
-    {"attention", "plans"},
+    {"attention", "plans", "families"},
     {"engine"},
     {"vae"},
     {"data", "training", "checkpoint", "sampling", "launch", "pipelines"},
-    {"strategies"},
-    {"fabric", "pytorch", "callbacks", "export", "_register"},
+    {"strategies", "objectives"},
+    {"fabric", "pytorch", "callbacks", "export", "family_check", "_register"},
     {"app"},
     {"__init__"},
 )

@@ -1,0 +1,23 @@
+"""Encode pixels with a VAE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return mode and standard deviation of the VAE's latent distribution, in the VAE's dtype.
+
+    Args: pixels: in [-1, 1], in the layout that the VAE takes.
+    """
+    encoded = vae.encode(pixels.to(device=vae.device, dtype=vae.dtype)).latent_dist
+    return encoded.mode(), encoded.std
+
+
+def latent_mode(vae: Any, pixels: Tensor) -> Tensor:
+    """Return the mode of the VAE's latent distribution, see `latent_moments`."""
+    return latent_moments(vae, pixels)[0]

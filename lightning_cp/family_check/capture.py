@@ -1,0 +1,105 @@
+"""Capture: the pipeline's first step and the family must give the transformer the same arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.families import Family, InputOptions, Media, collate
+from lightning_cp.family_check.pipeline_calls import Recording, call, guidance_settings
+from lightning_cp.family_check.proof import Proof, store
+from lightning_cp.objectives.objective import activation_dtype
+
+_ROUNDING = 2.0**-7  # two roundings to bfloat16
+_GUIDANCE = 3.5  # of transformers with a guidance embedding
+
+
+def capture_proof(
+    pipe: Any, family: Family, captions: Sequence[str], media: Media, *, negative: str = "blurred"
+) -> Proof:
+    """Compare the transformer's arguments in the pipeline's first step with `family.inputs`, for both CFG branches.
+
+    The family is given the noise that the pipeline drew and the pipeline's time. Values must be equal bit for bit in
+    float32, and within rounding in bfloat16.
+    """
+    negatives = [negative] * len(captions)
+    settings = guidance_settings(pipe, negatives)
+    if "guidance_scale" not in settings:
+        settings["guidance_scale"] = _GUIDANCE
+    record = call(pipe, family, captions, media, num_inference_steps=1, output_type="latent", **settings)
+    branches = [
+        _arguments(pipe, family, record, store(family, pipe, texts, media), settings["guidance_scale"])
+        for texts in (captions, negatives)
+    ]
+    errors = dict(_differences(record.calls, branches, len(captions)))
+    worst = max(errors, key=lambda name: errors[name])
+    lowest = activation_dtype(getattr(pipe, family.components.train[0])) == torch.float32
+    return Proof("capture", errors[worst], 0.0 if lowest else _ROUNDING, worst if errors[worst] else "")
+
+
+def _arguments(pipe: Any, family: Family, record: Recording, samples: list[Any], guidance: float) -> dict[str, Any]:
+    stored = collate(samples, family.text)
+    clean = family.clean(stored)
+    noisy = _noise(record, clean) * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
+    times = first_times(pipe, family, len(samples))
+    options = InputOptions(activation_dtype(getattr(pipe, family.components.train[0])), guidance)
+    return {name: x for name, x in family.inputs(noisy, times, stored, options).items() if x is not None}
+
+
+def first_times(pipe: Any, family: Family, samples: int) -> Tensor:
+    """Return the time of the pipeline's first step in the form that `Family.inputs` takes, [samples]."""
+    time = pipe.scheduler.timesteps[0]
+    if family.objective.prediction != "flow":
+        integers: Tensor = time.long().expand(samples)
+        return integers
+    sigmas: Tensor = (time.double() / pipe.scheduler.config.num_train_timesteps).expand(samples)
+    return sigmas
+
+
+def _noise(record: Recording, clean: Tensor) -> Tensor:
+    """Return the noise that the pipeline began from, in x0's layout.
+
+    Its values are ordered as in x0's layout, apart from dims of size 1.
+    """
+    found = [noise for noise in record.noises if noise.numel() == clean.numel()]
+    assert found, "the pipeline draws noise of x0's size"
+    return found[-1].float().reshape(clean.shape)
+
+
+def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], samples: int) -> list[tuple[str, float]]:
+    """Compare recorded calls with the family's arguments. Branches are calls of their own, or halves of one batch."""
+    positive, negative = branches
+    if len(calls) >= 2:
+        pairs = [("", calls[0], positive), ("negative ", calls[1], negative)]
+    elif any(isinstance(x, Tensor) and x.shape[:1] == (2 * samples,) for x in calls[0].values()):
+        joined = {name: _joined(negative[name], positive[name], samples) for name in positive}
+        pairs = [("", calls[0], joined)]
+    else:
+        pairs = [("", calls[0], positive)]
+    return [
+        (f"{branch}{name}", _error(recorded.get(name), ours.get(name)))
+        for branch, recorded, ours in pairs
+        for name in sorted(recorded.keys() | ours.keys())
+    ]
+
+
+def _joined(negative: Any, positive: Any, samples: int) -> Any:
+    if isinstance(positive, Tensor) and positive.shape[:1] == (samples,) and positive.dim() > 0:
+        return torch.cat([negative, positive])
+    return positive
+
+
+def _error(recorded: Any, ours: Any) -> float:
+    """Return the largest difference, relative to the largest recorded value; inf for other shapes or kinds."""
+    if isinstance(recorded, (tuple, list)) and isinstance(ours, (tuple, list)) and len(recorded) == len(ours):
+        return max((_error(a, b) for a, b in zip(recorded, ours, strict=True)), default=0.0)
+    if not isinstance(recorded, Tensor) or not isinstance(ours, Tensor):
+        return 0.0 if type(recorded) is type(ours) and recorded == ours else float("inf")
+    if recorded.shape != ours.shape:
+        return float("inf")
+    a, b = recorded.double(), ours.double()
+    scale = float(a.abs().max()) if a.numel() else 1.0
+    return float((a - b).abs().max()) / (scale or 1.0) if a.numel() else 0.0

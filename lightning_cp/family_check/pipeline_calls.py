@@ -1,0 +1,134 @@
+"""Run a pipeline with a transformer whose forward is recorded or replaced."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.families import Components, Family, Media
+
+Forward = Callable[..., Any]
+
+
+@dataclass
+class Recording:
+    """What happened during a pipeline call.
+
+    Attributes:
+        calls: keyword arguments of each call of a transformer, in order.
+        outputs: first output of each call.
+        noises: tensors that the pipeline drew with `randn_tensor`, in order.
+        result: the pipeline's output.
+    """
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    noises: list[Tensor] = field(default_factory=list)
+    result: Any = None
+
+
+def transformers_of(pipe: Any, components: Components) -> list[nn.Module]:
+    """Return the pipeline's transformers; some pipelines have two, of which one may be missing."""
+    found = [getattr(pipe, name, None) for name in components.train]
+    return [module for module in found if module is not None]
+
+
+@torch.no_grad()
+def call(
+    pipe: Any,
+    family: Family,
+    captions: Sequence[str],
+    media: Media,
+    *,
+    answer: Callable[[dict[str, Any]], Tensor] | None = None,
+    seed: int = 0,
+    **settings: Any,
+) -> Recording:
+    """Call the pipeline and record what its transformers are given.
+
+    Args:
+        answer: called in place of the transformers with their keyword arguments; None: the transformers run.
+        seed: of the generator that the pipeline draws its noise from.
+        settings: arguments of the call.
+    """
+    pixels = media["pixels"]
+    sizes: dict[str, Any] = {"height": pixels.shape[-2], "width": pixels.shape[-1]}
+    if "num_frames" in inspect.signature(pipe.__call__).parameters:
+        sizes["num_frames"] = pixels.shape[2]
+    record = Recording()
+    with _recorded(pipe, family, record, answer):
+        record.result = pipe(
+            prompt=list(captions),
+            generator=torch.Generator("cpu").manual_seed(seed),
+            **sizes,
+            **family.call_arguments(media),
+            **settings,
+        )
+    return record
+
+
+def guidance_settings(pipe: Any, negative: Sequence[str]) -> dict[str, Any]:
+    """Return call arguments that make the pipeline compute both branches of classifier-free guidance."""
+    scale = "true_cfg_scale" if "true_cfg_scale" in inspect.signature(pipe.__call__).parameters else "guidance_scale"
+    return {scale: 4.0, "negative_prompt": list(negative)}
+
+
+@contextmanager
+def _recorded(
+    pipe: Any, family: Family, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None
+) -> Iterator[None]:
+    modules = transformers_of(pipe, family.components)
+    drawing: Any = sys.modules[type(pipe).__module__]
+    draw = getattr(drawing, "randn_tensor", None)
+
+    def drawn(*args: Any, **kwargs: Any) -> Tensor:
+        assert draw is not None, "only put in place of a function"
+        noise: Tensor = draw(*args, **kwargs)
+        record.noises.append(noise.clone())
+        return noise
+
+    before = [module.__dict__.get("forward") for module in modules]  # set by offloading, for instance
+    for module in modules:
+        module.__dict__["forward"] = _recording_forward(module, record, answer)
+    if draw is not None:
+        drawing.randn_tensor = drawn
+    try:
+        yield
+    finally:
+        for module, forward in zip(modules, before, strict=True):
+            del module.__dict__["forward"]
+            if forward is not None:
+                module.__dict__["forward"] = forward
+        if draw is not None:
+            drawing.randn_tensor = draw
+
+
+def _recording_forward(
+    module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None
+) -> Forward:
+    original, names = module.forward, list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        record.calls.append(_arguments(given))
+        output = original(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
+        record.outputs.append(output[0])
+        return output
+
+    return forward
+
+
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """Leave out arguments that have no effect: None and empty dicts, and the form of the output."""
+    return {
+        name: x
+        for name, x in given.items()
+        if name != "return_dict" and x is not None and not (isinstance(x, dict) and not x)
+    }

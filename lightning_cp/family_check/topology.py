@@ -1,0 +1,64 @@
+"""Topology: loss and gradients on several ranks must be those of one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import apply_context_parallel, installed_on
+from lightning_cp.families import Family, StoredBatch
+from lightning_cp.family_check.proof import Proof
+from lightning_cp.objectives.objective import objective_for
+
+_TOLERANCE = 1e-4
+
+
+def topology_proof(
+    transformer: nn.Module, family: Family, stored: StoredBatch, config: ContextParallelConfig, *, step: int = 3
+) -> Proof:
+    """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
+
+    Args:
+        transformer: not context-parallel; it is copied.
+        stored: the same batch on every rank.
+        config: degrees; all ranks of the world are one context group.
+    Ranks: all of the world. Returns: the same result on every rank.
+    """
+    objective = objective_for(family, seed=0)
+    alone, parallel = transformer, copy.deepcopy(transformer)
+    loss, gradients = _gradients(objective, alone, family, stored, step)
+    apply_context_parallel(parallel, config)
+    installed = installed_on(parallel)
+    assert installed is not None, "it was applied"
+    assert installed.session.groups.data_size == 1, "all ranks are one context group"
+    loss_here, gradients_here = _gradients(objective, parallel, family, stored, step)
+    errors = {"loss": _relative(loss_here, loss)}
+    for name, expected in gradients.items():
+        mean = gradients_here[name]
+        if (mean is None) != (expected is None):
+            errors[f"gradient {name}"] = float("inf")
+        elif mean is not None and expected is not None:
+            dist.all_reduce(mean)
+            errors[f"gradient {name}"] = _relative(mean / dist.get_world_size(), expected)
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    worst = int(values.argmax())
+    name = f"topology ring={config.ring_degree or 1} ulysses={config.ulysses_degree or 1}"
+    return Proof(name, float(values[worst]), _TOLERANCE, list(errors)[worst])
+
+
+def _gradients(objective: Any, model: nn.Module, family: Family, stored: StoredBatch, step: int) -> Any:
+    model.zero_grad()
+    loss = objective.loss(model, family, stored, step=step, first_index=0)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _relative(x: Tensor, expected: Tensor) -> float:
+    scale = float(expected.abs().max()) or 1.0
+    return float((x.double() - expected.double()).abs().max()) / scale

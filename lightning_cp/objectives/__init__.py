@@ -1,0 +1,17 @@
+"""Training objectives: noise, times, targets and losses, with random draws that depend only on (seed, step, index)."""
+
+from lightning_cp.objectives.density import Density, LogitNormal, Uniform
+from lightning_cp.objectives.diffusion import Diffusion
+from lightning_cp.objectives.flow import FlowMatching
+from lightning_cp.objectives.objective import Noised, Objective, objective_for
+
+__all__ = [
+    "Density",
+    "Diffusion",
+    "FlowMatching",
+    "LogitNormal",
+    "Noised",
+    "Objective",
+    "Uniform",
+    "objective_for",
+]

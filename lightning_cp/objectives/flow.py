@@ -1,0 +1,84 @@
+"""Flow matching with straight paths (Lipman et al., arXiv:2210.02747; Liu et al., arXiv:2209.03003)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cp.data import RandomStream, keyed_generator
+from lightning_cp.families import Family, ResolutionShift
+from lightning_cp.objectives.density import Density, LogitNormal, shifted
+from lightning_cp.objectives.objective import Objective
+
+_log = logging.getLogger(__name__)
+_MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatching(Objective):
+    """Train the velocity `noise - x0` at `x = (1 - sigma)·x0 + sigma·noise`.
+
+    Args:
+        density: distribution of sigma before the shift.
+        shift: factor or rule of the shift; None: the family's, from the pretrained scheduler.
+        sigma_range: train only on lowest < sigma <= highest, after the shift. For models with two transformers.
+    """
+
+    density: Density = field(default_factory=LogitNormal)
+    shift: float | ResolutionShift | None = None
+    sigma_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.sigma_range
+        if not 0 <= low < high <= 1:
+            raise ValueError(f"sigma_range={self.sigma_range} must be (lowest, highest) within (0, 1)")
+        if isinstance(self.shift, (int, float)) and not self.shift > 0:
+            raise ValueError(f"shift={self.shift} must be positive")
+
+    @override
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+        factor = self._factor(family, clean)
+        drawn = [self._draw(factor, step=step, index=first_index + i) for i in range(len(clean))]
+        return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
+
+    @override
+    def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        if family.objective.prediction != "flow":
+            raise ValueError(f"{family.name} predicts {family.objective.prediction}: train it with Diffusion")
+        sigma = times.view(-1, *[1] * (clean.dim() - 1))
+        return (1 - sigma) * clean + sigma * noise, noise - clean
+
+    def _draw(self, factor: float, *, step: int, index: int) -> float:
+        generator = keyed_generator(self.seed, RandomStream.TIME, step=step, index=index)
+        low, high = self.sigma_range
+        for _ in range(_MOST_DRAWS):
+            sigma = shifted(self.density.draw(generator), factor)
+            if low < sigma <= high:
+                return sigma
+        raise ValueError(f"sigma_range={self.sigma_range} is hit less than once in {_MOST_DRAWS} draws: widen it")
+
+    def _factor(self, family: Family, clean: Tensor) -> float:
+        rule = family.shift(clean.shape[1:]) if self.shift is None else self.shift
+        if not isinstance(rule, ResolutionShift):
+            return float(rule)
+        tokens = family.grid.tokens(clean.shape[1:])
+        if rule.acts(tokens):
+            _log_clamp(tokens, rule)
+        return rule.factor(tokens)
+
+
+_logged: set[tuple[int, ResolutionShift]] = set()
+
+
+def _log_clamp(tokens: int, rule: ResolutionShift) -> None:
+    if (tokens, rule) not in _logged:
+        _logged.add((tokens, rule))
+        _log.warning(
+            f"the timestep shift of {tokens} tokens is clamped to that of {rule.max_tokens} tokens "
+            f"({rule.factor(tokens):.2f}); set clamp=False in the ResolutionShift to extrapolate"
+        )

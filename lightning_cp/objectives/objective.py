@@ -1,0 +1,148 @@
+"""The steps that all objectives share: draw noise and times, drop captions, compute the loss in float32."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.data import RandomStream
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.paths import unwrapped
+from lightning_cp.families import Family, InputOptions, StoredBatch
+from lightning_cp.training.noise import sample_dropped, sample_noise
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A batch between data and noise.
+
+    Attributes:
+        noisy: noisy latents, float32 [b, ...].
+        times: [b]; float32 sigma for flow matching, otherwise int64.
+        target: what the transformer should predict, float32 [b, ...].
+        counted: 1 where the loss counts, broadcastable to the target; None: everywhere.
+        stored: the stored batch, with dropped captions replaced.
+    """
+
+    noisy: Tensor
+    times: Tensor
+    target: Tensor
+    counted: Tensor | None
+    stored: StoredBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """A training objective for any `Family`.
+
+    All random draws depend only on (seed, step, index of the sample in the global batch), so the loss does not depend
+    on the number of ranks. x0, noise, target and loss are float32; only the transformer's arguments have its dtype.
+
+    Args:
+        seed: seed of the run.
+        cond_dropout: probability of training a sample with the empty caption, for CFG.
+        guidance: value of the guidance embedding; None: the family's.
+        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: as the family does.
+        dtype: dtype of the transformer's activations; None: the dtype of its parameters.
+    """
+
+    seed: int
+    cond_dropout: float = 0.0
+    guidance: float | None = None
+    sample_posterior: bool | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cond_dropout <= 1:
+            raise ValueError(f"cond_dropout={self.cond_dropout} must be at least 0 and at most 1")
+
+    def loss(
+        self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
+    ) -> Tensor:
+        """Return the loss of a batch, a float32 scalar: the mean over samples of `sample_losses`.
+
+        Args:
+            transformer: diffusers transformer, context-parallel or not.
+            family: from `family_for` or `load_family`.
+            stored: batch of this data rank, from `collate`.
+            step: training step.
+            first_index: index of the batch's first sample in the global batch; None: data rank times batch size.
+        Ranks: all ranks of a context group, with the same batch; each returns the same loss.
+        """
+        return self.sample_losses(transformer, family, stored, step=step, first_index=first_index).mean()
+
+    def sample_losses(
+        self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
+    ) -> Tensor:
+        """Return the loss of each sample, float32 [b]: the mean over its elements. Arguments: see `loss`."""
+        noised = self.noised(family, stored, step=step, first_index=self._first(transformer, stored, first_index))
+        guidance = self.guidance if self.guidance is not None else (family.objective.guidance or 1.0)
+        options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
+        arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
+        output = transformer(**arguments, return_dict=False)[0]
+        error = (family.prediction(output, noised.noisy).float() - noised.target).square()
+        if noised.counted is None:
+            return error.flatten(1).mean(dim=1)
+        counted = noised.counted.to(error.dtype).expand_as(error).flatten(1)
+        return (error.flatten(1) * counted).sum(dim=1) / counted.sum(dim=1)
+
+    def noised(self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0) -> Noised:
+        """Draw noise and times for a batch, without running the transformer."""
+        key: dict[str, Any] = {"seed": self.seed, "step": step, "first_index": first_index}
+        clean = family.clean(stored)
+        sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
+        if sampled:
+            drawn = sample_noise(clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device)
+            clean = family.clean(stored, drawn)
+        noise = sample_noise(clean.shape, **key, device=clean.device)
+        times = self.times(family, clean, step=step, first_index=first_index)
+        noisy, target = self.mix(family, clean, noise, times)
+        known = family.known(stored, clean)
+        if known is not None:
+            noisy = torch.where(known, clean, noisy)
+        if self.cond_dropout:
+            dropped = sample_dropped(len(stored), self.cond_dropout, **key, device=clean.device)
+            stored = stored.without_text(dropped, family.text)
+        return Noised(noisy, times, target, None if known is None else ~known, stored)
+
+    @abstractmethod
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+        """Draw the time of each sample, [b]."""
+
+    @abstractmethod
+    def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the noisy latents and the target, both like `clean`."""
+
+    @staticmethod
+    def _first(transformer: nn.Module, stored: StoredBatch, first_index: int | None) -> int:
+        if first_index is not None:
+            return first_index
+        installed = installed_on(unwrapped(transformer))
+        if installed is not None:
+            return installed.session.groups.data_rank * len(stored)
+        return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
+
+
+def activation_dtype(transformer: nn.Module) -> torch.dtype:
+    """Return the dtype in which a transformer takes its inputs: that of its frozen or trained base weights."""
+    dtype = getattr(transformer, "dtype", None)  # diffusers models
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    return next((p.dtype for p in transformer.parameters() if p.is_floating_point()), torch.float32)
+
+
+def objective_for(family: Family, *, seed: int, **settings: Any) -> Objective:
+    """Return the objective that fits a family's pretrained weights.
+
+    Args: settings: other arguments of `FlowMatching` or `Diffusion`.
+    """
+    from lightning_cp.objectives.diffusion import Diffusion
+    from lightning_cp.objectives.flow import FlowMatching
+
+    kind = FlowMatching if family.objective.prediction == "flow" else Diffusion
+    return kind(seed=seed, **settings)
