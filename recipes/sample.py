@@ -60,14 +60,16 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust).to(fabric.device)
     if ranks.context.context_size > 1:
         apply_context_parallel(module.transformer, parallel)
-    chosen = {x: config[x] if config[x] is not None else trained.sampling[x] for x in ("num_steps", "guidance")}
+    of_run = trained.sampling
+    num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
+    guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
-    count = len(labels) or config.count or trained.sampling.count
+    count = len(labels) or config.count or of_run.num_samples
     loaded = time.perf_counter()
     drawn = draw_samples(
         *(fabric, SharedGuidance(WithPrecision(fabric, module), ranks)),
         (data.channels, data.frames, data.height, data.width),
-        settings=SamplingSettings(count, **chosen, seed=config.seed),
+        settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,
         data_shard=DataShard(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
         labels=torch.tensor(labels) if labels else None,

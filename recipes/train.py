@@ -15,6 +15,7 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.settings.renamed import add_earlier_names
 
 
 def train(config: DictConfig) -> None:
@@ -28,7 +29,8 @@ def train(config: DictConfig) -> None:
 
     started = time.perf_counter()
     chosen, data = config.sampling, config.data
-    settings = SamplingSettings(chosen.count, chosen.num_steps, chosen.guidance, seed=config.seed)
+    drawn = (chosen.num_samples, chosen.num_inference_steps, chosen.guidance_scale)
+    settings = SamplingSettings(*drawn, seed=config.seed)
     pictures = SamplePictures((data.channels, data.frames, data.height, data.width), data.num_classes, settings)
 
     def picture_on_the_way(run: Run) -> None:
@@ -56,7 +58,7 @@ def summarise(config: DictConfig, run: Any, *, recognised: float, seconds: float
     print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
     if state.skipped:
         print(f"{state.skipped} of these steps changed nothing: their loss or gradient was not finite.")
-    print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.count} samples.")
+    print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
     print(f"{run.folder.path}")
     print("  samples/final.png  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 
@@ -68,5 +70,5 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
+    sys.argv[1:] = add_earlier_names(sys.argv[1:]) + quiet_overrides(os.environ)
     main()

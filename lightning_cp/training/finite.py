@@ -16,8 +16,8 @@ from lightning_cp.training.ranks import Ranks
 MOST_SKIPPED_IN_A_ROW = 100  # weights do not change between skipped steps, so skipping would never end
 _SHOWN = 3
 _REMEDIES = (
-    "use a lower optim.lr, a longer warmup_steps, a lower clip_norm or precision=bf16-mixed (32-true where it is that "
-    "already), and look for inf and NaN in the data"
+    "use a lower optim.lr, a longer warmup_steps, a lower gradient_clip_val or precision=bf16-mixed (32-true where it "
+    "is that already), and look for inf and NaN in the data"
 )
 
 

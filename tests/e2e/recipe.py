@@ -16,7 +16,7 @@ from lightning_cp.app.training.records import read_metrics
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "train.py"
-SMALL = ("batch_size=12", "model.transformer.num_layers=2", "sampling.count=10", "sampling.num_steps=2")
+SMALL = ("batch_size=12", "model.transformer.num_layers=2", "sampling.num_samples=10", "sampling.num_inference_steps=2")
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
 )
 def test_a_job_is_stopped_while_it_samples_and_can_be_gone_on_with(steps: int, every: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    settings = (*SMALL, "sampling.num_steps=100000", f"sampling.every={every}", f"max_steps={steps}")
+    settings = (*SMALL, "sampling.num_inference_steps=100000", f"sampling.every={every}", f"max_steps={steps}")
     with started(*settings, "strategy=cp", "ring=2", folder=folder) as process:
         deadline = time.monotonic() + 90
         rows = min(steps, 1 if every == "1" else steps)

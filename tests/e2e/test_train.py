@@ -88,7 +88,7 @@ def _cp(degrees: str) -> list[str]:
 @pytest.mark.parametrize("trainer", ["fabric", "lightning"])
 @pytest.mark.parametrize("model", ["wan_tiny", "flux_tiny"])
 def test_thirty_steps_are_the_same_at_every_degree(model: str, trainer: str, tmp_path: Path) -> None:
-    settings = ("max_steps=30", f"model={model}", "sampling.count=10", "sampling.num_steps=2")
+    settings = ("max_steps=30", f"model={model}", "sampling.num_samples=10", "sampling.num_inference_steps=2")
     reference = run(*settings, folder=tmp_path / "single")
     settings = (*settings, f"trainer={trainer}")
     assert_same_training(run(*settings, folder=tmp_path / "single_too"), reference)

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.runs.run_folder import check_writable, held
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
+from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import World, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, sweep_partials
@@ -59,6 +60,7 @@ def check_config(config: DictConfig, machine: Machine, place: LauncherEnv | None
 
     Raises: SettingsError, CheckpointError: the first error found.
     """
+    refuse_earlier_names(config)
     check_values(config)
     world = resolve_world(config, machine, place)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)

@@ -11,6 +11,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_cp.app.settings.renamed import replace_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values
 
 # Classes that a configuration may name without trust=true. Full names only: a prefix such as `lightning_cp.` would
@@ -31,12 +32,12 @@ EARLIER_NAMES = {
 _READ: dict[str, tuple[str, ...] | None] = {
     "model": None,
     "data": ("channels", "frames", "height", "width", "num_classes", "num_samples", "patch_size", "token_width"),
-    "sampling": ("count", "num_steps", "guidance"),
+    "sampling": ("num_samples", "num_inference_steps", "guidance_scale"),
 }
 _NEEDED = (
     "model._target_",
     *("data.channels", "data.frames", "data.height", "data.width", "data.num_classes"),
-    *("sampling.count", "sampling.num_steps", "sampling.guidance"),
+    *("sampling.num_samples", "sampling.num_inference_steps", "sampling.guidance_scale"),
 )
 _MAX_BYTES = 1 << 18
 _MAX_DEPTH = 16
@@ -57,6 +58,7 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     """
     config = _load(path)
     _rename_classes(config.get("model"))
+    replace_earlier_names(config)
     if not trust:
         _refuse_interpolations(config, "", path)
         check_model_classes(config.get("model"), path)

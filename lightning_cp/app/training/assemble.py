@@ -47,7 +47,7 @@ class TrainingSetup:
     @classmethod
     def of(cls, config: DictConfig) -> "TrainingSetup":
         """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
-        flow = FlowMatching(config.seed, config.data.num_classes, config.drop_probability)
+        flow = FlowMatching(config.seed, config.data.num_classes, config.cond_dropout)
         dataset = instantiate(config.data.dataset)
         if isinstance(dataset, IterableDataset) or not (
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

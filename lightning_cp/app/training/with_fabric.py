@@ -37,7 +37,7 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
             loss = setup.flow.loss(model, setup.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
             fabric.backward(loss)
             precision.unscale_gradients(run.state.bare_optimizer)
-            steps.before_update(loss, max_norm=config.clip_norm)
+            steps.before_update(loss, max_norm=config.gradient_clip_val)
             optimizer.step()
             optimizer.zero_grad()
             steps.end()

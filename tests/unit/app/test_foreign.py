@@ -52,7 +52,9 @@ def test_every_model_that_comes_with_us_is_read_without_trust(model: str, strate
     read = OmegaConf.to_container(read_foreign_run(written(tmp_path, config)))
     assert isinstance(read, dict)
     assert read["model"] == config["model"]
-    assert read["sampling"] == {key: config["sampling"][key] for key in ("count", "num_steps", "guidance")}
+    assert read["sampling"] == {
+        key: config["sampling"][key] for key in ("num_samples", "num_inference_steps", "guidance_scale")
+    }
     assert read["data"] == {key: value for key, value in config["data"].items() if key != "dataset"}
     assert read.keys() == {"model", "data", "sampling"}  # nothing that sampling does not need
 
@@ -160,7 +162,7 @@ def test_a_damaged_file_is_one_error_also_with_trust(text: str, said: str, trust
     [
         ("data.num_classes", "ten", "data.num_classes=ten is not valid: must be a whole number"),
         ("model.transformer.axes_dims_rope", "abc", "axes_dims_rope=abc is not valid: must be a list of 3"),
-        ("sampling.guidance", None, "sampling.guidance"),
+        ("sampling.guidance_scale", None, "sampling.guidance_scale"),
         ("model.num_tokens", "???", "Missing mandatory value: .*model.num_tokens"),
     ],
 )
