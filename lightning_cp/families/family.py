@@ -196,7 +196,7 @@ class Family(ABC):
 
     @abstractmethod
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
-        """Build the transformer's keyword arguments, whole on every rank.
+        """Build the transformer's keyword arguments, whole on every rank (with `return_dict=False`).
 
         Args:
             noisy: noisy latents in x0's layout.

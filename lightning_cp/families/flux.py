@@ -97,6 +97,7 @@ class Flux(Family):
             "img_ids": positions(height // 2, width // 2, device=noisy.device),
             "txt_ids": torch.zeros(text.shape[1], 3, device=noisy.device, dtype=torch.float32),
             "guidance": guidance if self.facts["guidance_embeds"] else None,
+            "return_dict": False,
         }
 
     @override

@@ -84,8 +84,8 @@ def collate(samples: Sequence[Sample], text: TextStorage, empty: Sample | None =
     Raises: FamilyError: names or shapes differ.
     """
     every = [*samples, *([] if empty is None else [empty])]
-    lengths = [len(sample[text.sequences[0]]) for sample in every]
-    padded = [_padded(sample, text, max(lengths)) for sample in every]
+    longest = max((len(sample[name]) for sample in every for name in text.sequences), default=0)
+    padded = [_padded(sample, text, longest) for sample in every]
     names = padded[0].keys()
     tensors = {}
     for name in names:

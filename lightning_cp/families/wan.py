@@ -100,6 +100,7 @@ class Wan(Family):
             "hidden_states": noisy.to(options.dtype),
             "timestep": timestep,
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
+            "return_dict": False,
         }
 
     @override

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.families import Family, InputOptions, Media, collate
-from lightning_cp.family_check.pipeline_calls import Recording, call, guidance_settings
+from lightning_cp.family_check.pipeline_calls import Recording, call, effective, guidance_settings
 from lightning_cp.family_check.proof import Proof, store
 from lightning_cp.objectives.objective import activation_dtype
 
@@ -46,7 +46,7 @@ def _arguments(pipe: Any, family: Family, record: Recording, samples: list[Any],
     noisy = _noise(record, clean) * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     times = first_times(pipe, family, len(samples))
     options = InputOptions(activation_dtype(getattr(pipe, family.components.train[0])), guidance)
-    return {name: x for name, x in family.inputs(noisy, times, stored, options).items() if x is not None}
+    return effective(family.inputs(noisy, times, stored, options))
 
 
 def first_times(pipe: Any, family: Family, samples: int) -> Tensor:

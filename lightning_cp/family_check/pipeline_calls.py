@@ -117,7 +117,7 @@ def _recording_forward(
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        record.calls.append(_arguments(given))
+        record.calls.append(effective(given))
         output = original(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
         record.outputs.append(output[0])
         return output
@@ -125,7 +125,7 @@ def _recording_forward(
     return forward
 
 
-def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+def effective(given: dict[str, Any]) -> dict[str, Any]:
     """Leave out arguments that have no effect: None and empty dicts, and the form of the output."""
     return {
         name: x

@@ -43,7 +43,8 @@ class LogitNormal(Density):
 
     @override
     def draw(self, generator: np.random.Generator) -> float:
-        return 1.0 / (1.0 + math.exp(-(self.mean + self.std * generator.standard_normal())))
+        normal = float(generator.standard_normal(dtype=np.float32))
+        return 1.0 / (1.0 + math.exp(-(self.mean + self.std * normal)))
 
 
 def shifted(sigma: float, factor: float) -> float:

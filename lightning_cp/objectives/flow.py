@@ -50,7 +50,7 @@ class FlowMatching(Objective):
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         if family.objective.prediction != "flow":
             raise ValueError(f"{family.name} predicts {family.objective.prediction}: train it with Diffusion")
-        sigma = times.view(-1, *[1] * (clean.dim() - 1))
+        sigma = times.to(clean.dtype).view(-1, *[1] * (clean.dim() - 1))
         return (1 - sigma) * clean + sigma * noise, noise - clean
 
     def _draw(self, factor: float, *, step: int, index: int) -> float:

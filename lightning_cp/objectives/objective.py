@@ -84,8 +84,8 @@ class Objective(ABC):
         guidance = self.guidance if self.guidance is not None else (family.objective.guidance or 1.0)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
-        output = transformer(**arguments, return_dict=False)[0]
-        error = (family.prediction(output, noised.noisy).float() - noised.target).square()
+        output = first_output(transformer(**arguments))
+        error = (family.prediction(output, noised.noisy).to(noised.target.dtype) - noised.target).square()
         if noised.counted is None:
             return error.flatten(1).mean(dim=1)
         counted = noised.counted.to(error.dtype).expand_as(error).flatten(1)
@@ -97,9 +97,11 @@ class Objective(ABC):
         clean = family.clean(stored)
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
         if sampled:
-            drawn = sample_noise(clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device)
+            drawn = sample_noise(
+                clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device, dtype=clean.dtype
+            )
             clean = family.clean(stored, drawn)
-        noise = sample_noise(clean.shape, **key, device=clean.device)
+        noise = sample_noise(clean.shape, **key, device=clean.device, dtype=clean.dtype)
         times = self.times(family, clean, step=step, first_index=first_index)
         noisy, target = self.mix(family, clean, noise, times)
         known = family.known(stored, clean)
@@ -126,6 +128,13 @@ class Objective(ABC):
         if installed is not None:
             return installed.session.groups.data_rank * len(stored)
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
+
+
+def first_output(output: Any) -> Tensor:
+    """Return the prediction in a transformer's output: a tensor, a tuple, or diffusers' output class."""
+    first = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(first, Tensor), f"{type(first).__name__} is no prediction"
+    return first
 
 
 def activation_dtype(transformer: nn.Module) -> torch.dtype:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
-from lightning_cp.app.training.flow import FlowMatching
 from lightning_cp.app.training.loop import Batch, LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
@@ -25,6 +25,7 @@ from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.objectives import FlowMatching
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -37,17 +38,20 @@ class TrainingSetup:
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
-        flow: training objective.
+        family: how data enters the denoiser.
+        objective: training objective.
     """
 
     config: DictConfig
     dataset: Any
-    flow: FlowMatching
+    family: LabelledClips
+    objective: FlowMatching
 
     @classmethod
     def of(cls, config: DictConfig) -> "TrainingSetup":
         """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
-        flow = FlowMatching(config.seed, config.data.num_classes, config.cond_dropout)
+        family = LabelledClips({"num_classes": config.data.num_classes})
+        objective = FlowMatching(seed=config.seed, cond_dropout=config.cond_dropout)
         dataset = instantiate(config.data.dataset)
         if isinstance(dataset, IterableDataset) or not (
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
@@ -56,7 +60,12 @@ class TrainingSetup:
                 f"data.dataset._target_={config.data.dataset._target_} must have a length and samples by index "
                 "(__len__, __getitem__): steps are repeated and resumed by index"
             )
-        return cls(config, dataset, flow)
+        return cls(config, dataset, family, objective)
+
+    def loss(self, model: nn.Module, data: Batch, *, step: int, first_index: int) -> Tensor:
+        """Return the loss of a batch; every rank of a context group computes it over whole samples."""
+        stored = self.family.batch(*data)
+        return self.objective.loss(model, self.family, stored, step=step, first_index=first_index)
 
     def denoiser(self) -> nn.Module:
         """Build the denoiser; its weights are drawn from torch's global generator."""

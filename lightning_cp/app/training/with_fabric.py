@@ -34,7 +34,7 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            loss = setup.flow.loss(model, setup.flow.batch(*data, step=run.state.step, first_index=sampler.first_index))
+            loss = setup.loss(model, data, step=run.state.step, first_index=sampler.first_index)
             fabric.backward(loss)
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(loss, max_norm=config.gradient_clip_val)

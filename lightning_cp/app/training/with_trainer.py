@@ -81,8 +81,7 @@ class FlowModule(LightningModule):
     @override
     def training_step(self, data: Batch, _: int) -> Tensor:
         state = self.run.state
-        batch = self._setup.flow.batch(*data, step=state.step, first_index=state.sampler.first_index)
-        loss = self._setup.flow.loss(self.denoiser, batch)
+        loss = self._setup.loss(self.denoiser, data, step=state.step, first_index=state.sampler.first_index)
         self._loss = loss.detach()
         return loss
 

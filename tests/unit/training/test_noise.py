@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from lightning_cp.app.training.flow import FlowMatching
+from lightning_cp.app.family import LabelledClips
 from lightning_cp.data import RandomStream
+from lightning_cp.objectives import FlowMatching
 from lightning_cp.training import sample_dropped, sample_noise, sample_times, sample_uniform
 
 
@@ -53,13 +54,13 @@ def test_dtype_and_extremes() -> None:
 
 
 def test_a_flow_batch_is_the_point_on_the_line_and_its_velocity() -> None:
-    flow = FlowMatching(seed=0, num_classes=10, drop_probability=0.5)
+    family, flow = LabelledClips({"num_classes": 10}), FlowMatching(seed=0, cond_dropout=0.5)
     pixels, labels = torch.randn(16, 1, 1, 4, 4), torch.arange(16) % 10
-    batch = flow.batch(pixels, labels, step=2)
+    batch = flow.noised(family, family.batch(pixels, labels), step=2)
     times = batch.times.view(-1, 1, 1, 1, 1)
-    assert torch.allclose(batch.noisy - times * batch.velocity, pixels, atol=1e-5)
-    dropped = batch.labels == 10
+    assert torch.allclose(batch.noisy - times * batch.target, pixels, atol=1e-5)
+    dropped = batch.stored["labels"] == 10
     assert torch.equal(dropped, sample_dropped(16, 0.5, seed=0, step=2))
-    assert torch.equal(batch.labels[~dropped], labels[~dropped])
-    part = flow.batch(pixels[8:], labels[8:], step=2, first_index=8)
+    assert torch.equal(batch.stored["labels"][~dropped], labels[~dropped])
+    part = flow.noised(family, family.batch(pixels[8:], labels[8:]), step=2, first_index=8)
     assert torch.equal(part.noisy, batch.noisy[8:])

@@ -1,0 +1,126 @@
+"""Topology: a family's loss and gradients on several ranks are those of one process, also in a user's own module."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_cp import ContextParallelConfig
+from lightning_cp.families import Facts, Sample, StoredBatch, collate, family_for, load_family
+from lightning_cp.family_check import store, topology_proof
+from lightning_cp.objectives import objective_for
+from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
+from tests.dist.lightning_ranks import flat, trainer_of
+from tests.harness import RankPool
+from tests.pipelines import table
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+CAPTIONS = ["a cat", "two green birds fly over it", "rain", "a dog sleeps"]
+Prepared = tuple[nn.Module, str, Facts, list[Sample]]
+
+
+def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) -> Prepared:
+    """A tiny transformer in float64, its family, and stored samples."""
+    torch.manual_seed(0)
+    pipe = table(file)[name].make()
+    family = family_for(pipe)
+    pixels = torch.rand(number, 3, *size) * 2 - 1
+    media = {"pixels": pixels, "reference": pixels[:, :, :1]}
+    return pipe.transformer.double().train(), family.name, family.facts, store(family, pipe, CAPTIONS[:number], media)
+
+
+@pytest.fixture(scope="module")
+def flux() -> Prepared:
+    return prepared("flux", "flux", (1, 16, 24))
+
+
+def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -> tuple[float, str]:
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+    proof = topology_proof(transformer, family, collate(samples, family.text), config)
+    return proof.error, proof.found
+
+
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+def test_loss_and_gradients_are_those_of_one_process(
+    ring: int, ulysses: int, flux: Prepared, run_ranks: RankPool
+) -> None:
+    (found,) = set(run_ranks(ring * ulysses, _topology, flux, ring, ulysses))
+    assert found[0] < 1e-6, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("file", "name", "size"),
+    [
+        ("flux", "flux_kontext", (1, 16, 24)),
+        ("wan", "wan", (9, 48, 80)),
+        ("wan", "wan_per_token_timestep", (9, 48, 80)),
+        ("wan", "wan_image_to_video", (9, 48, 80)),
+        ("wan", "wan_image_to_video_per_token_timestep", (9, 48, 80)),
+    ],
+)
+@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2)])
+def test_topology_of_every_family(
+    file: str, name: str, size: tuple[int, int, int], ring: int, ulysses: int, run_ranks: RankPool
+) -> None:
+    (found,) = set(run_ranks(ring * ulysses, _topology, prepared(file, name, size), ring, ulysses, timeout_s=120))
+    assert found[0] < 1e-6, found
+
+
+class FineTuning(LightningModule):
+    """A module as a user writes it."""
+
+    def __init__(self, transformer: nn.Module, family: Any) -> None:
+        super().__init__()
+        self.transformer, self.family = transformer, family
+        self.objective = objective_for(family, seed=0)
+        self.losses: list[float] = []
+
+    def training_step(self, batch: StoredBatch, _: int) -> Tensor:
+        loss = self.objective.loss(self.transformer, self.family, batch, step=self.global_step)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[float], Tensor]:
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    batches = DataLoader(samples, batch_size=2, collate_fn=lambda x: collate(x, family.text))  # type: ignore[arg-type]
+    module = FineTuning(copy.deepcopy(transformer), family)
+    if isinstance(strategy, tuple):
+        kind, degrees = strategy
+        strategy = kind(**degrees)
+    trainer_of(rank, world, strategy, max_epochs=1).fit(module, batches)
+    return module.losses, flat(module.transformer)
+
+
+@pytest.mark.parametrize(
+    ("kind", "degrees"),
+    [
+        (ContextParallelStrategy, {"ring": 2}),
+        (ContextParallelStrategy, {"ring": 3}),
+        (ContextParallelStrategy, {"ulysses": 2}),
+        (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),
+        (ContextParallelFSDPStrategy, {"ring": 2}),
+    ],
+    ids=["ring2", "ring3", "ulysses2", "unified", "cp_fsdp"],
+)
+def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[str, int], run_ranks: RankPool) -> None:
+    given = prepared("wan", "wan", (5, 32, 48), number=4)
+    ((losses, weights),) = run_ranks(1, _fit, given, "auto", timeout_s=120)
+    world = degrees.get("ring", 1) * degrees.get("ulysses", 1)
+    for losses_here, weights_here in run_ranks(world, _fit, given, (kind, degrees), timeout_s=120):
+        assert losses_here == pytest.approx(losses, rel=1e-6)
+        assert torch.allclose(weights_here, weights, atol=1e-6)
+    assert losses[0] != losses[1]

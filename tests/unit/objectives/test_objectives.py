@@ -1,0 +1,167 @@
+"""Objectives: targets, densities, shifts, drop-out and masks, on a family that is a few lines long."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.app.family import LabelledClips
+from lightning_cp.errors import FamilyError
+from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch
+from lightning_cp.objectives import Diffusion, FlowMatching, LogitNormal, Uniform, objective_for
+from lightning_cp.objectives.density import shifted
+
+LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())
+
+
+class Clips(LabelledClips):
+    """The family of the main job with other defaults."""
+
+    def __init__(self, **defaults: Any) -> None:
+        super().__init__({"num_classes": 10})
+        self.objective = ObjectiveDefaults(**defaults)  # type: ignore[misc]
+
+
+class FirstFrameGiven(Clips):
+    def known(self, stored: Stored, clean: Tensor) -> Tensor | None:
+        given = torch.zeros(1, 1, clean.shape[2], 1, 1, dtype=torch.bool)
+        given[:, :, 0] = True
+        return given
+
+
+class Linear(nn.Module):
+    """Answers a fixed multiple of its input."""
+
+    def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
+        return 0.5 * noisy
+
+
+def batch(number: int = 6) -> StoredBatch:
+    pixels = torch.randn(number, 1, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    return LabelledClips({"num_classes": 10}).batch(pixels, torch.arange(number) % 10)
+
+
+def test_flow_targets_are_noise_minus_data() -> None:
+    noised = FlowMatching(seed=0).noised(Clips(), batch(), step=1)
+    sigma = noised.times.view(-1, 1, 1, 1, 1)
+    assert torch.allclose(noised.noisy - sigma * noised.target, batch()["pixels"], atol=1e-6)
+    assert torch.allclose(noised.noisy + (1 - sigma) * noised.target - noised.target, batch()["pixels"], atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_diffusion_targets_give_back_the_data(prediction: Any) -> None:
+    family = Clips(prediction=prediction, alphas_cumprod=LEVELS)
+    noised = Diffusion(seed=0, time_range=(0, 900)).noised(family, batch(), step=1)
+    level = torch.tensor(LEVELS)[noised.times].view(-1, 1, 1, 1, 1)
+    if prediction == "epsilon":
+        clean = (noised.noisy - (1 - level).sqrt() * noised.target) / level.sqrt()
+    else:
+        clean = level.sqrt() * noised.noisy - (1 - level).sqrt() * noised.target
+    assert torch.allclose(clean, batch()["pixels"], atol=1e-4)
+    assert noised.times.dtype == torch.int64
+
+
+def test_the_v_loss_is_the_published_loss_of_cogvideox() -> None:
+    """The loss of x0, divided by 1 - level, is the loss of v (also at time 999, where no signal is left)."""
+    family = Clips(prediction="v_prediction", alphas_cumprod=LEVELS)
+    objective = Diffusion(seed=3)
+    ours = objective.sample_losses(Linear(), family, batch(), step=0, first_index=0)
+    noised = objective.noised(family, batch(), step=0)
+    level = torch.tensor(LEVELS)[noised.times].double().view(-1, 1, 1, 1, 1)
+    clean = level.sqrt() * noised.noisy.double() - (1 - level).sqrt() * 0.5 * noised.noisy.double()
+    published = ((clean - batch()["pixels"]) ** 2 / (1 - level)).flatten(1).mean(dim=1)
+    assert torch.allclose(ours.double(), published, rtol=1e-4)
+
+
+def test_each_sample_depends_only_on_its_index() -> None:
+    objective, family = FlowMatching(seed=5, cond_dropout=0.5), Clips()
+    whole = objective.sample_losses(Linear(), family, batch(), step=2, first_index=0)
+    part = StoredBatch({k: x[4:] for k, x in batch().tensors.items()}, batch().empty)
+    assert torch.equal(objective.sample_losses(Linear(), family, part, step=2, first_index=4), whole[4:])
+    assert not torch.equal(objective.sample_losses(Linear(), family, batch(), step=3, first_index=0), whole)
+
+
+def test_given_latents_enter_clean_and_have_no_loss() -> None:
+    family, objective = FirstFrameGiven(), FlowMatching(seed=0)
+    noised = objective.noised(family, batch(), step=0)
+    assert torch.equal(noised.noisy[:, :, 0], batch()["pixels"][:, :, 0])
+    losses = objective.sample_losses(Linear(), family, batch(), step=0, first_index=0)
+    error = (0.5 * noised.noisy - noised.target)[:, :, 1:].square()
+    assert torch.allclose(losses, error.flatten(1).mean(dim=1))
+
+
+def test_dropped_captions_are_replaced_by_the_empty_one() -> None:
+    noised = FlowMatching(seed=0, cond_dropout=1.0).noised(Clips(), batch(), step=0)
+    assert noised.stored["labels"].tolist() == [10] * 6
+    without = StoredBatch(batch().tensors)
+    with pytest.raises(FamilyError, match="the empty caption"):
+        FlowMatching(seed=0, cond_dropout=0.5).noised(Clips(), without, step=0)
+
+
+@pytest.mark.parametrize(("density", "mean"), [(Uniform(), 0.5), (LogitNormal(), 0.5), (LogitNormal(mean=1.0), 0.70)])
+def test_densities_have_their_means(density: Any, mean: float) -> None:
+    generator = np.random.default_rng(0)
+    drawn = np.array([density.draw(generator) for _ in range(4000)])
+    assert ((drawn > 0) & (drawn <= 1)).all()
+    assert abs(drawn.mean() - mean) < 0.02
+
+
+def test_a_mean_and_a_shift_are_the_same_distribution() -> None:
+    with_mean = [LogitNormal(mean=0.7).draw(np.random.default_rng(i)) for i in range(20)]
+    with_shift = [shifted(LogitNormal().draw(np.random.default_rng(i)), float(np.exp(0.7))) for i in range(20)]
+    assert with_mean == pytest.approx(with_shift)
+
+
+def test_the_shift_is_the_familys_unless_it_is_given() -> None:
+    def times(shift: Any = None, /, **defaults: Any) -> Tensor:
+        return FlowMatching(seed=0, shift=shift).noised(Clips(**defaults), batch(), step=0).times
+
+    plain = times()
+    assert torch.allclose(times(None, shift=3.0), 3 * plain / (1 + 2 * plain))
+    assert torch.equal(times(1.0, shift=3.0), plain)
+    rule = ResolutionShift(base_tokens=0, max_tokens=24, base_shift=0.0, max_shift=2.0)
+    factor = float(np.exp(1.0))  # 12 tokens
+    assert torch.allclose(times(rule), factor * plain / (1 + (factor - 1) * plain))
+
+
+def test_the_clamp_of_the_shift_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    rule = ResolutionShift(base_tokens=1, max_tokens=4, base_shift=0.1, max_shift=0.3)
+    free = ResolutionShift(base_tokens=1, max_tokens=4, base_shift=0.1, max_shift=0.3, clamp=False)
+    assert rule.factor(12) == rule.factor(4) < free.factor(12)
+    with caplog.at_level(logging.WARNING):
+        for step in range(3):
+            FlowMatching(seed=0, shift=rule).noised(Clips(), batch(), step=step)
+    assert [record.message.count("12 tokens is clamped") for record in caplog.records] == [1]
+
+
+def test_sigma_ranges_hold() -> None:
+    times = FlowMatching(seed=0, sigma_range=(0.875, 1.0), shift=3.0).noised(Clips(), batch(), step=0).times
+    assert ((times > 0.875) & (times <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        (FlowMatching, {"cond_dropout": 1.5}, "cond_dropout=1.5"),
+        (FlowMatching, {"sigma_range": (0.9, 0.1)}, "sigma_range"),
+        (FlowMatching, {"shift": 0.0}, "shift=0.0"),
+    ],
+)
+def test_bad_settings_are_refused(kind: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(seed=0, **settings)
+
+
+def test_the_objective_fits_the_family() -> None:
+    assert isinstance(objective_for(Clips(), seed=0), FlowMatching)
+    diffusion = Clips(prediction="epsilon", alphas_cumprod=LEVELS)
+    assert isinstance(objective_for(diffusion, seed=0), Diffusion)
+    with pytest.raises(ValueError, match="train it with Diffusion"):
+        FlowMatching(seed=0).noised(diffusion, batch(), step=0)
+    with pytest.raises(ValueError, match="train it with FlowMatching"):
+        Diffusion(seed=0, time_range=None).mix(Clips(), batch()["pixels"], batch()["pixels"], torch.zeros(6).long())
