@@ -8,9 +8,8 @@ from lightning_cp._register import register
 from lightning_cp.config import ContextParallelConfig, ParallelConfig
 
 if TYPE_CHECKING:
-    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
-
     from lightning_cp.attention import context_parallel_attention
+    from lightning_cp.compat.diffusers_names import ContextParallelInput, ContextParallelOutput
     from lightning_cp.engine import apply_context_parallel, check_plan, remove_context_parallel
     from lightning_cp.engine.recompute import save_attention, selective_checkpoint
     from lightning_cp.pipelines import parallelize_pipeline, unparallelize_pipeline
@@ -32,8 +31,8 @@ __all__ = [
 
 # Imported at first use: torch, lightning and diffusers take seconds to import, and settings are checked first.
 _HOMES = {
-    "ContextParallelInput": "diffusers.models._modeling_parallel",
-    "ContextParallelOutput": "diffusers.models._modeling_parallel",
+    "ContextParallelInput": "lightning_cp.compat.diffusers_names",
+    "ContextParallelOutput": "lightning_cp.compat.diffusers_names",
     "context_parallel_attention": "lightning_cp.attention",
     "apply_context_parallel": "lightning_cp.engine",
     "check_plan": "lightning_cp.engine",

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 RotateMethod = Literal["allgather", "alltoall"]
 ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
 
-_DIFFUSERS_MODULE = "diffusers.models._modeling_parallel"
 _WAY_OUT = (
     "lightning_cp's settings are frozen and carry no run-time state, so diffusers' enable_parallelism and "
     "from_pretrained(parallel_config=...) cannot use them; call "
@@ -125,7 +124,7 @@ def context_config(config: object) -> ContextParallelConfig:
     if isinstance(config, ContextParallelConfig):
         return config
     kind = type(config)
-    is_theirs = kind.__module__ == _DIFFUSERS_MODULE
+    is_theirs = kind.__module__.split(".")[0] == "diffusers"
     if isinstance(config, ParallelConfig) or (is_theirs and kind.__name__ == "ParallelConfig"):
         _refuse_tensor_parallel(getattr(config, "tensor_parallel_config", None))
         inner = getattr(config, "context_parallel_config", None)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightning.fabric.strategies.model_parallel import ModelParallelStrategy, _ParallelBackwardSyncControl
+from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
@@ -126,7 +127,7 @@ class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
         return parallel
 
 
-class _SyncControl(_ParallelBackwardSyncControl):
+class _SyncControl(ParallelBackwardSyncControl):
     """Control of gradient averaging. Lightning's, with `enabled=False`, disables averaging of all later gradients."""
 
     @override

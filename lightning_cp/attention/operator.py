@@ -6,8 +6,6 @@ Process groups are passed by name; see `mesh.groups_by_name`. The derivatives ar
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -15,6 +13,7 @@ from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchan
 from lightning_cp.attention.heads import assign_heads
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
+from lightning_cp.compat.torch_names import imported_config
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
 from lightning_cp.mesh import MeshGroups, groups_by_name
@@ -178,7 +177,7 @@ def _keep_order() -> None:
     Ranks with uneven shards would call them in different orders, so that their collectives would not match. Registering
     an ordered effect does not prevent that.
     """
-    config = sys.modules.get("torch._inductor.config")
+    config = imported_config("inductor")
     if config is not None:
         config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
 

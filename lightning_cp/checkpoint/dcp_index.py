@@ -6,8 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -19,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_cp.checkpoint.inert import Record, UnknownNameError, read_pickle
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.compat.dcp_names import PICKLED_NAMES, StorageInfo
 
 INDEX = ".metadata"
 _MOST_BYTES, _MOST_DIMS, _MOST = 1 << 31, 64, (1 << 63) - 1
@@ -28,10 +28,9 @@ _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"
 _NAMES = frozenset(
     [
         *(f"{metadata.__name__}.{name}" for name, x in vars(metadata).items() if isinstance(x, type)),
-        *(f"{filesystem.__name__}.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *PICKLED_NAMES,
         *_DTYPES,
         "torch.Size",
-        "torch.serialization._get_layout",
         "collections.OrderedDict",
         "builtins.getattr",  # Python before 3.11.4 pickles enum members with it
         *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in _PATHS),
@@ -78,7 +77,7 @@ class _Index:
     def build(self) -> Metadata:
         """Check the records and build the index. Raises: _DamagedError: a record differs from DCP's format."""
         entries = {_text(name): _entry(x) for name, x in _dict(self._fields.get("state_dict_metadata")).items()}
-        stored = dict[MetadataIndex, _StorageInfo]()
+        stored = dict[MetadataIndex, StorageInfo]()
         for key, value in _dict(self._fields.get("storage_data")).items():
             index, info = _storage_key(key), self._storage(value)
             if index in stored or index.fqn not in entries:
@@ -95,7 +94,7 @@ class _Index:
                 _check_stored(name, entry, stored)
         return Metadata(entries, storage_data=stored)
 
-    def _storage(self, record: Any) -> _StorageInfo:
+    def _storage(self, record: Any) -> StorageInfo:
         fields = _fields(record, "_StorageInfo")
         name = _text(fields.get("relative_path"))
         if fields.get("transform_descriptors"):
@@ -105,7 +104,7 @@ class _Index:
             self._file_bytes[name] = self._size_of(name)
         if offset + length > self._file_bytes[name]:
             raise _DamagedError(f"{name} has {self._file_bytes[name]} bytes, and {offset + length} are needed")
-        return _StorageInfo(name, offset, length)
+        return StorageInfo(name, offset, length)
 
     def _size_of(self, name: str) -> int:
         inside = PurePosixPath(name)
@@ -175,7 +174,7 @@ def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadat
     return chunks
 
 
-def _check_stored(name: str, entry: TensorStorageMetadata, stored: dict[MetadataIndex, _StorageInfo]) -> None:
+def _check_stored(name: str, entry: TensorStorageMetadata, stored: dict[MetadataIndex, StorageInfo]) -> None:
     """Check that the files hold all chunks. Raises: _DamagedError: a chunk is missing, or larger than its data."""
     for chunk in entry.chunks:
         info = stored.get(MetadataIndex(name, chunk.offsets))

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import model_parallel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -23,6 +22,7 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.dcp_index import read_index
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.compat.fabric_names import loading_distributed_checkpoints_with
 
 _EXTRA = "meta.pt"  # Lightning's file for values other than sharded tensors
 
@@ -57,13 +57,8 @@ def without_code(path: Path) -> Iterator[None]:
     if (path / _EXTRA).is_file():
         check_file(path / _EXTRA)
         index = read_index(path)  # read once for the model and all optimizers
-    lightning: Any = model_parallel
-    before = lightning._distributed_checkpoint_load  # Lightning's function unpickles the index
-    lightning._distributed_checkpoint_load = partial(load_dcp, index=index)
-    try:
+    with loading_distributed_checkpoints_with(partial(load_dcp, index=index)):  # Lightning's unpickles the index
         yield
-    finally:
-        lightning._distributed_checkpoint_load = before
 
 
 def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None) -> None:

@@ -7,7 +7,6 @@ operator below autograd, and the result has no tangent, without an error. Theref
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from lightning_cp.comm.stats import STATS
+from lightning_cp.compat.torch_names import dynamo_is_imported, forward_ad_level, torch_func_is_active
 
 # operator name -> (operator, adjoint): both are linear in their first argument and share the other arguments.
 _ADJOINTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {}
@@ -30,9 +30,9 @@ def transforms_are_on() -> bool:
     Raises: NotImplementedError: inputs may have tangents under `torch.compile`: compiled operators have no forward
         derivative.
     """
-    tangents = forward_ad._current_level >= 0
+    tangents = forward_ad_level() >= 0
     if not torch.compiler.is_compiling():
-        return tangents or torch._C._are_functorch_transforms_active()
+        return tangents or torch_func_is_active()
     if tangents:
         raise NotImplementedError(
             "torch.compile with forward derivatives (torch.func.jvp, torch.autograd.forward_ad) is not implemented for "
@@ -52,7 +52,7 @@ def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
 
     Args: what: name of the function without a forward derivative, for the message.
     """
-    if forward_ad._current_level < 0:
+    if forward_ad_level() < 0:
         return
     duals = [forward_ad.unpack_dual(x) for x in tensors if x is not None]  # type: ignore[no-untyped-call]
     if any(x.tangent is not None for x in duals):
@@ -135,7 +135,7 @@ def apply_eagerly(function: Any, *arguments: Any) -> Any:
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude `function` from dynamo, also if dynamo compiles single frames after a graph break."""
-    if "torch._dynamo" not in sys.modules:  # do not import it here: that takes seconds
+    if not dynamo_is_imported():
         return function
     disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return disabled

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack
 
+from lightning_cp.compat.torch_names import function_modes
 from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, put_forward, unbound
 from lightning_cp.engine.rebinding import (
     OF_CLASS,
@@ -107,7 +107,7 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
     """
 
     def attend_unless_skipped(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        modes: list[object] = function_modes()  # type: ignore[no-untyped-call]
         if not any(type(mode).__name__ == _SKIP for mode in modes):
             return attend(query, key, value, *args, **kwargs)
         if query.shape[tokens] != value.shape[tokens]:

@@ -13,8 +13,6 @@ from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Spec, Split
 
-_ENTRIES = "diffusers.models._modeling_parallel"
-
 
 def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
     arguments: list[Arguments] = []
@@ -62,7 +60,7 @@ def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:
     if isinstance(entry, (list, tuple)):
         return tuple(_theirs(x, where, gathers=gathers) for x in entry)
     kind, wanted = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"
-    if kind.__module__ == _ENTRIES and kind.__name__ == wanted:
+    if kind.__module__.split(".")[0] == "diffusers" and kind.__name__ == wanted:
         return Split(entry.gather_dim if gathers else entry.split_dim, (), entry.expected_dims)
     if isinstance(entry, Split):
         return entry

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_cp.compat.torch_names import DropoutModule
 from lightning_cp.engine.forwards import own_forward, own_function, put_forward
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rebinding import DROPOUTS, OF_CLASS, ORIGINAL, Replacements, is_of_torch, rebind
@@ -56,7 +56,7 @@ class ShardDropouts:
         function, of_class = own_function(module), own_forward(module).get() is None
         if ORIGINAL in getattr(function, "__dict__", {}):
             return  # replaced already, together with the module's attention
-        bound = self._bound(function, of_class=of_class, is_dropout=isinstance(module, _DropoutNd))
+        bound = self._bound(function, of_class=of_class, is_dropout=isinstance(module, DropoutModule))
         if bound is not None:
             put_forward(module, bound)
         elif function is type(module).forward:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 from functools import partial, update_wrapper
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_cp.compat.torch_names import dynamo_is_imported
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
@@ -129,7 +129,7 @@ class Installed(Around):
                 "plan is installed on it"
             )
         follow = self._follow_eagerly
-        if "torch._dynamo" in sys.modules:  # else there is nothing that could trace it
+        if dynamo_is_imported():  # else there is nothing that could trace it
             follow = torch.compiler.disable(follow)  # type: ignore[no-untyped-call]
         follow()
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.compat.torch_names import no_torch_dispatch
+
 SAMPLES = 4096  # elements read of each argument
 BUCKETS = 32  # number of sums for each argument
 
@@ -181,7 +183,7 @@ def _hash(value: object) -> float:
 
 def _readable(x: Tensor) -> Tensor | None:
     """Return the elements as an ordinary real tensor; None if they are not local (DTensor, fake and meta tensors)."""
-    holds_memory = type(x).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
+    holds_memory = type(x).__torch_dispatch__ is no_torch_dispatch
     if not holds_memory or x.layout != torch.strided or x.is_meta or x.is_quantized:
         return None
     x = x.detach().as_subclass(Tensor).resolve_conj().resolve_neg()

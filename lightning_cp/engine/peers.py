@@ -10,10 +10,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd import forward_ad
 
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
+from lightning_cp.compat.torch_names import (
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+    set_forward_ad,
+    temporarily_clear_interpreter_stack,
+)
 from lightning_cp.engine import peer_samples
 from lightning_cp.engine.peer_samples import Sampler, plain_values, tensors
 from lightning_cp.errors import PeerMismatchError
@@ -212,18 +217,18 @@ def digest(x: Tensor) -> Digest:
 def _plain_values() -> Iterator[Any]:
     """Disable gradients, tangents and batching inside the context. Yields: a function that unwraps arguments."""
     with ExitStack() as stack:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(torch.no_grad())
-        stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
+        stack.enter_context(set_forward_ad(False))
         yield _unwrapped
 
 
 def _unwrapped(value: Any) -> Any:
     """Return the same nest without torch.func's wrappers around its tensors."""
     if isinstance(value, Tensor):
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):
-            value = torch._C._functorch.get_unwrapped(value)
+        while is_functorch_wrapped_tensor(value):
+            value = get_unwrapped(value)
         return value
     if isinstance(value, dict):
         return {name: _unwrapped(x) for name, x in value.items()}

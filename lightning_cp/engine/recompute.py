@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_cp.attention.operator
 import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
+from lightning_cp.compat.torch_names import imported_config
 
 _OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
 
@@ -43,6 +43,6 @@ def _compile_blocks_whole() -> None:
 
     Dynamo cannot split a selectively checkpointed block, and each block already has a separate graph.
     """
-    config = sys.modules.get("torch._dynamo.config")
+    config = imported_config("dynamo")
     if config is not None and config.optimize_ddp:  # every block calls this: write only once
         config.optimize_ddp = False  # type: ignore[attr-defined]

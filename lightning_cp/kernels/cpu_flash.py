@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_cp.compat.torch_names import aten
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -27,7 +28,7 @@ class CpuFlashKernel:
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = aten("_scaled_dot_product_flash_attention_for_cpu")(
             query.transpose(1, 2), _by_head(key), _by_head(value), 0.0, causal, attn_mask=mask, scale=scale
         )
         return PartialAttention(out.transpose(1, 2), lse.transpose(1, 2))
@@ -45,7 +46,7 @@ class CpuFlashKernel:
         scale: float,
     ) -> Grads:
         g, q, out, lse = (x.transpose(1, 2) for x in (grad_out, query, part.out, part.lse))
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grads = aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
             g, q, _by_head(key), _by_head(value), out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
         return Grads(*(x.transpose(1, 2) for x in grads))

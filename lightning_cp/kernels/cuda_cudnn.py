@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_cp.compat.torch_names import aten
 from lightning_cp.kernels.cuda_flash import pad_heads
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
@@ -32,9 +33,7 @@ class CudnnKernel:
     ) -> PartialAttention:
         d = query.shape[-1]
         q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            q, k, v, None, True, 0.0, causal, False, scale=scale
-        )
+        out, lse, *_ = aten("_scaled_dot_product_cudnn_attention")(q, k, v, None, True, 0.0, causal, False, scale=scale)
         return PartialAttention(out[..., :d].transpose(1, 2), lse.reshape(q.shape[:3]).transpose(1, 2))
 
     def backward(
@@ -53,7 +52,7 @@ class CudnnKernel:
         g, q, k, v, out = (pad_heads(x, 8).transpose(1, 2) for x in (grad_out, query, key, value, part.out))
         lse = part.lse.transpose(1, 2).unsqueeze(-1).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grads = aten("_scaled_dot_product_cudnn_attention_backward")(
             *(g, q, k, v, out, lse, no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2]),
             *(0.0, causal),
             scale=scale,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.compat.torch_names import aten
 from lightning_cp.kernels.cuda_flash import pad_heads
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
@@ -29,7 +30,7 @@ class EfficientKernel:
     ) -> PartialAttention:
         d, sq = query.shape[-1], query.shape[1]
         q, k, v = (pad_heads(x, 8).transpose(1, 2) for x in (query, key, value))
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        out, lse, *_ = aten("_scaled_dot_product_efficient_attention")(
             q, k, v, _bias(mask, q, k), True, 0.0, causal, scale=scale
         )
         return PartialAttention(out[..., :d].transpose(1, 2), lse[..., :sq].transpose(1, 2))
@@ -52,7 +53,7 @@ class EfficientKernel:
         out = pad_heads(part.out, 8).contiguous().transpose(1, 2)
         lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
-        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grads = aten("_scaled_dot_product_efficient_attention_backward")(
             *(g, q, k, v, _bias(mask, q, k), out, lse, no_dropout, no_dropout, 0.0),
             *([True, True, True, False], causal),
             scale=scale,

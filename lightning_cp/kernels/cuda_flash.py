@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.compat.torch_names import aten
 from lightning_cp.kernels.protocol import Grads, PartialAttention
 
 
@@ -28,7 +29,7 @@ class CudaFlashKernel:
     ) -> PartialAttention:
         d = query.shape[-1]
         q, k, v = (pad_heads(x, 8) for x in (query, key, value))
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+        out, lse, *_ = aten("_flash_attention_forward")(
             q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=scale
         )
         return PartialAttention(out[..., :d], lse.transpose(1, 2))
@@ -49,7 +50,7 @@ class CudaFlashKernel:
         g, q, k, v, out = (pad_heads(x, 8) for x in (grad_out, query, key, value, part.out))
         lse = part.lse.transpose(1, 2).contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        grads = torch.ops.aten._flash_attention_backward(
+        grads = aten("_flash_attention_backward")(
             *(g, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]),
             *(0.0, causal, no_dropout, no_dropout.new_empty(0)),
             scale=scale,

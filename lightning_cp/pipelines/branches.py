@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
+from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all

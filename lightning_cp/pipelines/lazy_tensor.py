@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map_only
 from typing_extensions import override
 
 from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
 from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.compat.torch_names import aten, make_wrapper_subclass, tree_iter, tree_map_only
 from lightning_cp.mesh import Branches
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
-_LATER = (_aten._to_copy, _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.add, _aten.sub, _aten.rsub)
+_LATER = (aten("_to_copy"), _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.add, _aten.sub, _aten.rsub)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, pending: PendingGathers) -> LazyTensor:
-        made: LazyTensor = Tensor._make_wrapper_subclass(
+        made: LazyTensor = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),

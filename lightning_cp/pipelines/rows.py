@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map
 
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.compat.torch_names import tree_iter, tree_map
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
 

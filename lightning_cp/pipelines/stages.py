@@ -15,8 +15,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_iter, tree_map_only
 
+from lightning_cp.compat.torch_names import tree_iter, tree_map_only
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.patching import Around, Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.placement import is_vae

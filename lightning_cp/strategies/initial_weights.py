@@ -14,9 +14,9 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.meta import materialize
 from lightning_cp.training.ema import copy_whole

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.utilities import imports
 from typing_extensions import override
 
 from lightning_cp.comm.rendezvous import served_here
 from lightning_cp.comm.stall import stop_watch
+from lightning_cp.compat import fabric_names
+from lightning_cp.compat.fabric_names import is_interactive
+from lightning_cp.compat.torch_names import process_groups
 from lightning_cp.mesh import built_groups
 from lightning_cp.strategies.local_ranks import LocalRanks
 
@@ -46,7 +46,7 @@ def choose_start_method(start_method: str | None, *, ranks: int, external: bool)
     Returns: one of `START_METHODS`; None: the only rank is this process.
     Raises: ValueError: a method that cannot work in an interactive session.
     """
-    if external or not imports._IS_INTERACTIVE:
+    if external or not is_interactive():
         return "popen" if external or start_method is None else start_method
     if start_method is None and ranks == 1:
         return None
@@ -83,7 +83,7 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
                 "process that is not one, or call torch.distributed.destroy_process_group() before"
             )
         stop_watch()
-        _LEFT.extend(dist.distributed_c10d._world.pg_map)
+        _LEFT.extend(process_groups())
         dist.destroy_process_group()
         os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
     _LEFT.extend(built_groups())  # includes a process group that the user has destroyed
@@ -102,7 +102,7 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
             os.environ.pop("MASTER_PORT", None)
 
 
-class MultiProcessingLauncher(_MultiProcessingLauncher):
+class MultiProcessingLauncher(fabric_names.MultiProcessingLauncher):
     """Fabric's launcher; it prepares this process first, and ranks listen on the loopback interface only."""
 
     @override
@@ -117,7 +117,7 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             return super().launch(function, *args, **kwargs)
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(fabric_names.SubprocessScriptLauncher):
     """Fabric's launcher of scripts; ranks listen on the loopback interface only."""
 
     def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:

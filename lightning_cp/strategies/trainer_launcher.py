@@ -6,18 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher, _WorkerOutput
-from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_cp.compat import trainer_names
+from lightning_cp.compat.trainer_names import WorkerOutput
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import ready_to_launch
 from lightning_cp.training.ema import whole_of
 
 
-class MultiProcessingLauncher(_MultiProcessingLauncher):
+class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
     """The Trainer's launcher: prepare this process, listen on the loopback interface only, return whole weights."""
 
     @override
@@ -32,7 +32,7 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             return super().launch(function, *args, trainer=trainer, **kwargs)
 
     @override
-    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> _WorkerOutput | None:
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> WorkerOutput | None:
         device, is_first = self._strategy.root_device, self._strategy.global_rank == 0
 
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
@@ -48,7 +48,7 @@ class MultiProcessingLauncher(_MultiProcessingLauncher):
             handle.remove()
 
 
-class ScriptLauncher(_SubprocessScriptLauncher):
+class ScriptLauncher(trainer_names.SubprocessScriptLauncher):
     """The Trainer's launcher of scripts; ranks listen on the loopback interface only."""
 
     def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:

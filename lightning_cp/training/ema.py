@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_cp.compat.torch_names import lerp_all_
+
 
 class WeightAverage:
     """EMA of a module's trainable parameters; in float32 for float16 and bfloat16 parameters.
@@ -31,7 +33,7 @@ class WeightAverage:
         keep = min(self.decay, (1 + step) / (10 + step))
         parameters = dict(module.named_parameters())
         averages = list(self._average.values())
-        torch._foreach_lerp_(averages, [_wide(parameters[name].detach()) for name in self._average], 1 - keep)
+        lerp_all_(averages, [_wide(parameters[name].detach()) for name in self._average], 1 - keep)
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:

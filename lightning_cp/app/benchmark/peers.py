@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_cp.compat.torch_names import aten
+
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -81,7 +83,7 @@ def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., 
 
     Args: settings: of its ContextParallelConfig, `ring` and `ulysses` for the degrees.
     """
-    from diffusers.models.attention_dispatch import _templated_context_parallel_attention
+    from lightning_cp.compat.diffusers_names import templated_context_parallel_attention
 
     if device.type != "cpu":
         return _as_shipped(device, **settings)
@@ -90,7 +92,7 @@ def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., 
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
     ) -> Tensor:
-        return _templated_context_parallel_attention(  # type: ignore[no-any-return]
+        return templated_context_parallel_attention(  # type: ignore[no-any-return]
             *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
             forward_op=_cpu_forward,
             backward_op=_cpu_backward,
@@ -129,7 +131,7 @@ def _cpu_forward(
 ) -> Any:
     """A kernel for diffusers' templates: out [b, s, h, d] and, if asked, lse [b, s, h]."""
     bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-    out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    out, log_sum = aten("_scaled_dot_product_flash_attention_for_cpu")(
         *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=bias
     )
     out, log_sum = out.transpose(1, 2), log_sum.transpose(1, 2)
@@ -142,7 +144,7 @@ def _cpu_forward(
 def _cpu_backward(ctx: Any, grad_out: Tensor, *_: Any, **other: Any) -> Any:
     names = ("query", "key", "value", "out", "lse")
     q, k, v, out, lse = (other.get(name, saved) for name, saved in zip(names, ctx.saved_tensors, strict=True))
-    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    grads = aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
         *(x.transpose(1, 2).contiguous() for x in (grad_out, q, k, v, out, lse)), 0.0, False, attn_mask=ctx.bias
     )
     return tuple(x.transpose(1, 2) for x in grads)

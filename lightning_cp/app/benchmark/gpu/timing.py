@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.app.benchmark.trace import read_trace, record
+from lightning_cp.compat.torch_names import fake_store
 
 
 def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
@@ -48,9 +49,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
     """A default process group of `ranks` ranks whose collectives send nothing; this process is rank 0."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield
     finally:

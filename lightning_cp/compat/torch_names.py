@@ -1,0 +1,90 @@
+"""Private names of torch. Modules that import torch anyway import these from here."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from lightning_cp.compat.versions import incompatible, private_names
+
+with private_names("torch"):
+    from torch._C import _are_functorch_transforms_active as torch_func_is_active
+    from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
+    from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
+    from torch.nn.modules.dropout import _DropoutNd as DropoutModule
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+    from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
+
+    lerp_all_ = torch._foreach_lerp_
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+
+__all__ = [
+    "DropoutModule",
+    "TreeSpec",
+    "aten",
+    "dynamo_is_imported",
+    "fake_store",
+    "forward_ad_level",
+    "function_modes",
+    "get_unwrapped",
+    "imported_config",
+    "is_functorch_wrapped_tensor",
+    "is_traceable_wrapper_subclass",
+    "lerp_all_",
+    "make_wrapper_subclass",
+    "no_torch_dispatch",
+    "peek_interpreter_stack",
+    "process_groups",
+    "set_forward_ad",
+    "temporarily_clear_interpreter_stack",
+    "torch_func_is_active",
+    "tree_flatten",
+    "tree_iter",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+]
+
+
+@cache
+def aten(name: str) -> Any:
+    """Return a private operator of aten. Raises: IncompatibleVersionError: this torch has no such operator."""
+    try:
+        return getattr(torch.ops.aten, name)
+    except AttributeError as error:
+        raise incompatible("torch", f"it has no operator aten.{name}") from error
+
+
+def dynamo_is_imported() -> bool:
+    """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def imported_config(compiler: str) -> ModuleType | None:
+    """Return the options of `compiler` ("dynamo" or "inductor"); None if it is not imported."""
+    return sys.modules.get(f"torch._{compiler}.config")
+
+
+def forward_ad_level() -> int:
+    """Return the innermost level of forward derivatives that is active; -1 if none is."""
+    return forward_ad._current_level
+
+
+def process_groups() -> list[Any]:
+    """Return all process groups of this process."""
+    return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def fake_store() -> Any:
+    """Return a store for the process group backend "fake", which sends nothing."""
+    with private_names("torch"):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    return FakeStore()
