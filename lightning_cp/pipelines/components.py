@@ -16,8 +16,12 @@ from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.vae import parallelize_vae
 
 
-def load_pipeline(source: str, dtype: Any) -> Any:
-    """Load a pipeline from a folder or from the Hub. Raises: ValueError: it cannot be loaded; reason in one line."""
+def load_pipeline(source: str, dtype: Any, *, setting: str = "source") -> Any:
+    """Load a pipeline from a folder or from the Hub.
+
+    Args: setting: name of the setting that holds `source`, for the error message.
+    Raises: ValueError: it cannot be loaded; the reason in one line.
+    """
     from diffusers import DiffusionPipeline
 
     try:
@@ -27,12 +31,12 @@ def load_pipeline(source: str, dtype: Any) -> Any:
             raise
         files = ", ".join(_code_files(source)) or "named in model_index.json"
         raise ValueError(
-            f"source={source} needs Python code of its own (files: {files}), which is not run here: use a pipeline "
+            f"{setting}={source} needs Python code of its own (files: {files}), which is not run here: use a pipeline "
             "whose classes are all in diffusers or transformers. Or read the code, load the pipeline in your script "
             "with trust_remote_code=True, and call parallelize_pipeline on it"
         ) from error
     except OSError as error:
-        raise ValueError(f"source={source} cannot be loaded: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def _code_files(source: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""Settings of recipes/check_family.py."""
