@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 RotateMethod = Literal["allgather", "alltoall"]
 ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
+CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
 _WAY_OUT = (
     "lightning_cp's settings are frozen and carry no run-time state, so diffusers' enable_parallelism and "

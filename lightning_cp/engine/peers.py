@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from lightning_cp.compat.torch_names import (
     set_forward_ad,
     temporarily_clear_interpreter_stack,
 )
+from lightning_cp.config import CHECK_PEERS
 from lightning_cp.engine import peer_samples
 from lightning_cp.engine.peer_samples import Sampler, plain_values, tensors
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import MeshGroups
-
-CheckPeers = Literal["sampled", "first", "always", "off"]
-CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
 Digest = tuple[str, list[float]]
 

@@ -73,7 +73,7 @@ class FSDPMixin(ContextParallelMixin):
         )
         for name, value in plugins.items():
             setattr(self, name, value)
-        if replicate > 1 and "fsdp" in (getattr(self.context.mesh, "mesh_dim_names", None) or ()):
+        if replicate > 1 and "fsdp" in (getattr(self.context.settings.mesh, "mesh_dim_names", None) or ()):
             raise ValueError(f"replicate={replicate} and a mesh with an axis `fsdp` both say how weights are sharded")
         self._replicate = replicate
         self._weights_mesh: DeviceMesh | None = None
@@ -133,7 +133,7 @@ class FSDPMixin(ContextParallelMixin):
 
     def _make_weights_mesh(self) -> DeviceMesh:
         """Build a mesh with dims `replicate` and `shard`, or only `shard`. Ranks: the whole world."""
-        given = self.context.mesh
+        given = self.context.settings.mesh
         if given is not None and "fsdp" in given.mesh_dim_names:
             ranks = given.mesh.movedim(given.mesh_dim_names.index("fsdp"), -1).flatten(0, -2)
         else:

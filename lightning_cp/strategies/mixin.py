@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from lightning_cp.strategies.initial_weights import equal_initial_weights
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import check_start_method, choose_start_method
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
+from lightning_cp.strategies.settings import StrategySettings
 from lightning_cp.strategies.strategy import ContextParallel
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
@@ -78,40 +80,29 @@ class ContextParallelMixin:
         whole_world: str | None = None,
         **kwargs: Any,
     ) -> None:
+        given = locals()  # before other names are bound: a setting of StrategySettings is only added to the signature
         _check_known(type(self), kwargs)
         check_start_method(start_method)
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
         if whole_world not in (None, "ring", "ulysses"):
             raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
         self._whole_world, self._chosen_start_method = whole_world, start_method
-        self._settings: dict[str, Any] = {
-            "ring": ring,
-            "ulysses": ulysses,
-            "data_parallel": data_parallel,
-            "rotate_method": rotate_method,
-            "convert_to_fp32": convert_to_fp32,
-            "mesh": mesh,
-            "plans": plans,
-            "modules": modules,
-            "kernel": kernel,
-            "check_peers": check_peers,
-            "stall_s": stall_s,
-        }
-        self.context = ContextParallel(**self._settings)
+        self._settings = StrategySettings.pick(given)
+        self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
         self.local_ranks = LocalRanks()
 
     @property
     def data_rank(self) -> int:
         """Index of this rank's context group."""
-        if self.context.groups is None and self.context.mesh is None:
+        if self.context.groups is None and self.context.settings.mesh is None:
             return int(self._lightning.global_rank // self.context.size)
         return self.context.up().data_rank
 
     @property
     def data_size(self) -> int:
         """Number of context groups."""
-        if self.context.groups is None and self.context.mesh is None:
+        if self.context.groups is None and self.context.settings.mesh is None:
             return self._planned_world // self.context.size
         return self.context.up().data_size
 
@@ -179,7 +170,8 @@ class ContextParallelMixin:
     def _configure_launcher(self) -> None:
         world = self._planned_world
         if self._whole_world is not None:
-            self.context = ContextParallel(**{**self._settings, self._whole_world: world})
+            degree: dict[str, Any] = {self._whole_world: world}
+            self.context = ContextParallel(replace(self._settings, **degree))
         self.context.check_world(world)
         external = self._lightning.cluster_environment.creates_processes_externally
         method = choose_start_method(self._chosen_start_method, ranks=world, external=external)

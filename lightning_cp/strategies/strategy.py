@@ -18,52 +18,36 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_cp.comm.shards import gather_uneven, own_shard
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.config import ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
-from lightning_cp.engine.peers import PeerCheck, forwards_to_check
+from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import Plan, refusal, registered_plan
+from lightning_cp.strategies.settings import StrategySettings
 
 
 @dataclass
 class ContextParallel:
-    """Context-parallel part of a strategy. It checks settings when created, and builds groups once ranks are up.
+    """Context-parallel part of a strategy: builds the groups once ranks are up, and installs plans.
 
-    Attributes: see the arguments of `ContextParallelMixin`.
+    Attributes:
+        settings: settings of the strategy.
+        groups: process groups of the mesh; None before the ranks are up.
+        described: lines that were logged.
+        found: keys of `plans` and `modules` that matched a module.
+        checks: checks of the transformers' inputs.
     """
 
-    ring: int
-    ulysses: int
-    data_parallel: int | str
-    rotate_method: RotateMethod
-    convert_to_fp32: bool
-    mesh: Any
-    plans: Mapping[Any, object] | None
-    modules: Sequence[Any] | None
-    kernel: str
-    check_peers: str
-    stall_s: float | None
+    settings: StrategySettings
     groups: MeshGroups | None = field(default=None, init=False)
     described: set[str] = field(default_factory=set, init=False)
-    found: set[Any] = field(default_factory=set, init=False)  # keys of plans and modules
+    found: set[Any] = field(default_factory=set, init=False)
     checks: WeakSet[PeerCheck] = field(default_factory=WeakSet, init=False)
 
     def __post_init__(self) -> None:
-        check_degree("ring", self.ring, default=1)
-        check_degree("ulysses", self.ulysses, default=1)
-        if self.data_parallel != "auto":
-            check_degree("data_parallel", self.data_parallel, default=1)
-        if self.plans is not None and not isinstance(self.plans, Mapping):
-            raise TypeError(f"plans must map model classes or names to plans, not be a {type(self.plans).__name__}")
-        if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
-            raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
-        check_kernel(self.kernel)
-        forwards_to_check(self.check_peers)
-        if self.stall_s is not None and (isinstance(self.stall_s, bool) or not self.stall_s > 0):
-            raise ValueError(f"stall_s={self.stall_s!r} must be seconds above 0, or None for no watch")
-        self.config = self._config()
+        check_kernel(self.settings.kernel)
+        self.config = self.settings.config
         self.ring, self.ulysses = self.config.mesh_shape
 
     def __getstate__(self) -> dict[str, Any]:
@@ -72,17 +56,6 @@ class ContextParallel:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, checks=WeakSet())
-
-    def _config(self) -> ContextParallelConfig:
-        degrees: dict[str, Any] = (
-            {} if self.mesh is not None and (self.ring, self.ulysses) == (1, 1) else self._degrees()
-        )
-        return ContextParallelConfig(
-            **degrees, convert_to_fp32=self.convert_to_fp32, rotate_method=self.rotate_method, mesh=self.mesh
-        )
-
-    def _degrees(self) -> dict[str, int]:
-        return {"ring_degree": self.ring, "ulysses_degree": self.ulysses}
 
     @property
     def size(self) -> int:
@@ -96,11 +69,12 @@ class ContextParallel:
                 f"ring={self.ring} x ulysses={self.ulysses} = {self.size} does not fit a world of {world} ranks: start "
                 f"a multiple of {self.size} (devices={self.size}, say), or lower a degree"
             )
-        if self.data_parallel != "auto" and world != int(self.data_parallel) * self.size:
+        data = self.settings.data_parallel
+        if data != "auto" and world != int(data) * self.size:
             raise ValueError(
-                f"data_parallel={self.data_parallel} x ring={self.ring} x ulysses={self.ulysses} = "
-                f"{int(self.data_parallel) * self.size} ranks, but the world has {world}: leave data_parallel='auto' "
-                f"({world // self.size} here), or start as many ranks"
+                f"data_parallel={data} x ring={self.ring} x ulysses={self.ulysses} = {int(data) * self.size} ranks, "
+                f"but the world has {world}: leave data_parallel='auto' ({world // self.size} here), or start as many "
+                "ranks"
             )
 
     def set_up(self) -> MeshGroups:
@@ -110,9 +84,9 @@ class ContextParallel:
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
         """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
-        if self.stall_s is not None and dist.is_initialized():
+        if self.settings.stall_s is not None and dist.is_initialized():
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
-            watch_stalls(host=host, after_s=min(self.stall_s, timeout_s / 2), timeout_s=timeout_s)
+            watch_stalls(host=host, after_s=min(self.settings.stall_s, timeout_s / 2), timeout_s=timeout_s)
 
     def up(self) -> MeshGroups:
         """Return the groups. Raises: RuntimeError: the ranks are not up yet."""
@@ -127,7 +101,7 @@ class ContextParallel:
             self.up()
         installed = [
             installed_on(inner)
-            or parallelize(inner, self.config, plan, kernel=self.kernel, check_peers=self.check_peers)
+            or parallelize(inner, self.config, plan, kernel=self.settings.kernel, check_peers=self.settings.check_peers)
             for inner, plan in selected
         ]
         self.checks.update(one.session.peers for one in installed)
@@ -144,7 +118,7 @@ class ContextParallel:
 
     def _selected(self, module: nn.Module) -> list[tuple[nn.Module, object]]:
         inside = list(module.named_modules())
-        for setting, keys in (("plans", self.plans or {}), ("modules", self.modules or ())):
+        for setting, keys in (("plans", self.settings.plans or {}), ("modules", self.settings.modules or ())):
             self.found |= {key for key in keys if any(_names(key, name, inner) for name, inner in inside)}
             absent = [key for key in keys if key not in self.found]  # neither here nor in a module wrapped earlier
             if absent:
@@ -157,21 +131,21 @@ class ContextParallel:
                 )
         found = []
         for name, inner in inside:
-            if self.modules is not None and not any(_names(key, name, inner) for key in self.modules):
+            if self.settings.modules is not None and not any(_names(key, name, inner) for key in self.settings.modules):
                 continue
             plan = self._plan(name, inner)
             if plan is not None or installed_on(inner) is not None:
                 found.append((inner, plan))
-            elif self.modules is not None:
-                raise PlanError(f"modules={self.modules!r} names {name!r}: {no_plan(class_of(inner))}")
-        if not found and self.modules is None and self.size > 1:  # each rank would run the full sequence
+            elif self.settings.modules is not None:
+                raise PlanError(f"modules={self.settings.modules!r} names {name!r}: {no_plan(class_of(inner))}")
+        if not found and self.settings.modules is None and self.size > 1:  # each rank would run the full sequence
             for kind in map(class_of, module.modules()):
                 if refusal(kind) is not None:
                     raise PlanError(no_plan(kind))
         return found
 
     def _plan(self, name: str, module: nn.Module) -> object:
-        given = [plan for key, plan in (self.plans or {}).items() if _names(key, name, module)]
+        given = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
         return given[0] if given else registered_plan(type(module))
 
     def unused_parameters(self, module: nn.Module) -> bool:
@@ -204,8 +178,8 @@ class ContextParallel:
 
     def _kernel_of(self, module: nn.Module) -> str:
         """Return the kernel that is chosen for this device and precision without a mask."""
-        if self.kernel != "auto":
-            return self.kernel
+        if self.settings.kernel != "auto":
+            return self.settings.kernel
         parameter = next(module.parameters())
         device, dtype = parameter.device, parameter.dtype
         if torch.is_autocast_enabled(device.type) and dtype != torch.float64:

@@ -125,7 +125,7 @@ def test_a_plain_module_on_shards_trains_with_one_process_gradients(run_ranks: R
         ({"check_peers": "sometimes"}, "check_peers='sometimes'"),
         ({"data_parallel": 0}, "data_parallel=0"),
         ({"rings": 2}, "no setting 'rings': did you mean 'ring'"),
-        ({"plans": ["Plain"]}, "plans must map"),
+        ({"plans": ["Plain"]}, r"plans=\['Plain'\] must be a dict"),
         ({"modules": "transformer"}, "modules='transformer' must be a list"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.unit.imported import PACKAGE, imported_modules
 
 LAYERS = (
-    {"errors", "config", "mesh", "compat"},
+    {"errors", "config", "rules", "mesh", "compat"},
     {"comm", "kernels"},
     {"attention", "plans", "families"},
     {"engine"},

@@ -9,9 +9,10 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_cp.app.settings.rules import Each, Either, Integer, Number, OneOf, Rule, Text
 from lightning_cp.checkpoint import CHECKPOINT_FORMATS
 from lightning_cp.config import ROTATE_METHODS
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
+from lightning_cp.strategies.settings import setting_rules
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "flash_attn_4", "sage", "math")
@@ -105,11 +106,10 @@ SETTINGS = (
     Setting("model.transformer.rope_max_seq_len", Integer(1)),
     Setting("model.transformer.num_layers", Integer(0)),
     Setting("model.transformer.axes_dims_rope", Each(Integer(2), 3)),
+    *(Setting(f"strategy.{name}", rule) for name, rule in setting_rules().items()),
     Setting("strategy.convert_to_fp32", OneOf((True, False))),
     Setting("strategy.replicate", Integer(1)),
     Setting("strategy.reshard_after_forward", OneOf((True, False))),
-    Setting("strategy.stall_s", Either(OneOf((None,)), Number(above=0))),
-    Setting("strategy.check_peers", OneOf(("sampled", "first", "always", "off"))),
 )
 
 

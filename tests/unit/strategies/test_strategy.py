@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.errors import PlanError
 from lightning_cp.fabric import ContextParallelStrategy
+from lightning_cp.strategies.mixin import ContextParallelMixin
+from lightning_cp.strategies.settings import StrategySettings
 
 
 @pytest.fixture
@@ -56,3 +64,35 @@ def test_a_module_whose_only_transformer_no_plan_can_carry_is_refused_not_repeat
             core.wrap(nn.Sequential(unet))
     assert ContextParallelStrategy(ring=1).context.wrap(nn.Sequential(unet)) == []
     assert ContextParallelStrategy(ring=2).context.unused_parameters(nn.Sequential(nn.Linear(2, 2))) is False
+
+
+def test_the_strategies_and_conf_have_the_settings_with_the_same_defaults() -> None:
+    """A new setting is declared in three places: StrategySettings, the mixin's signature and conf/."""
+    settings = {one.name: one.default for one in fields(StrategySettings)}
+    signature = {name: x.default for name, x in inspect.signature(ContextParallelMixin).parameters.items()}
+    assert {name: signature[name] for name in settings} == settings
+    file = Path(__file__).parents[3] / "conf/lightning_cp/strategy/cp.yaml"
+    conf: dict[Any, Any] = dict(OmegaConf.load(file))  # type: ignore[arg-type]
+    del conf["_target_"]
+    assert conf == {name: settings[name] for name in settings if name not in ("mesh", "plans", "modules")}
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"stall_s": 0}, "stall_s=0 must be one of None or a number more than 0"),
+        ({"stall_s": True}, "stall_s=True must be"),
+        ({"stall_s": math.nan}, "stall_s=nan must be"),
+        ({"check_peers": "no"}, "check_peers='no' must be one of sampled, first, always, off"),
+        ({"ring": 0}, "ring=0 must be at least 1"),
+        ({"rotate_method": "ring"}, "rotate_method='ring' is not one of allgather, alltoall"),
+    ],
+)
+def test_a_bad_setting_is_refused_when_the_strategy_is_built(setting: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ContextParallelStrategy(**setting)
+
+
+def test_the_stall_watchdog_can_be_off_or_wait_for_ever() -> None:
+    for value in (None, math.inf, 0.5):
+        assert ContextParallelStrategy(stall_s=value).context.settings.stall_s == value

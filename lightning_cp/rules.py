@@ -41,16 +41,22 @@ class Integer(Rule):
 
 @dataclass(frozen=True)
 class Number(Rule):
-    """A finite number within bounds; `minimum` and `most` are inclusive, `above` and `below` are exclusive."""
+    """A number within bounds; `minimum` and `most` are inclusive, `above` and `below` are exclusive.
+
+    Infinity is valid only if `infinite` is set; nan never is.
+    """
 
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
     most: float | None = None
+    infinite: bool = False
 
     @override
     def passes(self, value: Any) -> bool:
-        if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+            return False
+        if math.isinf(value) and not self.infinite:
             return False
         return (
             (self.minimum is None or value >= self.minimum)

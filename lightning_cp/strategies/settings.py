@@ -1,0 +1,83 @@
+"""Settings of the strategies: frozen, and checked when created. Imports neither torch nor Lightning.
+
+The recipes read the rules of these settings too, and check them before anything slow is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any, TypeVar
+
+from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
+from lightning_cp.rules import Either, Number, OneOf, Rule
+
+T = TypeVar("T")
+
+
+def _field(default: T, rule: Rule) -> T:
+    """Declare a setting with a default and a rule for its values."""
+    made: T = field(default=default, metadata={"rule": rule})
+    return made
+
+
+@dataclass(frozen=True)
+class StrategySettings:
+    """Settings that both strategies have, for Fabric and for the Trainer.
+
+    Attributes: see the arguments of `ContextParallelMixin`; the names and defaults are the same.
+    Raises: ValueError, TypeError: an invalid setting; the message names it, its value and the valid values.
+    """
+
+    ring: int = 1
+    ulysses: int = 1
+    data_parallel: int | str = "auto"
+    rotate_method: RotateMethod = "allgather"
+    convert_to_fp32: bool = True
+    mesh: Any = None
+    plans: Mapping[Any, object] | None = None
+    modules: Sequence[Any] | None = None
+    kernel: str = "auto"
+    check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
+    stall_s: float | None = _field(60.0, Either(OneOf((None,)), Number(above=0, infinite=True)))
+
+    def __post_init__(self) -> None:
+        check_degree("ring", self.ring, default=1)
+        check_degree("ulysses", self.ulysses, default=1)
+        if self.data_parallel != "auto":
+            check_degree("data_parallel", self.data_parallel, default=1)
+        if self.plans is not None and not isinstance(self.plans, Mapping):
+            raise TypeError(
+                f"plans={self.plans!r} must be a dict from model classes or names to plans, not a "
+                f"{type(self.plans).__name__}"
+            )
+        if isinstance(self.modules, (str, type)) or not isinstance(self.modules, (Sequence, type(None))):
+            raise TypeError(f"modules={self.modules!r} must be a list of model classes or names")
+        for name, rule in setting_rules().items():
+            value = getattr(self, name)
+            if not rule.passes(value):
+                raise ValueError(f"{name}={value!r} must be {rule.describe().replace('null', 'None')}")
+        _ = self.config
+
+    @cached_property
+    def config(self) -> ContextParallelConfig:
+        """Settings of context parallelism; degrees that are left at 1 are read from the mesh, if there is one."""
+        from_mesh = self.mesh is not None and (self.ring, self.ulysses) == (1, 1)
+        return ContextParallelConfig(
+            ring_degree=None if from_mesh else self.ring,
+            ulysses_degree=None if from_mesh else self.ulysses,
+            convert_to_fp32=self.convert_to_fp32,
+            rotate_method=self.rotate_method,
+            mesh=self.mesh,
+        )
+
+    @classmethod
+    def pick(cls, arguments: Mapping[str, Any]) -> StrategySettings:
+        """Create the settings from the arguments of a strategy's constructor; other arguments are ignored."""
+        return cls(**{one.name: arguments[one.name] for one in fields(cls)})
+
+
+def setting_rules() -> dict[str, Rule]:
+    """Return the rules of the settings that have one, by name."""
+    return {one.name: one.metadata["rule"] for one in fields(StrategySettings) if "rule" in one.metadata}
