@@ -3,7 +3,6 @@
 Imports neither torch nor diffusers.
 """
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -13,11 +12,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
+from lightning_cp.errors import MediaError
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
@@ -40,8 +41,10 @@ def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | No
     check_values(config)
     world = resolve_world(config, machine, place)
     check_device(config, world.accelerator)
-    if config.format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
-        raise SettingsError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
+    try:
+        check_format(config.format)
+    except MediaError as error:
+        raise SettingsError(str(error)) from None
     found = _source(config)
     settled: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches as data groups

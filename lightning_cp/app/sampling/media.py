@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import wave
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.errors import MediaError
 
 
@@ -40,12 +40,6 @@ def is_sound(sample: Any) -> bool:
     return isinstance(sample, (np.ndarray, Tensor)) and sample.ndim in (1, 2)
 
 
-def check_format(format: str) -> None:
-    """Check that the format's packages are installed. Raises: MediaError."""
-    if format == "mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
-        raise MediaError("format=mp4 needs imageio and ffmpeg: pip install 'imageio[ffmpeg]', or use format=gif")
-
-
 def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16, rate_hz: int = 44100) -> Path:
     """Write one sample to a file.
 
@@ -65,14 +59,17 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     path = stem.with_name(f"{stem.name}.{kind}")
     if kind == "png" and len(frames) > 1:
         raise MediaError(f"format=png holds one picture, and a sample has {len(frames)} frames: use gif, mp4 or auto")
-    if kind == "mp4":
-        _write_mp4(frames, path, fps)
-        return path
     images = [_image(frame) for frame in frames]
     if kind == "png":
         images[0].save(path)
-    else:
-        images[0].save(path, save_all=True, append_images=images[1:], duration=round(1000 / fps), loop=0)
+        return path
+    from diffusers.utils import export_to_gif, export_to_video
+
+    if kind == "gif":
+        export_to_gif(images, str(path), fps=fps)
+        return path
+    check_format("mp4")  # without imageio, export_to_video falls back to OpenCV
+    export_to_video([image.convert("RGB") for image in images], str(path), fps=fps, macro_block_size=2)
     return path
 
 
@@ -84,14 +81,6 @@ def _described(sample: Any) -> str:
 def _image(frame: Tensor) -> Image.Image:
     array = frame.numpy()
     return Image.fromarray(array[..., 0] if array.shape[-1] == 1 else array)
-
-
-def _write_mp4(frames: Tensor, path: Path, fps: int) -> None:
-    check_format("mp4")
-    import imageio.v2 as imageio  # type: ignore[import-not-found,unused-ignore]  # optional
-
-    colour = frames[..., :3].expand(-1, -1, -1, 3).numpy()
-    imageio.mimwrite(path, list(colour), fps=fps, macro_block_size=2)
 
 
 def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:
