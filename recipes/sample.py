@@ -50,7 +50,8 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
 
     from lightning_cp import apply_context_parallel
     from lightning_cp.app.sampling.recognise import recognise_digits
-    from lightning_cp.app.sampling.trained import SharedGuidance, WithPrecision, load_denoiser
+    from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
+    from lightning_cp.app.training.precision import WithPrecision
     from lightning_cp.pipelines import sampling_ranks
     from lightning_cp.sampling import SamplingSettings, draw_samples
     from lightning_cp.training.ranks import DataShard
@@ -65,9 +66,10 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
     count = len(labels) or config.count or of_run.num_samples
-    loaded = time.perf_counter()
+    precision, loaded = fabric.strategy.precision, time.perf_counter()
     drawn = draw_samples(
-        *(fabric, SharedGuidance(WithPrecision(fabric, module), ranks)),
+        fabric,
+        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks),
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,

@@ -68,20 +68,3 @@ class SharedGuidance(nn.Module):
         mine = cfg_split((x, times, labels), self.ranks, like=x)
         merged: Tensor = cfg_merge(self.model(*mine), self.ranks, like=x)
         return merged
-
-
-class WithPrecision(nn.Module):
-    """A model in Fabric's precision, without Fabric's training wrapper.
-
-    Args: fabric: Fabric with the precision to use. model: the model, on its device; converted in place.
-    """
-
-    def __init__(self, fabric: Any, model: nn.Module) -> None:
-        super().__init__()
-        self._precision = fabric.strategy.precision
-        self.model = self._precision.convert_module(model)
-
-    @override
-    def forward(self, *args: Any) -> Any:
-        with self._precision.forward_context():
-            return self._precision.convert_output(self.model(*self._precision.convert_input(args)))

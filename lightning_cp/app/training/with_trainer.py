@@ -9,15 +9,15 @@ from typing import Any
 from hydra.utils import instantiate
 from lightning.fabric.utilities.seed import seed_everything
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.plugins.precision import Precision
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.loop import Batch, Steps
+from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.checkpoint import parse_manifest
 from lightning_cp.launch.stopping import StopRequest
@@ -54,8 +54,10 @@ class FlowModule(LightningModule):
         trainer = self.trainer
         data_shard = DataShard.of(trainer.strategy)
         self.run = self._setup.start(
-            *(TrainerRanks(trainer), data_shard, self._setup.sampler(data_shard)),
-            model=_InPrecision(self.denoiser, trainer.precision_plugin),
+            TrainerRanks(trainer),
+            data_shard,
+            self._setup.sampler(data_shard),
+            model=WithPrecision(self.denoiser, trainer.precision_plugin),
             module=self.denoiser,
             optimizer=trainer.optimizers[0],
             request=self._request,
@@ -103,21 +105,6 @@ class FlowModule(LightningModule):
     def on_train_end(self) -> None:
         check_is_done(self.run, self._setup.config.max_steps)
         self._at_end(self.run)
-
-
-class _InPrecision(nn.Module):
-    """Run a module with the Trainer's precision outside its training steps, for sampling."""
-
-    def __init__(self, module: nn.Module, precision: Precision) -> None:
-        super().__init__()
-        self.module, self._precision = module, precision
-
-    @override
-    def forward(self, *args: Any) -> Tensor:
-        with self._precision.forward_context():
-            out = self.module(*self._precision.convert_input(args))
-        converted: Tensor = self._precision.convert_output(out)
-        return converted
 
 
 def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:
