@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
+from lightning_cp.attention.arguments import check_kinds, check_settings, lengths_of
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
@@ -114,9 +114,9 @@ def context_parallel_attention(
     config = context_config(parallel_config)
     groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
     try:
-        _check_kinds(query=query, key=key, value=value, attn_mask=attn_mask)
-        _check_settings(dropout_p, is_causal, scale, enable_gqa)
-        sizes = [_lengths(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
+        check_kinds(query=query, key=key, value=value, attn_mask=attn_mask)
+        check_settings(dropout_p, is_causal, scale, enable_gqa)
+        sizes = [lengths_of(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
         if q_lengths is None or kv_lengths is None:
             report_refusal(groups)
@@ -124,7 +124,10 @@ def context_parallel_attention(
     lengths = (sizes[0], sizes[1])
     if isinstance(query, InTransit) or isinstance(key, InTransit) or isinstance(value, InTransit):
         return _attend_in_transit(
-            *(query, key, value, attn_mask),
+            query,
+            key,
+            value,
+            attn_mask,
             causal=is_causal,
             scale=scale,
             grouped=enable_gqa,
@@ -133,7 +136,10 @@ def context_parallel_attention(
             return_lse=return_lse,
         )
     return attend_across(
-        *(query, key, value, attn_mask),
+        query,
+        key,
+        value,
+        attn_mask,
         causal=is_causal,
         scale=scale,
         grouped=enable_gqa,
@@ -167,7 +173,10 @@ def _attend_in_transit(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, groups: str, lengths: tuple[list[int], list[int]]
     ) -> tuple[Tensor, Tensor]:
         found = attend_across(
-            *(q, k, v, mask),
+            q,
+            k,
+            v,
+            mask,
             causal=causal,
             scale=scale,
             grouped=grouped,
@@ -219,35 +228,18 @@ def attend_across(
         query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     out, lse = call_attention(
-        *(query, key, value, mask, causal, scale, grouped),
-        *(*lengths, groups, config.rotate_method, config.convert_to_fp32, kernel, return_lse),
+        query,
+        key,
+        value,
+        mask,
+        causal,
+        scale,
+        grouped,
+        *lengths,
+        groups,
+        config.rotate_method,
+        config.convert_to_fp32,
+        kernel,
+        return_lse,
     )
     return (out, lse) if return_lse else out
-
-
-def _check_kinds(**tensors: object) -> None:
-    for name, x in tensors.items():
-        if isinstance(x, InTransit) and name != "attn_mask":
-            continue
-        if not isinstance(x, Tensor) and not (name == "attn_mask" and x is None):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
-
-
-def _check_settings(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
-    if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
-    for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name}={value!r} must be True or False")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-        raise TypeError(f"scale={scale!r} must be a number, or None for head_dim ** -0.5")
-    if scale is not None and not math.isfinite(scale):
-        raise ValueError(f"scale={scale!r} must be finite")
-
-
-def _lengths(name: str, lengths: Sequence[int] | None) -> list[int]:
-    if lengths is None:
-        return []
-    if not isinstance(lengths, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
-        raise TypeError(f"{name}={lengths!r} must be a list with one int for each rank of the context group")
-    return list(lengths)

@@ -117,7 +117,10 @@ def attend_in_transit(
             raise ShapeError(f"{name} was sent with lengths {list(x.lengths)}, but attention was given {known[name]}")
     q, k, v = (_sent(x, config, known[name]) for name, x in given.items())
     agreed = exchange_lengths(
-        *(q.like, k.like, v.like, mask),
+        q.like,
+        k.like,
+        v.like,
+        mask,
         q_lengths=list(q.lengths),
         kv_lengths=list(k.lengths),
         groups=groups,

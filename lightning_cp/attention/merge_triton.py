@@ -26,8 +26,16 @@ def merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttention
     if batch * tokens * heads:
         with torch.cuda.device(a.out.device):
             _merge[(triton.cdiv(tokens, block["tokens_per_program"]), heads, batch)](
-                *(a.out, a.lse, b.out, b.lse, tokens, head_dim),
-                *(*a.out.stride(), *a.lse.stride(), *b.out.stride(), *b.lse.stride()),
+                a.out,
+                a.lse,
+                b.out,
+                b.lse,
+                tokens,
+                head_dim,
+                *a.out.stride(),
+                *a.lse.stride(),
+                *b.out.stride(),
+                *b.lse.stride(),
                 **block,
             )
     return a

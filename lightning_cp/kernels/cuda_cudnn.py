@@ -53,8 +53,21 @@ class CudnnKernel:
         lse = part.lse.transpose(1, 2).unsqueeze(-1).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten("_scaled_dot_product_cudnn_attention_backward")(
-            *(g, q, k, v, out, lse, no_dropout, no_dropout, None, None, None, q.shape[2], k.shape[2]),
-            *(0.0, causal),
+            g,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            philox_seed=no_dropout,
+            philox_offset=no_dropout,
+            attn_bias=None,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[2],
+            max_k=k.shape[2],
+            dropout_p=0.0,
+            is_causal=causal,
             scale=scale,
         )
         return Grads(*(x[..., :d].transpose(1, 2) for x in grads))

@@ -54,8 +54,18 @@ class EfficientKernel:
         lse = F.pad(part.lse.transpose(1, 2), (0, -sq % _LSE_ALIGNMENT), value=float("inf")).contiguous()
         no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
         grads = aten("_scaled_dot_product_efficient_attention_backward")(
-            *(g, q, k, v, _bias(mask, q, k), out, lse, no_dropout, no_dropout, 0.0),
-            *([True, True, True, False], causal),
+            g,
+            q,
+            k,
+            v,
+            attn_bias=_bias(mask, q, k),
+            out=out,
+            logsumexp=lse,
+            philox_seed=no_dropout,
+            philox_offset=no_dropout,
+            dropout_p=0.0,
+            grad_input_mask=[True, True, True, False],
+            is_causal=causal,
             scale=scale,
         )
         return Grads(*(x[..., :d].transpose(1, 2) for x in grads[:3]))

@@ -51,8 +51,20 @@ class CudaFlashKernel:
         lse = part.lse.transpose(1, 2).contiguous()
         no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
         grads = aten("_flash_attention_backward")(
-            *(g, q, k, v, out, lse, None, None, q.shape[1], k.shape[1]),
-            *(0.0, causal, no_dropout, no_dropout.new_empty(0)),
+            g,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            cum_seq_q=None,
+            cum_seq_k=None,
+            max_q=q.shape[1],
+            max_k=k.shape[1],
+            dropout_p=0.0,
+            is_causal=causal,
+            rng_state=no_dropout,
+            unused=no_dropout.new_empty(0),
             scale=scale,
         )
         return Grads(*(x[..., :d] for x in grads))

@@ -65,7 +65,9 @@ class FlashAttnKernel:
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
         out, lse, *_ = self._module()._flash_attn_forward(
-            *(q, k, v),
+            q,
+            k,
+            v,
             dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,
@@ -90,7 +92,13 @@ class FlashAttnKernel:
         scale: float,
     ) -> None:
         self._module()._flash_attn_backward(
-            *(g, q, k, v, part.out, part.lse, *grads),
+            g,
+            q,
+            k,
+            v,
+            part.out,
+            part.lse,
+            *grads,
             dropout_p=0.0,
             softmax_scale=scale,
             causal=causal,

@@ -19,8 +19,12 @@ from lightning_cp.vae.tiles import TileWorker
 Undo = Callable[[], None]
 
 _TILE_LOOPS = (
-    *("tiled_encode", "_tiled_encode", "_temporal_tiled_encode"),
-    *("tiled_decode", "_tiled_decode", "_temporal_tiled_decode"),
+    "tiled_encode",
+    "_tiled_encode",
+    "_temporal_tiled_encode",
+    "tiled_decode",
+    "_tiled_decode",
+    "_temporal_tiled_decode",
 )
 
 

@@ -214,6 +214,17 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.scaled_dot_product_attention: _attend,
 }
 _REFUSED: set[Callable[..., Any]] = {
-    *(torch.conv_transpose2d, torch.conv_transpose3d, F.avg_pool2d, F.avg_pool3d, F.max_pool2d, F.max_pool3d),
-    *(torch.bmm, torch.baddbmm, torch.matmul, torch.einsum, torch.rand, torch.randn, torch.randn_like),
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+    F.avg_pool2d,
+    F.avg_pool3d,
+    F.max_pool2d,
+    F.max_pool3d,
+    torch.bmm,
+    torch.baddbmm,
+    torch.matmul,
+    torch.einsum,
+    torch.rand,
+    torch.randn,
+    torch.randn_like,
 }

@@ -93,7 +93,9 @@ LATER = {"format": "distributed", "later": True}
     [
         ((4, "cp_fsdp", {"ring": 2}), LATER, [(1, "", {}), (2, "cp", {"ulysses": 2}), (3, "cp_fsdp", {"ring": 3})]),
         pytest.param(
-            *((4, "cp_fsdp", {"ulysses": 2, "replicate": 2}), SHARDS, [(2, "cp_fsdp", {"ring": 2})]),
+            (4, "cp_fsdp", {"ulysses": 2, "replicate": 2}),
+            SHARDS,
+            [(2, "cp_fsdp", {"ring": 2})],
             marks=pytest.mark.full,
         ),
         ((2, "cp", {"ring": 2}), LATER, [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})]),

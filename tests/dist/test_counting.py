@@ -96,7 +96,7 @@ def _forward_backward(rank: int, world: int, problem: Problem, with_lse: bool) -
     with counted() as forward:
         out, *lse = (
             context_parallel_attention(  # type: ignore[call-overload]
-                *(q, k, v, mask), parallel_config=problem.config, enable_gqa=True, return_lse=True, **lengths
+                q, k, v, mask, parallel_config=problem.config, enable_gqa=True, return_lse=True, **lengths
             )
             if with_lse
             else (

@@ -64,7 +64,9 @@ def _fit(
     torch.manual_seed(3)
     module = Watched()
     trainer = trainer_of(
-        *(rank, world, STRATEGIES[kind](ring=world, **settings)),
+        rank,
+        world,
+        STRATEGIES[kind](ring=world, **settings),
         max_steps=steps,
         accumulate_grad_batches=2,
         val_check_interval=4,

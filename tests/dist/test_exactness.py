@@ -65,7 +65,13 @@ def problems(ring: int, ulysses: int, rotate: str) -> Iterator[Problem]:
         if causal:  # else it would go in step with `causal`
             next(known)
         yield Problem(
-            *(ring, ulysses, q, kv, rotate, hq, hk),
+            ring,
+            ulysses,
+            q,
+            kv,
+            rotate,
+            hq,
+            hk,
             mask=mask,
             causal=causal,
             known=next(known),

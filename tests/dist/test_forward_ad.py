@@ -37,7 +37,12 @@ def _problems(ring: int, ulysses: int, rotate: str) -> Iterator[Problem]:
             continue
         hq, hk = next(heads)
         yield Problem(
-            *(ring, ulysses, *lengths(kind, ring * ulysses), rotate, hq, hk),
+            ring,
+            ulysses,
+            *lengths(kind, ring * ulysses),
+            rotate,
+            hq,
+            hk,
             mask=mask,
             causal=causal,
             known=next(known),

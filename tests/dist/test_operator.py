@@ -130,7 +130,10 @@ def _checkpointed(rank: int, world: int) -> None:
 
     def attend(q: Tensor, mask: Tensor) -> Tensor:
         out = attend_across(
-            *(q, q, q, mask),
+            q,
+            q,
+            q,
+            mask,
             causal=False,
             scale=None,
             grouped=False,

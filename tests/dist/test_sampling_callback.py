@@ -56,7 +56,9 @@ def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[
         module = Noisy(lr=0.01)
         module.train()
         trainer = trainer_of(
-            *(rank, world, STRATEGIES[kind](ring=2)),
+            rank,
+            world,
+            STRATEGIES[kind](ring=2),
             max_steps=4,
             accumulate_grad_batches=2,
             callbacks=list(callbacks),

@@ -94,7 +94,9 @@ def _callbacks(rank: int, world: int, folder: str) -> dict[str, Any]:
     average = EMAWeightAveraging(decay=0.5)
     stopping = EarlyStopping("val_loss", mode="max", patience=1)  # the loss falls, so it stops after two epochs
     trainer = trainer_of(
-        *(rank, world, ContextParallelStrategy(ring=2)),
+        rank,
+        world,
+        ContextParallelStrategy(ring=2),
         **{"max_epochs": 5, "enable_checkpointing": True, "logger": CSVLogger(folder, version=0), "profiler": "simple"},
         callbacks=[checkpoint, average, stopping],
         log_every_n_steps=1,

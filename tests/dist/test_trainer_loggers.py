@@ -42,7 +42,7 @@ class _ShowsLoss(TrainsWan):
 def _fit(rank: int, world: int, **settings: Any) -> list[float]:
     """One epoch. Returns: the loss of each step, in one process on the global batches."""
     module, data = _ShowsLoss(), Clips(16)
-    trainer = trainer_of(*(rank, world, ContextParallelStrategy(ring=2)), max_epochs=1, log_every_n_steps=1, **settings)
+    trainer = trainer_of(rank, world, ContextParallelStrategy(ring=2), max_epochs=1, log_every_n_steps=1, **settings)
     trainer.fit(module, DataLoader(data, batch_size=2))
     reference, losses = TrainsWan(), []
     optimizer = torch.optim.SGD(reference.parameters(), lr=reference.lr)

@@ -23,7 +23,9 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> flo
     module, data = TrainsWan(), Clips(16)
     start = flat(module)
     trainer = trainer_of(
-        *(rank, world, ContextParallelStrategy(ring=ring, ulysses=ulysses)),
+        rank,
+        world,
+        ContextParallelStrategy(ring=ring, ulysses=ulysses),
         max_steps=3,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,

@@ -121,6 +121,11 @@ def test_every_stage_for_a_gpu_runs_on_cpu(tmp_path: Path) -> None:
     goals = [check for found in results.values() for check in found["checks"] if check["passed"] is not None]
     assert [check["name"] for check in goals if not check["passed"]] == []
     assert {path.name for path in tmp_path.iterdir()} == {
-        *("gpu.md", "gpu_memory.png", "gpu_one_rank.png", "gpu_one_rank_forward.png"),
-        *("results.json", "log.txt", ".lock"),
+        "gpu.md",
+        "gpu_memory.png",
+        "gpu_one_rank.png",
+        "gpu_one_rank_forward.png",
+        "results.json",
+        "log.txt",
+        ".lock",
     }

@@ -119,7 +119,11 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
     assert [clip.name for clip in clips] == ["0000.gif", "0001.gif", "0002.gif"]
     assert [size_of(clip) for clip in clips] == [(80, 48, 5)] * 3
     assert set(json.loads((tmp_path / "out" / "timings.json").read_text())) == {
-        *("load", "encode", "denoise", "decode", "write")
+        "load",
+        "encode",
+        "denoise",
+        "decode",
+        "write",
     }
     assert (tmp_path / "out" / "contact_sheet.png").is_file()
     third = sampled(f"source={pipeline}", "prompts=rain on the sea", "seed=5", *CALL, folder=tmp_path / "third")

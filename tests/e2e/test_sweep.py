@@ -131,8 +131,12 @@ def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: St
 def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep(
-        *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.max_failure_rate=1.0"),
-        *("strategy=cp", "ring=choice(1,2)", "optim.lr=interval(0.1,0.9)"),
+        "hydra/sweeper=optuna",
+        "hydra.sweeper.n_trials=4",
+        "hydra.sweeper.max_failure_rate=1.0",
+        "strategy=cp",
+        "ring=choice(1,2)",
+        "optim.lr=interval(0.1,0.9)",
         folder=folder,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

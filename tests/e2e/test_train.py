@@ -121,8 +121,15 @@ def test_checkpoints_go_from_strategy_to_strategy_and_from_trainer_to_trainer(
     half = one_process.folder / "checkpoints" / "step_00000004"
     settings = ("checkpoint_format=distributed", "checkpoint_async=true", "activation_checkpointing=selective")
     sharded = run(
-        *(*SMALL, "strategy=cp_fsdp", "ring=2", "trainer=lightning", f"resume={half}", "max_steps=6", *settings),
-        *("export=true", "checkpoint_every=1"),
+        *SMALL,
+        "strategy=cp_fsdp",
+        "ring=2",
+        "trainer=lightning",
+        f"resume={half}",
+        "max_steps=6",
+        *settings,
+        "export=true",
+        "checkpoint_every=1",
         folder=tmp_path / "sharded",
     )
     assert sharded.exit_code == 0, sharded.stderr

@@ -149,7 +149,7 @@ def test_asynchronous_ulysses(mode: str, lengths: tuple[int, ...], masked: bool)
         sent = [start_ulysses(x, parallel_config=config, lengths=known) for x in (q, k, v)]
         mask = mask_of("rows", lengths) if masked else None
         out, lse = context_parallel_attention(
-            *(*sent, mask), parallel_config=config, q_lengths=known, kv_lengths=known, return_lse=True
+            *sent, mask, parallel_config=config, q_lengths=known, kv_lengths=known, return_lse=True
         )
     assert (out.device.type, out.shape, out.dtype) == ("cuda", q.shape, q.dtype)
     assert (lse.device.type, lse.shape, lse.dtype) == ("cuda", q.shape[:3], torch.float32)

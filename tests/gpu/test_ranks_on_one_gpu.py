@@ -27,7 +27,12 @@ def _errors_on_gpu(rank: int, world: int, problems: list[Problem]) -> list[tuple
         inputs = [x.cuda().requires_grad_() for x in parts]
         mask = local_mask(problem, given.mask, rank)
         out = context_parallel_attention(
-            *(*inputs, None if mask is None else mask.cuda(), 0.0, problem.causal, None, True),
+            *inputs,
+            None if mask is None else mask.cuda(),
+            0.0,
+            problem.causal,
+            None,
+            True,
             parallel_config=problem.config,
         )
         out.backward(given.grad_out[:, queries].cuda())

@@ -93,7 +93,15 @@ def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., 
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
     ) -> Tensor:
         return templated_context_parallel_attention(  # type: ignore[no-any-return]
-            *(q, k, v, mask, 0.0, is_causal, None, enable_gqa, False),
+            q,
+            k,
+            v,
+            mask,
+            0.0,
+            is_causal,
+            None,
+            enable_gqa,
+            False,
             forward_op=_cpu_forward,
             backward_op=_cpu_backward,
             _parallel_config=config,

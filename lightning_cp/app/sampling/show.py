@@ -29,7 +29,9 @@ class SamplePictures:
         state = run.state
         with state.average.swapped_in(state.module):
             drawn = draw_samples(
-                *(run.ranks, state.model, self.shape),
+                run.ranks,
+                state.model,
+                self.shape,
                 settings=self.settings,
                 num_classes=self.num_classes,
                 data_shard=run.data_shard,

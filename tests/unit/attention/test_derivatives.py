@@ -109,7 +109,10 @@ def test_a_kernel_without_tangents_is_refused_by_name() -> None:
 
     def attend(kernel: str) -> Callable[[Tensor], object]:
         return lambda x: attend_across(
-            *(x, x, x, None),
+            x,
+            x,
+            x,
+            None,
             causal=False,
             scale=None,
             grouped=False,

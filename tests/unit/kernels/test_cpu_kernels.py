@@ -49,7 +49,12 @@ def _errors(
     assert part.lse.dtype == accumulation_dtype_of(q.dtype)
     grad_out, grad_lse = torch.randn_like(part.out), torch.randn_like(part.lse)
     grads = attend_backward(
-        *(kernel, PartialAttentionGrad(grad_out, grad_lse if use_lse else None), q, k, v, part),
+        kernel,
+        PartialAttentionGrad(grad_out, grad_lse if use_lse else None),
+        q,
+        k,
+        v,
+        part,
         mask=mask,
         causal=causal,
         scale=scale,

@@ -209,7 +209,10 @@ def test_a_kernel_without_a_gradient_is_refused_in_the_forward(
 def _attend_with(kernel: str, q: Tensor) -> Tensor:
     """Self-attention on one rank."""
     out = attend_across(
-        *(q, q, q, None),
+        q,
+        q,
+        q,
+        None,
         causal=False,
         scale=None,
         grouped=False,
