@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.recipe import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -34,6 +36,7 @@ fabric.backward(model(**arguments, return_dict=False)[0].square().mean())
 {CHECK}
 fabric.print("exact")
 """
+SCRIPT = next(text for text in SNIPPETS if "class FlowMatching" in text)
 DIFFUSERS = f"""{MODEL}
 import types
 import torch.distributed as dist
@@ -52,12 +55,12 @@ dist.destroy_process_group()
 """
 
 
-def ran(script: str, folder: Path, *launcher: str) -> subprocess.CompletedProcess[str]:
+def ran(script: str, folder: Path, *launcher: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *launcher, str(path)], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
     )
 
 
@@ -67,7 +70,24 @@ def code_of(snippet: str) -> list[str]:
 
 def test_snippets_are_short() -> None:
     assert len(SNIPPETS) == 5  # two are run by test_export.py and test_sampling_docs.py
-    assert all(len(code_of(snippet)) <= 5 for snippet in SNIPPETS)
+    assert all(len(code_of(snippet)) <= (30 if snippet is SCRIPT else 5) for snippet in SNIPPETS)
+
+
+def last_loss(script: str, folder: Path) -> str:
+    result = ran(script, folder, cwd=folder)
+    assert result.returncode == 0, result.stderr
+    return re.findall(r"last loss (\S+)", result.stdout)[0]
+
+
+def test_the_trainer_script_runs_as_it_stands(tmp_path: Path) -> None:
+    assert 0 < float(last_loss(SCRIPT, tmp_path)) < 10
+
+
+@pytest.mark.full
+def test_the_trainer_script_gives_the_loss_of_one_process(tmp_path: Path) -> None:
+    alone = SCRIPT.replace("devices=2", "devices=1").replace("ring=2", "ring=1")
+    assert alone.count("devices=1") == alone.count("ring=1") == 1
+    assert last_loss(SCRIPT, tmp_path) == last_loss(alone, tmp_path)
 
 
 def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:

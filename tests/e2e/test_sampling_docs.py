@@ -30,7 +30,7 @@ import os
 
 torch.manual_seed(5 + int(os.environ["RANK"]))
 {BLOCKS[0]}
-assert np.abs(image - expected).max() < 1e-4
+assert np.abs(video - expected).max() < 1e-4
 print("exact")
 dist.destroy_process_group()
 """
