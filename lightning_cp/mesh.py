@@ -6,6 +6,7 @@ coordinate`. Other mesh axes, in any position, do not change it.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
@@ -104,6 +105,9 @@ class _Built:
 _built = _Built()
 # Operators take the name of their groups, because a process group cannot be an operator's argument.
 _by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({ALONE.name: ALONE})
+# Part of the names: a name is a constant of compiled graphs, and torch's compile cache only finds a graph again if the
+# next process gives the same name.
+_numbers = itertools.count()
 
 
 def built_groups() -> tuple[object, ...]:
@@ -279,7 +283,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
     ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
     _connect(ring_group, ulysses_group, context)
     return MeshGroups(
-        name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{id(mesh):x}",
+        name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{next(_numbers)}",
         mesh=mesh,
         ring=ring_group,
         ulysses=ulysses_group,

@@ -13,7 +13,7 @@ from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchan
 from lightning_cp.attention.heads import assign_heads
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
-from lightning_cp.compat.torch_names import imported_config
+from lightning_cp.compiler_options import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
 from lightning_cp.mesh import MeshGroups, groups_by_name
@@ -79,7 +79,7 @@ def _(
     kernel: str,
     with_lse: bool,
 ) -> ForwardResults:
-    _keep_order()
+    keep_order_of_attentions()
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
     check_tensors(query, key, value, mask, groups=group, settings=settings)
     lse_dtype = accumulation_dtype_of(query.dtype)
@@ -169,17 +169,6 @@ def _(
     return grad_out.new_empty(grad_out.shape, dtype=dtype), *(
         grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2)
     )  # type: ignore[return-value]
-
-
-def _keep_order() -> None:
-    """Stop inductor from reordering independent attentions by size.
-
-    Ranks with uneven shards would call them in different orders, so that their collectives would not match. Registering
-    an ordered effect does not prevent that.
-    """
-    config = imported_config("inductor")
-    if config is not None:
-        config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import lightning_cp.attention.operator
 import lightning_cp.comm.halo
 import lightning_cp.comm.shards  # noqa: F401 - they register the operators that are saved
-from lightning_cp.compat.torch_names import imported_config
+from lightning_cp.compiler_options import compile_blocks_whole
 
 _OPERATORS = ("attention", "gather", "sum_over_ranks", "halo_exchange")
 
@@ -30,19 +30,9 @@ def selective_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any
 
         transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
-    Blocks may be compiled one by one. (Dynamo's `optimize_ddp` is turned off for that.)
+    Blocks may be compiled one by one; see `compiler_options.compile_blocks_whole`.
 
     Returns: result of `function`.
     """
-    _compile_blocks_whole()
+    compile_blocks_whole()
     return checkpoint(function, *args, use_reentrant=False, context_fn=save_attention, **kwargs)
-
-
-def _compile_blocks_whole() -> None:
-    """Turn off dynamo's `optimize_ddp`, which splits graphs inside a DDP module at gradient buckets.
-
-    Dynamo cannot split a selectively checkpointed block, and each block already has a separate graph.
-    """
-    config = imported_config("dynamo")
-    if config is not None and config.optimize_ddp:  # every block calls this: write only once
-        config.optimize_ddp = False  # type: ignore[attr-defined]

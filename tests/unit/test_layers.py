@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 from tests.unit.imported import PACKAGE, imported_modules
 
 LAYERS = (
-    {"errors", "config", "rules", "mesh", "compat"},
+    {"errors", "config", "rules", "mesh", "compat", "compiler_options"},
     {"comm", "kernels"},
     {"attention", "plans", "families"},
     {"engine"},
@@ -33,6 +36,13 @@ def _imports() -> dict[tuple[str, str], str]:
 def test_every_folder_has_a_layer() -> None:
     there = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
     assert there <= LEVEL.keys(), f"without a layer: {there - LEVEL.keys()}"
+
+
+def test_the_wheel_has_every_folder() -> None:
+    root = Path(__file__).parents[2]
+    listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    there = {".".join(file.parent.relative_to(root).parts) for file in PACKAGE.rglob("*.py")}
+    assert there - set(listed) == set()
 
 
 def test_imports_only_go_down() -> None:

@@ -1,0 +1,32 @@
+"""Set the process-wide options of `torch.compile` that exact context parallelism needs.
+
+Both options hold for everything that the process compiles afterwards. They cannot be limited to one model: the user
+calls `torch.compile`, and inductor reads its options only after it has traced our operators. Nothing is imported or set
+before the first use, so that a process that compiles nothing keeps PyTorch's defaults.
+"""
+
+from __future__ import annotations
+
+from lightning_cp.compat.torch_names import imported_config
+
+
+def keep_order_of_attentions() -> None:
+    """Set `torch._inductor.config.reorder_for_peak_memory = False`: no reordering of independent attentions by size.
+
+    Called while an attention is traced. Ranks with uneven shards would otherwise call independent attentions in
+    different orders, so that their collectives would not match. Registering an ordered effect does not prevent that.
+    """
+    config = imported_config("inductor")
+    if config is not None:
+        config.reorder_for_peak_memory = False  # type: ignore[attr-defined]
+
+
+def compile_blocks_whole() -> None:
+    """Set `torch._dynamo.config.optimize_ddp = False`: no split of graphs in a DDP module at gradient buckets.
+
+    Called by selective activation checkpointing. Dynamo cannot split a selectively checkpointed block, and each block
+    already has a separate graph.
+    """
+    config = imported_config("dynamo")
+    if config is not None and config.optimize_ddp:  # every block calls this: write only once
+        config.optimize_ddp = False  # type: ignore[attr-defined]
