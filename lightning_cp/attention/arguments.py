@@ -16,7 +16,8 @@ def check_kinds(**tensors: object) -> None:
         if isinstance(x, InTransit) and name != "attn_mask":
             continue
         if not isinstance(x, Tensor) and not (name == "attn_mask" and x is None):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}")
+            remedy = "; give a bool or additive mask" if name == "attn_mask" else ""
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(x).__name__}{remedy}")
 
 
 def check_settings(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:

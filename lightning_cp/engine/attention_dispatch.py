@@ -140,7 +140,8 @@ class AttentionDispatcher:
             raise InterceptionError(f"dropout_p={dropout_p} in attention is not computed context-parallel: set it to 0")
         if mask is not None and not isinstance(mask, Tensor):
             raise InterceptionError(
-                f"a {type(mask).__name__} as attention mask cannot be split: set the backend to one that takes tensors"
+                f"a {type(mask).__name__} as attention mask cannot be split over ranks: give a bool or additive "
+                "tensor, and choose a backend that takes tensors"
             )
         if mask is not None and self._is_unsplit(mask, query, sizes):
             raise InterceptionError(

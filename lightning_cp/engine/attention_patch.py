@@ -22,6 +22,7 @@ from lightning_cp.engine.rebinding import (
     SDPA,
     Replacements,
     attending_method,
+    calls_flex_attention,
     makes_attention_call,
     rebind,
 )
@@ -176,12 +177,18 @@ def attends(module: nn.Module) -> bool:
 def check_reachable(module: nn.Module, path: str) -> None:
     """Raise PlanError for a module that attends, by its class or its processor, where the seam cannot reach it."""
     processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
+    own = own_function(module)
+    methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
+    if any(calls_flex_attention(function) for function in (own, *methods)):
+        raise PlanError(
+            f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
+            "call F.scaled_dot_product_attention with a bool or additive mask, or be local in the plan (LOCAL)"
+        )
     if processor is not None and not attends(module):
         raise PlanError(
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
             "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    own = own_function(module)
     if makes_attention_call(type(module).__call__):
         raise PlanError(
             f"{path}: {type(module).__name__}.__call__ makes an attention call, which cannot be intercepted there: "

@@ -20,6 +20,7 @@ ORIGINAL = "_lightning_cp_original"  # attribute of a replacement: the processor
 OF_CLASS = "_lightning_cp_of_class"  # attribute of a replaced forward: True if the original belongs to the class
 SDPA = "scaled_dot_product_attention"
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
+_FLEX = "torch.nn.attention.flex_attention"
 _DEPTH = 3  # how far helper functions are followed
 
 Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, or functions of torch.nn.functional
@@ -129,6 +130,27 @@ def makes_attention_call(function: object) -> bool:
     if not isinstance(function, types.FunctionType) or is_of_torch(function):
         return False
     return rebind(function, nothing) is not None
+
+
+def calls_flex_attention(function: object, depth: int = _DEPTH) -> bool:
+    """Return True if a function, or a helper that it calls, calls torch's `flex_attention`, compiled or not."""
+    if not isinstance(function, types.FunctionType) or is_of_torch(function):
+        return False
+    names = set(_names(function.__code__))
+    if _FLEX in names or {"torch", "attention", "flex_attention"} <= names:  # imported in the function, or by its path
+        return True
+    used = [function.__globals__[name] for name in names & function.__globals__.keys()]
+    if any(_is_flex_attention(value, names) for value in used):
+        return True
+    helpers = [value for value in used if getattr(value, "__name__", "") != "dispatch_attention_fn"]
+    return depth > 0 and any(calls_flex_attention(helper, depth - 1) for helper in helpers)
+
+
+def _is_flex_attention(value: object, names: set[str]) -> bool:
+    """Return True for torch's function, a compiled one, and its module if the code also has the function's name."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__ == _FLEX and "flex_attention" in names
+    return (getattr(value, "__module__", None), getattr(value, "__name__", None)) == (_FLEX, "flex_attention")
 
 
 def _nothing(*_: object, **__: object) -> None:
