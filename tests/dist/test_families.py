@@ -124,3 +124,30 @@ def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[s
         assert losses_here == pytest.approx(losses, rel=1e-6)
         assert torch.allclose(weights_here, weights, atol=1e-6)
     assert losses[0] != losses[1]
+
+
+def _times(rank: int, world: int, given: Prepared, strategy: Any, precision: Any) -> list[Tensor]:
+    """The times that the transformer is given, and the dtype of its latents."""
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    module = FineTuning(copy.deepcopy(transformer).float(), family)
+    seen: list[Tensor] = []
+    module.transformer.register_forward_pre_hook(
+        lambda _, __, arguments: seen.append(arguments["timestep"].clone()), with_kwargs=True
+    )
+    batches = DataLoader(samples, batch_size=2, collate_fn=lambda x: collate(x, family.text))  # type: ignore[arg-type]
+    kind, degrees = strategy
+    trainer_of(rank, world, kind(**degrees), max_epochs=1, precision=precision).fit(module, batches)
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize("kind", [ContextParallelStrategy, ContextParallelFSDPStrategy], ids=["cp", "cp_fsdp"])
+def test_times_reach_the_transformer_unrounded(kind: type, precision: str, run_ranks: RankPool) -> None:
+    given = prepared("wan", "wan", (5, 32, 48), number=2)
+    _, name, facts, samples = given
+    family = load_family(name, facts)
+    noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)
+    for (seen,) in run_ranks(2, _times, given, (kind, {"ring": 2}), precision, timeout_s=120):
+        assert seen.dtype == torch.float32
+        assert torch.equal(seen, (noised.times.double() * 1000).float())
