@@ -16,19 +16,12 @@ from lightning_cp.config import ContextParallelConfig, check_degree, context_con
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
+from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
+from lightning_cp.pipelines.calls import arguments_by_name, only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.patching import (
-    Around,
-    Undo,
-    arguments_by_name,
-    intercept_calls,
-    intercept_method,
-    only_one_shows_progress,
-    undo_all,
-)
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,

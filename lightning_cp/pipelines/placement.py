@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
-from lightning_cp.pipelines.patching import intercept_calls, intercept_method
+from lightning_cp.patching import intercept_calls, intercept_method
 
 # Name prefixes of diffusers' hooks that cache the outputs of blocks between denoising steps.
 _CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")

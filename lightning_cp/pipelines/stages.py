@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.compat.torch_names import tree_iter, tree_map_only
 from lightning_cp.errors import PlanError
-from lightning_cp.pipelines.patching import Around, Undo, intercept_calls, intercept_method
+from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.placement import is_vae
 
 Setting = Literal["together", "offload", "release"]

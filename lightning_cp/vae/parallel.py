@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import MeshGroups
+from lightning_cp.patching import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
 from lightning_cp.vae.deferred import Batch, settle
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
-
-Undo = Callable[[], None]
 
 _TILE_LOOPS = (
     "tiled_encode",
@@ -58,32 +58,15 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
         raise ValueError(f"this {type(vae).__name__} is parallel already: undo that first")
     session = _Session(vae, class_of(vae), groups)
     session.refuse_untiled()
-    saved: list[tuple[nn.Module, str, Any]] = []
+    undo: list[Undo] = []
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
         module = getattr(vae, name)
-        _set(module, "forward", _Part(session, module, module.forward, step, reach_of(module)), saved=saved)
+        undo.append(intercept_method(module, "forward", _CoderCall(session, module, step, reach_of(module))))
     for name in _TILE_LOOPS:
         if hasattr(vae, name):
-            _set(vae, name, _TileLoop(session, getattr(vae, name)), saved=saved)
-    _set(vae, "_parallel_vae", session, saved=saved)
-
-    def undo() -> None:
-        while saved:
-            owner, attribute, before = saved.pop()
-            owner.__dict__.pop(attribute)
-            if before is not _ABSENT:
-                owner.__dict__[attribute] = before
-
-    return undo
-
-
-_ABSENT = object()
-
-
-def _set(owner: nn.Module, name: str, value: Any, *, saved: list[tuple[nn.Module, str, Any]]) -> None:
-    """Set an instance attribute, which shadows the class attribute, and record the previous value in `saved`."""
-    saved.append((owner, name, owner.__dict__.get(name, _ABSENT)))
-    owner.__dict__[name] = value
+            undo.append(intercept_method(vae, name, _TileLoop(session)))
+    undo.append(set_attribute(vae, "_parallel_vae", session))
+    return partial(undo_all, undo)
 
 
 @dataclass(eq=False)
@@ -126,36 +109,41 @@ class _TileLoop:
     """Wrapper of a VAE's loop over tiles: the loop runs unchanged on every rank, on deferred tiles."""
 
     session: _Session
-    loop: Callable[..., Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, loop: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session = self.session
         if session.batch is not None or not session.vae.use_tiling:
-            return self.loop(*args, **kwargs)
+            return loop(*args, **kwargs)
         session.batch = Batch(TileWorker(session.groups))
         try:
-            return settle(self.loop(*args, **kwargs))
+            return settle(loop(*args, **kwargs))
         finally:
             session.batch = None
 
 
 @dataclass(eq=False)
-class _Part:
-    """Wrapper of an encoder's or decoder's forward: defers a tile; splits a whole input by rows."""
+class _CoderCall:
+    """Wrapper of an encoder's or decoder's forward: defers a tile; splits a whole input by rows.
+
+    Attributes:
+        session: state of the parallel VAE.
+        module: the encoder or decoder.
+        step: number of input rows per row of the result; shards have a multiple of it.
+        reach: widest halo of its convolutions, in rows.
+    """
 
     session: _Session
     module: nn.Module
-    forward: Callable[..., Any]
     step: int
-    least: int
+    reach: int
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, kind = self.session, self.session.kind
         session.refuse_gradients(self.module, (*args, *kwargs.values()))
         if session.batch is not None:
-            return session.batch.call(self.forward, args, kwargs, caches=kind.caches)
+            return session.batch.call(forward, args, kwargs, caches=kind.caches)
         if kind.halos:
-            least = max(1, self.least)
-            return by_rows(self.forward, args, kwargs, groups=session.groups, least=least, step=self.step)
+            least = max(1, self.reach)
+            return by_rows(forward, args, kwargs, groups=session.groups, least=least, step=self.step)
         session.refuse_untiled()
-        return self.forward(*args, **kwargs)
+        return forward(*args, **kwargs)

@@ -1,8 +1,12 @@
-"""Wrap the calls and methods of one object. Other objects of its class are not changed."""
+"""Patch one object, with a function to undo it: its calls, its methods or an attribute of the instance.
+
+Other objects of the class are not changed. Patches of one attribute may be undone in any order. The engine has its own
+way to replace a module's forward (`engine/forwards.py`), because it must replace the innermost function, beneath
+wrappers that diffusers and accelerate put on and take off.
+"""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -53,19 +57,32 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:
     """Make `thing.name(...)` run `around(call, args, kwargs)`; return an undo function.
 
-    The object keeps its class, and a copy of it calls its own method.
+    The object keeps its class, and a copy of it calls its own method. Undo restores the attribute of the instance that
+    was there before (a hook of accelerate, for example).
     """
     state = _Interception(around)
-    thing.__dict__[name] = _Method(getattr(thing, name), state)
+    thing.__dict__[name] = _Method(getattr(thing, name), state, thing.__dict__.get(name, _Absent))
 
     def undo() -> None:
         state.around = None
         while isinstance(top := thing.__dict__.get(name), _Method) and top.state.around is None:
-            del thing.__dict__[name]  # this one, and wrappers below it that were undone earlier
-            if isinstance(top.__wrapped__, _Method):
-                thing.__dict__[name] = top.__wrapped__
+            _restore(thing, name, top.before)  # this one, and wrappers below it that were undone earlier
 
     return undo
+
+
+def set_attribute(thing: Any, name: str, value: object) -> Undo:
+    """Set an attribute of the instance, which shadows that of its class; return a function that restores it."""
+    before = thing.__dict__.get(name, _Absent)
+    thing.__dict__[name] = value
+    return partial(_restore, thing, name, before)
+
+
+def _restore(thing: Any, name: str, before: object) -> None:
+    if before is _Absent:
+        thing.__dict__.pop(name, None)
+    else:
+        thing.__dict__[name] = before
 
 
 def _intercept_class(thing: Any, around: Around, **attributes: Any) -> Undo:
@@ -103,43 +120,22 @@ class _Interception:
         return self  # shared with copies, so that undo works for them too
 
 
-class _Method:
-    """Instance attribute that shadows a method of the object's class."""
+class _Absent:
+    """Marks an attribute that the instance does not have. A class, because a deep copy keeps its identity."""
 
-    def __init__(self, bound: Callable[..., Any], state: _Interception) -> None:
+
+class _Method:
+    """Instance attribute that shadows a method of the object's class; `before` is the attribute that it replaces."""
+
+    def __init__(self, bound: Callable[..., Any], state: _Interception, before: object) -> None:
         self.__wrapped__, self.state = bound, state  # `inspect.signature` follows `__wrapped__`; copies rebind it
+        self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.state.run(self.__wrapped__, args, kwargs)
-
-
-def arguments_by_name(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a method's arguments by name; only `kwargs` if they do not fit its signature (the method then raises)."""
-    try:
-        given = dict(signature.bind_partial(None, *args, **kwargs).arguments)
-    except TypeError:
-        return kwargs
-    del given[next(iter(signature.parameters))]
-    extra = [p.name for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD]
-    for name in extra:
-        given |= given.pop(name, {})
-    return given
 
 
 def undo_all(undo: list[Undo]) -> None:
     """Call the functions in `undo`, last to first, and empty the list."""
     while undo:
         undo.pop()()
-
-
-def only_one_shows_progress(pipe: Any, *, shows: bool) -> Undo:
-    """Disable a pipeline's progress bar unless `shows`. Returns: a function to undo it."""
-    before = dict(getattr(pipe, "_progress_bar_config", {}))
-    if not shows and hasattr(pipe, "set_progress_bar_config"):
-        pipe.set_progress_bar_config(**{**before, "disable": True})
-
-    def undo() -> None:
-        if hasattr(pipe, "set_progress_bar_config"):
-            pipe.set_progress_bar_config(**before)
-
-    return undo

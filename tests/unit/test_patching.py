@@ -1,0 +1,80 @@
+"""Patches of one object, and their undo."""
+
+from __future__ import annotations
+
+import copy
+from itertools import permutations
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lightning_cp.patching import Around, intercept_calls, intercept_method, set_attribute, undo_all
+
+
+class Scheduler:
+    def step(self, x: int) -> int:
+        return x + 1
+
+    def __call__(self, x: int) -> int:
+        return self.step(x)
+
+
+def times(factor: int) -> Around:
+    return lambda call, args, kwargs: factor * call(*args, **kwargs)
+
+
+@pytest.mark.parametrize("order", list(permutations(range(3))))
+def test_wrappers_of_a_method_are_undone_in_any_order(order: tuple[int, ...]) -> None:
+    thing, factors = Scheduler(), (2, 3, 5)
+    undo = [intercept_method(thing, "step", times(factor)) for factor in factors]
+    expected = 2 * 3 * 5
+    for index in order:
+        assert thing.step(1) == expected * 2
+        undo[index]()
+        expected //= factors[index]
+    assert thing.step(1) == 2
+    assert vars(thing) == {}
+
+
+def test_undo_restores_a_function_that_was_set_on_the_instance() -> None:
+    """A hook of accelerate is such a function."""
+    thing: Any = Scheduler()
+    thing.step = hook = lambda x: x + 10
+    first, second = (intercept_method(thing, "step", times(factor)) for factor in (2, 3))
+    assert thing.step(1) == 66
+    first()
+    second()
+    assert thing.step is hook
+
+
+def test_a_copy_calls_its_own_method_and_can_be_wrapped_again() -> None:
+    thing = Scheduler()
+    undo = intercept_method(thing, "step", times(2))
+    copied = copy.deepcopy(thing)
+    assert copied.step(1) == 4
+    undo()
+    assert copied.step(1) == 2
+    intercept_method(copied, "step", times(3))()
+    assert copied.step(1) == 2
+    assert vars(copied) == {}
+
+
+def test_an_attribute_of_the_instance_is_restored_or_removed() -> None:
+    module = nn.Linear(2, 2)
+    undo = [set_attribute(module, "mark", 1), set_attribute(module, "mark", 2), set_attribute(module, "bias_set", True)]
+    assert (vars(module)["mark"], vars(module)["bias_set"]) == (2, True)
+    undo_all(undo)
+    assert not undo
+    assert not vars(module).keys() & {"mark", "bias_set"}
+
+
+@pytest.mark.parametrize("thing", [Scheduler(), nn.Identity()])
+def test_calls_of_an_object_are_wrapped_and_its_class_is_not_changed(thing: Any) -> None:
+    other = type(thing)()
+    expected = other(1)
+    undo = intercept_calls(thing, times(7))
+    assert (thing(1), other(1)) == (7 * expected, expected)
+    undo()
+    assert thing(1) == expected
+    assert type(thing) is type(other)
