@@ -19,7 +19,7 @@ from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import Packets, all_gather_packets, exchange_packets
+from lightning_cp.comm.packets import Packets, all_gather_tensors, exchange_packets
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 # Bytes of K and V gathered at a time, at least one head: large enough to saturate the bandwidth and the kernel.
@@ -255,5 +255,4 @@ def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:
     if mask is None or ring.mask_kind != "keys":
         return mask
     layouts = [[Piece((*mask.shape[:3], n), mask.dtype)] for n in ring.kv_lengths]
-    packets = all_gather_packets(pack([mask]), [packet_bytes(layout) for layout in layouts], group=ring.several)
-    return torch.cat([unpack(x, layout)[0] for x, layout in zip(packets, layouts, strict=True)], -1)
+    return torch.cat([x for (x,) in all_gather_tensors([mask], layouts, device=mask.device, group=ring.several)], -1)

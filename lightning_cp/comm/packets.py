@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.packet import Layout, pack, packet_bytes, unpack
 from lightning_cp.comm.transfer import Pending, exchange
 
 
@@ -55,3 +57,21 @@ def all_gather_packets(mine: Tensor, sizes_bytes: Sequence[int], *, group: dist.
     packets = exchange_packets([mine] * len(incoming), incoming, group=group)
     packets.wait()
     return packets.by_rank
+
+
+def all_gather_tensors(
+    mine: Sequence[Tensor], layouts: Sequence[Layout], *, device: torch.device, group: dist.ProcessGroup | None
+) -> list[list[Tensor]]:
+    """All-gather tensors from every rank in one packet per rank.
+
+    Args:
+        mine: this rank's tensors, in the layout `layouts[rank]`; may be none.
+        layouts: layout of each rank's tensors, in rank order.
+        device: device of the tensors.
+        group: process group; None for one rank.
+    Returns: the tensors of each rank, in rank order; this rank's are copies.
+    Ranks: all of `group`, with equal `layouts`.
+    """
+    packet = pack(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
+    packets = all_gather_packets(packet, [packet_bytes(layout) for layout in layouts], group=group)
+    return [unpack(packet, layout) for packet, layout in zip(packets, layouts, strict=True)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, piece_of, unpack
-from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.comm.packet import Piece, pack, piece_of, unpack
+from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
 from lightning_cp.mesh import MeshGroups, groups_by_name
@@ -32,8 +32,8 @@ def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tenso
         return x.clone(memory_format=torch.contiguous_format)
     segments = _by_rank(sizes, group.context_size)
     pieces = [piece_of(x, dim, sum(lengths)) for lengths in segments]
-    packets = all_gather_packets(pack([x]), [packet_bytes([piece]) for piece in pieces], group=group.context)
-    parts = [unpack(packet, [piece])[0] for packet, piece in zip(packets, pieces, strict=True)]
+    received = all_gather_tensors([x], [[piece] for piece in pieces], device=x.device, group=group.context)
+    parts = [part for (part,) in received]
     split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from lightning_cp.comm.packet import Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.comm.packet import Piece
+from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.deferred import UnitCall
@@ -62,12 +62,11 @@ class TileWorker:
             failure = error
         layouts = self._layouts(calls, own, failure)
         tiles = [call.result.value.permute(layouts[id(call)].order).contiguous() for call in own]
-        mine = pack(tiles) if tiles else torch.empty(0, dtype=torch.uint8, device=calls[0].tile.device)
-        of_rank = [[layouts[id(call)].piece for call in theirs] for theirs in by_rank]
-        packets = all_gather_packets(mine, [packet_bytes(layout) for layout in of_rank], group=self.groups.context)
-        for rank, (packet, layout, theirs) in enumerate(zip(packets, of_rank, by_rank, strict=True)):
+        pieces = [[layouts[id(call)].piece for call in theirs] for theirs in by_rank]
+        received = all_gather_tensors(tiles, pieces, device=calls[0].tile.device, group=self.groups.context)
+        for rank, (theirs, results) in enumerate(zip(by_rank, received, strict=True)):
             if rank != self.groups.context_rank:
-                for call, tile in zip(theirs, unpack(packet, layout), strict=True):
+                for call, tile in zip(theirs, results, strict=True):
                     order = layouts[id(call)].order
                     call.result.value = tile.permute([order.index(dim) for dim in range(tile.ndim)])
 
