@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from torch import Tensor
-
 from lightning_cp.engine.session import Call
+from lightning_cp.nest import named_tensors
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -21,9 +20,8 @@ def unplanned_shapes(
     Args: order: names of the forward's arguments, in order. planned: arguments that the plan mentions, by name.
     """
     given = {**dict(zip(order, args)), **kwargs}
-    return {
-        where: tuple(x.shape) for name, value in given.items() if name not in planned for where, x in _nest(name, value)
-    }
+    unplanned = {name: value for name, value in given.items() if name not in planned}
+    return {name: tuple(x.shape) for name, x in named_tensors("", unplanned)}
 
 
 def missing_split(call: Call) -> str | None:
@@ -41,11 +39,3 @@ def missing_split(call: Call) -> str | None:
         if n in sums
     ]
     return "; ".join(found) or None
-
-
-def _nest(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, (list, tuple)):
-        for i, x in enumerate(value):
-            yield from _nest(f"{name}[{i}]", x)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
@@ -18,6 +18,7 @@ from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
+from lightning_cp.nest import tensors
 
 
 @dataclass(eq=False)
@@ -121,7 +122,7 @@ class ModelHook(EngineHook):
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
         for name, value in given.items():
             if name not in split:
-                self.session.current().whole.update(x.shape[1] for x in _tensors(value) if x.ndim == 3)
+                self.session.current().whole.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
 
     def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
         """Have blocks that are checkpointed keep the call they belong to. A compiler replays what it has traced."""
@@ -169,15 +170,3 @@ def refuse_caches(module: nn.Module) -> None:
             f"{type(cache).__name__}: diffusers' caches decide by, and keep, the tokens of one rank, so they cannot be "
             "used context-parallel: call disable_cache()"
         )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """All tensors of a nest."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for x in value:
-            yield from _tensors(x)
-    elif isinstance(value, dict):
-        for x in value.values():
-            yield from _tensors(x)

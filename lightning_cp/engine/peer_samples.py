@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.compat.torch_names import no_torch_dispatch
+from lightning_cp.nest import named_leaves
 
 SAMPLES = 4096  # elements read of each argument
 BUCKETS = 32  # number of sums for each argument
@@ -145,7 +146,7 @@ def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple
 
 def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield all tensors of a nest, and its floats as scalar tensors, with their names."""
-    for name, x in _leaves(prefix, value):
+    for name, x in named_leaves(prefix, value):
         if isinstance(x, Tensor):
             yield name, x
         elif isinstance(x, float):
@@ -154,20 +155,9 @@ def tensors(prefix: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 def plain_values(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
     """Yield all ints, bools and strings of a nest as strings (`repr`), with their names."""
-    for name, x in _leaves(prefix, value):
+    for name, x in named_leaves(prefix, value):
         if isinstance(x, (bool, int, str)):
             yield name, repr(x)
-
-
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for name, x in value.items():
-            yield from _leaves(f"{prefix}[{name!r}]" if prefix else str(name), x)
-    elif isinstance(value, (list, tuple)):
-        for i, x in enumerate(value):
-            yield from _leaves(f"{prefix}[{i}]", x)
-    else:
-        yield prefix, value
 
 
 def _kind(x: Tensor) -> str:

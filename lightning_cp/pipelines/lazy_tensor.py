@@ -8,7 +8,6 @@ the calls may therefore cost speed, but never change the result.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.comm.packet import layout_of, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import all_gather_packets
+from lightning_cp.comm.packet import layout_of
+from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.compat.torch_names import aten, make_wrapper_subclass, tree_iter, tree_map_only
 from lightning_cp.mesh import Branches
+from lightning_cp.nest import replace
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
@@ -82,13 +82,13 @@ def _exchange(results: list[_Result], branches: Branches) -> None:
     by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(branches.cfg)]
     if not any(by_owner):
         return
-    mine, layouts = by_owner[branches.cfg_rank], [layout_of(tensors) for tensors in by_owner]
-    packet = pack(mine) if mine else torch.empty(0, dtype=torch.uint8, device=results[0].tensors[0].device)
-    packets = all_gather_packets(packet, [packet_bytes(layout) for layout in layouts], group=branches.across.context)
-    for rank, (tensors, layout) in enumerate(zip(by_owner, layouts, strict=True)):
+    layouts = [layout_of(tensors) for tensors in by_owner]
+    device, group = results[0].tensors[0].device, branches.across.context
+    received = all_gather_tensors(by_owner[branches.cfg_rank], layouts, device=device, group=group)
+    for rank, tensors in enumerate(received):
         if rank != branches.cfg_rank:
-            for held, came in zip(tensors, unpack(packets[rank], layout), strict=True):
-                held.copy_(came)
+            for held, values in zip(by_owner[rank], tensors, strict=True):
+                held.copy_(values)
 
 
 class LazyTensor(Tensor):
@@ -129,7 +129,7 @@ class LazyTensor(Tensor):
         args, kwargs = _held((args, kwargs))
         return func(*args, **kwargs)
 
-    def kept(self) -> Tensor:
+    def resolved(self) -> Tensor:
         """Return the computed tensor. Ranks: all branches with the same tokens."""
         self.pending.settle()
         return self.held
@@ -138,19 +138,19 @@ class LazyTensor(Tensor):
 
     @override
     def numpy(self, *, force: bool = False) -> Any:
-        return self.kept().numpy(force=force)
+        return self.resolved().numpy(force=force)
 
     @override
     def tolist(self) -> Any:
-        return self.kept().tolist()
+        return self.resolved().tolist()
 
     @override
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.kept().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self.resolved().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     @override
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"LazyTensor({self.kept()!r})"
+        return f"LazyTensor({self.resolved()!r})"
 
 
 def _held(values: Any) -> Any:
@@ -174,10 +174,4 @@ def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tenso
 
 def resolve_all(values: Any) -> Any:
     """Replace the lazy tensors in `values` (a nest) by computed ones. Ranks: all branches with the same tokens."""
-    if not any(isinstance(x, LazyTensor) for x in tree_iter(values)):
-        return values
-    if isinstance(values, OrderedDict):  # diffusers outputs cannot be rebuilt from their items
-        for name, value in list(values.items()):
-            values[name] = resolve_all(value)
-        return values
-    return tree_map_only(LazyTensor, lambda x: x.kept(), values)
+    return replace(LazyTensor, LazyTensor.resolved, values)

@@ -1,13 +1,19 @@
-"""Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed."""
+"""Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed.
+
+`LazyTensor` (pipelines/lazy_tensor.py) cannot take their place: it is a tensor whose shape, dtype and device are known
+from an earlier call, and a tile's result has a shape, a memory format and a feature cache that only its rank knows.
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from torch import Tensor
+
+from lightning_cp.nest import of_type, replace
 
 _MISSING = object()
 
@@ -146,7 +152,7 @@ class Deferred:
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        absent = [x for x in _deferred((args, kwargs)) if not x.there]
+        absent = [x for x in of_type(Deferred, (args, kwargs)) if not x.there]
         if absent:
             return absent[0].batch.defer(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
@@ -171,27 +177,8 @@ class Deferred:
 
 def settle(nest: Any) -> Any:
     """Replace the deferred values in `nest` by computed ones; a diffusers output (dict-like) is changed in place."""
-    if isinstance(nest, Deferred):
-        return nest.settled()
-    if not any(True for _ in _deferred(nest)):
-        return nest
-    if isinstance(nest, (list, tuple)):
-        return type(nest)([settle(x) for x in nest])
-    for name, x in nest.items():
-        nest[name] = settle(x)
-    return nest
+    return replace(Deferred, Deferred.settled, nest)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return function(*settle(args), **settle(kwargs))
-
-
-def _deferred(nest: Any) -> Iterator[Deferred]:
-    if isinstance(nest, Deferred):
-        yield nest
-    elif isinstance(nest, (list, tuple)):
-        for x in nest:
-            yield from _deferred(x)
-    elif isinstance(nest, dict):
-        for x in nest.values():
-            yield from _deferred(x)
