@@ -184,7 +184,7 @@ class _Begin(torch.autograd.Function):
         ctx.transfer = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, None]:
         return ctx.transfer.finish(), None
 
 
@@ -200,7 +200,7 @@ class _Finish(torch.autograd.Function):
         ctx.transfer = inputs[1]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         ctx.transfer.start(grads[0], adjoint=True)
         return grads[0].new_empty(0), None
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.comm.stats import STATS
-from lightning_cp.comm.transforms import apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
+from lightning_cp.comm.transforms import Batched, apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
@@ -84,8 +84,9 @@ class _Attention(torch.autograd.Function):
     """`operator.attention` with a gradient and a forward derivative."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return attention(*arguments)
+    def forward(*arguments: Any) -> ForwardResults:
+        results: ForwardResults = attention(*arguments)
+        return results
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
@@ -94,7 +95,7 @@ class _Attention(torch.autograd.Function):
     backward = staticmethod(_backward)
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         query, key, value, mask = tangents[:4]
         if mask is not None:
             raise NotImplementedError("attn_mask has a tangent, which is not computed: detach it")
@@ -105,7 +106,7 @@ class _Attention(torch.autograd.Function):
         return out, lse, *[None] * 7
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:
         return loop_over_batch(_Attention, info, in_dims, arguments)
 
 
@@ -113,8 +114,9 @@ class _AttentionBackward(torch.autograd.Function):
     """`operator.attention_backward` with each saved tensor as an argument. Its derivatives raise."""
 
     @staticmethod
-    def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
-        return attention_backward(grad_out, grad_lse, list(rest[:5]), *rest[5:])
+    def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        grads: tuple[Tensor, Tensor, Tensor] = attention_backward(grad_out, grad_lse, list(rest[:5]), *rest[5:])
+        return grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -124,7 +126,7 @@ class _AttentionBackward(torch.autograd.Function):
     jvp = staticmethod(refuse(_NO_SECOND_DERIVATIVE))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:
         return loop_over_batch(_AttentionBackward, info, in_dims, arguments)
 
 
@@ -132,7 +134,7 @@ class _Tangents(torch.autograd.Function):
     """Forward derivative of `operator.attention`: tangents of out and lse. Its derivatives raise."""
 
     @staticmethod
-    def forward(*arguments: Any) -> Any:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
         return attention_tangents(*arguments)
 
     @staticmethod
@@ -143,5 +145,5 @@ class _Tangents(torch.autograd.Function):
     jvp = staticmethod(refuse(_NO_DERIVATIVE_OF_A_TANGENT))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:
         return loop_over_batch(_Tangents, info, in_dims, arguments)

@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from lightning_cp.comm.stats import STATS
 from lightning_cp.compat.torch_names import dynamo_is_imported, forward_ad_level, torch_func_is_active
 
+# What the vmap rule of an `autograd.Function` returns: the results, and the batch dim of each.
+Batched = tuple[Tensor, int] | tuple[tuple[Tensor, ...], tuple[int, ...]]
 # operator name -> (operator, adjoint): both are linear in their first argument and share the other arguments.
 _ADJOINTS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {}
 
@@ -111,16 +113,16 @@ class _Linear(torch.autograd.Function):
         ctx.arguments, ctx.module = tuple(arguments), STATS.module
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         with STATS.again_in(ctx.module):
             return call_linear(_ADJOINTS[ctx.name][1], grads[0], *ctx.arguments), *[None] * (1 + len(ctx.arguments))
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
         return call_linear(_ADJOINTS[ctx.name][0], tangents[0], *ctx.arguments)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Batched:
         return loop_over_batch(_Linear, info, in_dims, arguments)
 
 
@@ -141,7 +143,7 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
+def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> Batched:
     """Implement the `vmap` rule of an `autograd.Function` as a loop over samples.
 
     Ranks: those of the function, with equal batch sizes, so that all make the same number of exchanges.

@@ -153,7 +153,7 @@ def _tensors(values: Any) -> list[Tensor]:
     return [x for x in tree_iter(values) if isinstance(x, Tensor)]
 
 
-def _shapes(values: Any) -> Any:
+def _shapes(values: Any) -> tuple[tuple[object, ...], str]:
     """Return a key that determines the result's shapes: tensor shapes and dtypes, other values, tree structure."""
     leaves, spec = tree_flatten(values)
     return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -207,7 +207,7 @@ def _refuse_changes(name: str, module: nn.Module) -> None:
             "parallelize_pipeline"
         )
 
-        def refuse(*_: object, message: str = message) -> Any:
+        def refuse(*_: object, message: str = message) -> NoReturn:
             raise PlanError(message)
 
         intercept_method(module, method, refuse)
@@ -222,7 +222,7 @@ def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: Ba
         f"shard={list(found)} ({type(error).__name__}: {error}): load it again"
     )
 
-    def refuse(*_: object) -> Any:
+    def refuse(*_: object) -> NoReturn:
         raise PlanError(message)
 
     intercept_calls(pipe, refuse)

@@ -6,7 +6,7 @@ starts decoding. No pipeline needs special code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -196,7 +196,7 @@ def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
     return around
 
 
-def _before(stages: Stages, name: str) -> Any:
+def _before(stages: Stages, name: str) -> Callable[..., Any]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return stages.bring(name, (args, kwargs))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from typing_extensions import override
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer  # seconds to import, and Fabric does not need it
+
+T = TypeVar("T")
 
 
 class Ranks(Protocol):
@@ -35,7 +37,7 @@ class Ranks(Protocol):
         """Reduce a tensor over all ranks with `reduce_op` "sum" or "mean"."""
         ...
 
-    def broadcast(self, obj: Any) -> Any:
+    def broadcast(self, obj: T) -> T:
         """Return the first rank's object on every rank."""
         ...
 
@@ -72,7 +74,7 @@ class TrainerRanks(Ranks):
         return reduced
 
     @override
-    def broadcast(self, obj: Any) -> Any:
+    def broadcast(self, obj: T) -> T:
         return self.trainer.strategy.broadcast(obj)
 
     @override

@@ -149,7 +149,7 @@ def _cpu_forward(
     return (out, log_sum) if lse else out
 
 
-def _cpu_backward(ctx: Any, grad_out: Tensor, *_: Any, **other: Any) -> Any:
+def _cpu_backward(ctx: Any, grad_out: Tensor, *_: Any, **other: Any) -> tuple[Tensor, ...]:
     names = ("query", "key", "value", "out", "lse")
     q, k, v, out, lse = (other.get(name, saved) for name, saved in zip(names, ctx.saved_tensors, strict=True))
     grads = aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
