@@ -67,6 +67,7 @@ class LoopSettings:
 
     def lr_at(self, step: int) -> float:
         """Return the learning rate of a step. Args: step: step number, counted from 1."""
+        # Not torch's LinearLR: the rate is a function of the step alone, so that a resumed run needs no saved schedule.
         return self.lr * min(1.0, step / max(1, self.warmup_steps))
 
 
