@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.families import Components, Family, Media
-
-Forward = Callable[..., Any]
+from lightning_cp.patching import Around, intercept_method, set_attribute, undo_all
 
 
 @dataclass
@@ -94,35 +93,27 @@ def _recorded(
         record.noises.append(noise.clone())
         return noise
 
-    before = [module.__dict__.get("forward") for module in modules]  # set by offloading, for instance
-    for module in modules:
-        module.__dict__["forward"] = _recording_forward(module, record, answer)
+    undo = [intercept_method(module, "forward", _recording(module, record, answer)) for module in modules]
     if draw is not None:
-        drawing.randn_tensor = drawn
+        undo.append(set_attribute(drawing, "randn_tensor", drawn))
     try:
         yield
     finally:
-        for module, forward in zip(modules, before, strict=True):
-            del module.__dict__["forward"]
-            if forward is not None:
-                module.__dict__["forward"] = forward
-        if draw is not None:
-            drawing.randn_tensor = draw
+        undo_all(undo)
 
 
-def _recording_forward(
-    module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None
-) -> Forward:
-    original, names = module.forward, list(inspect.signature(type(module).forward).parameters)[1:]
+def _recording(module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None) -> Around:
+    """Wrap a transformer's forward: record its arguments and output; with `answer`, do not run it."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         record.calls.append(effective(given))
-        output = original(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
+        output = forward(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
         record.outputs.append(output[0])
         return output
 
-    return forward
+    return around
 
 
 def effective(given: dict[str, Any]) -> dict[str, Any]:
