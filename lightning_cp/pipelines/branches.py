@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_iter, tree_unflatten
+from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatten
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
+from lightning_cp.nest import of_type
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
@@ -150,7 +151,7 @@ def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    return [x for x in tree_iter(values) if isinstance(x, Tensor)]
+    return list(of_type(Tensor, values))
 
 
 def _shapes(values: Any) -> tuple[tuple[object, ...], str]:

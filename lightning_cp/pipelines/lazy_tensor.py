@@ -19,9 +19,9 @@ from typing_extensions import override
 
 from lightning_cp.comm.packet import layout_of
 from lightning_cp.comm.packets import all_gather_tensors
-from lightning_cp.compat.torch_names import aten, make_wrapper_subclass, tree_iter, tree_map_only
+from lightning_cp.compat.torch_names import aten, make_wrapper_subclass
 from lightning_cp.mesh import Branches
-from lightning_cp.nest import replace
+from lightning_cp.nest import of_type, replace
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
@@ -115,14 +115,14 @@ class LazyTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        lazy = [x for x in tree_iter((args, kwargs)) if isinstance(x, LazyTensor)]
+        lazy = list(of_type(LazyTensor, (args, kwargs)))
         pending = lazy[0].pending
         if pending.results and len(lazy) == 1:
             if func.is_view:
                 args, kwargs = _held((args, kwargs))
-                return tree_map_only(Tensor, lambda x: LazyTensor(x, pending), func(*args, **kwargs))
+                return replace(Tensor, lambda x: LazyTensor(x, pending), func(*args, **kwargs))
             if func.overloadpacket in _LATER and "out" not in kwargs:
-                args, kwargs = tree_map_only(Tensor, _as_now, (args, kwargs))
+                args, kwargs = replace(Tensor, _as_now, (args, kwargs))
                 return pending.compute_later(partial(func, *args, **kwargs), _room_for(func, args, kwargs))
         for tensor in lazy:
             tensor.pending.settle()
@@ -154,7 +154,7 @@ class LazyTensor(Tensor):
 
 
 def _held(values: Any) -> Any:
-    return tree_map_only(LazyTensor, lambda x: x.held, values)
+    return replace(LazyTensor, lambda x: x.held, values)
 
 
 def _as_now(x: Tensor) -> Tensor:
@@ -165,9 +165,9 @@ def _as_now(x: Tensor) -> Tensor:
 def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Allocate the result of an elementwise operator."""
     shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(x.shape for x in tree_iter((args, kwargs)) if isinstance(x, Tensor))
+        *(x.shape for x in of_type(Tensor, (args, kwargs)))
     )
-    none_of = tree_map_only(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
+    none_of = replace(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
     one: Tensor = func(*none_of[0], **none_of[1])
     return one.new_empty(shape)
 

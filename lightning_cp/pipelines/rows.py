@@ -9,9 +9,10 @@ from torch import Tensor
 
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.compat.torch_names import tree_iter, tree_map
+from lightning_cp.compat.torch_names import tree_map
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
+from lightning_cp.nest import of_type
 
 _MOST_BRANCHES = 4
 _ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
@@ -28,7 +29,7 @@ def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
             in `values`.
     Raises: ShapeError: fewer rows than branches.
     """
-    like = next(x for x in tree_iter(values) if isinstance(x, Tensor)) if like is None else like
+    like = next(of_type(Tensor, values)) if like is None else like
     if len(like) < ranks.cfg:
         raise ShapeError(f"a batch of {len(like)} rows cannot be split over cfg={ranks.cfg} branches")
     mine = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
@@ -48,7 +49,7 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
     if group is None:
         return values
     if like is None:
-        rows = len(next(x for x in tree_iter(values) if isinstance(x, Tensor)))
+        rows = len(next(of_type(Tensor, values)))
         sizes = [n for (n,) in all_gather_ints([rows], group=group)]
     else:
         sizes = list(shard_sizes(len(like), ranks.cfg))
@@ -104,6 +105,4 @@ def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0)
 
 def _describes_samples(value: list[Any]) -> bool:
     """Return True if the entries are shapes or texts, so one per sample. Numbers may be anything (layer indices)."""
-    return all(
-        isinstance(x, (str, list, tuple)) and not any(isinstance(y, Tensor) for y in tree_iter(x)) for x in value
-    )
+    return all(isinstance(x, (str, list, tuple)) and not any(True for _ in of_type(Tensor, x)) for x in value)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.torch_names import tree_iter, tree_map_only
 from lightning_cp.errors import PlanError
+from lightning_cp.nest import of_type, replace
 from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.placement import is_vae
 
@@ -97,9 +97,9 @@ class Stages:
                 "stages='offload'"
             )
         self._bring(name)
-        if all(x.device == self.device for x in tree_iter(values) if isinstance(x, Tensor)):
+        if all(x.device == self.device for x in of_type(Tensor, values)):
             return values
-        return tree_map_only(Tensor, lambda x: x.to(self.device), values)
+        return replace(Tensor, lambda x: x.to(self.device), values)
 
     def _begin(self, stage: Stage) -> None:
         self.now = stage
