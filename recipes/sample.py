@@ -49,6 +49,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     import torch
 
     from lightning_cp import apply_context_parallel
+    from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.recognise import recognise_digits
     from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
     from lightning_cp.app.training.precision import WithPrecision
@@ -80,8 +81,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     if fabric.is_global_zero:
         for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
             album.add(number, pixels)
-        read = recognise_digits(drawn.pixels, drawn.labels)
-        print(f"A classifier of the real digits recognises {read.fraction:.1%} of {count} samples.")
+        if are_digits(data):
+            read = recognise_digits(drawn.pixels, drawn.labels)
+            print(f"A classifier of the real digits recognises {read.fraction:.1%} of {count} samples.")
     return {"load": loaded - began, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
 
 

@@ -20,6 +20,7 @@ from lightning_cp.app.settings.renamed import add_earlier_names
 
 def train(config: DictConfig) -> None:
     """Build, train, sample and report on every rank. (The launching process needs none of these imports.)"""
+    from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.assemble import train_run
     from lightning_cp.app.training.records import draw_loss_curve
@@ -31,7 +32,9 @@ def train(config: DictConfig) -> None:
     chosen, data = config.sampling, config.data
     drawn = (chosen.num_samples, chosen.num_inference_steps, chosen.guidance_scale)
     settings = SamplingSettings(*drawn, seed=config.seed)
-    pictures = SamplePictures((data.channels, data.frames, data.height, data.width), data.num_classes, settings)
+    pictures = SamplePictures(
+        (data.channels, data.frames, data.height, data.width), data.num_classes, settings, are_digits(data)
+    )
 
     def picture_on_the_way(run: Run) -> None:
         step = run.state.step
@@ -50,7 +53,7 @@ def train(config: DictConfig) -> None:
     train_run(config, after_step=picture_on_the_way, at_end=picture_and_tell)
 
 
-def summarise(config: DictConfig, run: Any, *, recognised: float, seconds: float) -> None:
+def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds: float) -> None:
     """Print in a few lines what was done and where the files are."""
     state = run.state
     ranks = config.data_parallel * config.ring * config.ulysses
@@ -58,7 +61,8 @@ def summarise(config: DictConfig, run: Any, *, recognised: float, seconds: float
     print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
     if state.skipped:
         print(f"{state.skipped} of these steps changed nothing: their loss or gradient was not finite.")
-    print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
+    if recognised is not None:
+        print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
     print(f"{run.folder.path}")
     print("  samples/final.png  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 

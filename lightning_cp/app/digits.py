@@ -1,7 +1,9 @@
 """Data sets of scikit-learn's 1,797 scanned digits: still pictures, and clips of moving digits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +16,11 @@ from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 DIGIT_SIZE = 8
 NUM_CLASSES = 10
+
+
+def are_digits(data: Mapping[str, Any]) -> bool:
+    """Return whether the settings `data` describe scanned digits, which `recognise_digits` can classify."""
+    return (data["channels"], data["num_classes"], data.get("num_samples")) == (1, NUM_CLASSES, 1797)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The scripts of the docs pages about own code run as they stand there."""
+"""The scripts and commands of the docs pages about own code, own data and sweeps run as they stand there."""
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +33,22 @@ trainer.fit(Recorded(), DataLoader(clips(), batch_size=2))
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write each Python block of a page that begins with a comment naming a file."""
+    """Write each Python or YAML block of a page that begins with a comment naming a file."""
     text = (ROOT / "docs" / page).read_text()
-    for name, script in re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.DOTALL):
+    for name, script in re.findall(r"```\w+\n# (\S+\.(?:py|yaml))\n(.*?)```", text, re.DOTALL):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(script)
+
+
+def commands(page: str) -> list[list[str]]:
+    """Return the commands of a page that run recipes/train.py: the arguments after it."""
+    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    return [shlex.split(line) for line in re.findall(r"^.*python recipes/train.py (.*)$", text, re.MULTILINE)]
 
 
 def run(folder: Path, *arguments: str) -> str:
     """Run a script of the folder. Returns: its standard output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}.", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
     )
@@ -66,3 +74,24 @@ def test_own_noise_differs_between_data_groups_only(tmp_path: Path) -> None:
     states = [state for state, _ in drawn]
     assert sorted(states.count(state) for state in set(states)) == [2, 2]
     assert len({other for _, other in drawn}) == 1  # the global states stay equal: nothing else was drawn from
+
+
+@pytest.mark.full
+def test_own_data_trains_and_is_not_judged_by_the_classifier_of_digits(tmp_path: Path) -> None:
+    write_files("own_data.md", tmp_path)
+    (command,) = commands("own_data.md")
+    printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, "max_steps=2", "batch_size=4")
+    assert "Trained 2 steps" in printed
+    assert "classifier" not in printed
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(2))
+def test_sweeps_of_the_docs_run(number: int, tmp_path: Path) -> None:
+    command = [one for one in commands("sweeps.md")[number] if not one.startswith(("max_steps=", "ring="))]
+    quick = ["ring=1", "max_steps=2", "batch_size=4", "sampling.num_samples=10"]
+    quick += ["hydra.sweeper.n_trials=2"] if "hydra/sweeper=optuna" in command else []
+    command = [one for one in command if not one.startswith("hydra.sweeper.n_trials=")]
+    printed = run(tmp_path, str(ROOT / "recipes/train.py"), *command, *quick)
+    assert "sweep.csv" in printed
+    assert ("hydra/sweeper=optuna" in command) == any(tmp_path.rglob("optimization_results.yaml"))

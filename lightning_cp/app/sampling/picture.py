@@ -8,14 +8,15 @@ from torch import Tensor
 _MAX_COLUMNS = 12
 
 
-def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, title: str) -> None:
+def draw_grid(samples: Tensor, labels: Tensor, read: Tensor | None, path: Path, *, title: str) -> None:
     """Draw one row per class. Samples that were not recognised have a red frame and show the predicted class.
 
     Args:
-        samples: samples [n, 1, frames, height, width] in about [-1, 1]. A row shows up to 12 pictures of its class or,
-            for clips, up to 12 frames of the first clip of its class.
+        samples: samples [n, channels, frames, height, width] in about [-1, 1]. Three channels are drawn as RGB;
+            otherwise the first one is drawn, with 1 as black. A row shows up to 12 pictures of its class or, for clips,
+            up to 12 frames of the first clip of its class.
         labels: requested classes, [n].
-        read: classes predicted by the classifier, [n]; negative for samples with non-finite pixels.
+        read: classes predicted by the classifier, [n]; negative for samples with non-finite pixels. None: no frames.
         path: path of the PNG.
         title: title above the grid.
     """
@@ -23,6 +24,7 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
     classes = sorted(set(labels.tolist()))
+    read = labels if read is None else read
     rows = [_row(samples, torch.nonzero(labels == label).flatten(), read) for label in classes]
     columns = max(len(row) for row in rows)
     figure = Figure(figsize=(0.62 * columns + 0.7, 0.62 * len(rows) + 0.8), layout="constrained")
@@ -34,7 +36,9 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
         for ax, (image, was_read) in zip(axes, row, strict=False):
-            ax.imshow(image.float().clamp(-1, 1).numpy(), cmap="gray_r", vmin=-1, vmax=1, interpolation="nearest")
+            shown = image.float().clamp(-1, 1)  # [c, h, w]
+            pixels = (shown.movedim(0, -1) + 1) / 2 if len(shown) == 3 else -shown[0]
+            ax.imshow(pixels.numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
             ax.spines[:].set(visible=True, color="0.8")
             if was_read != label:
                 ax.spines[:].set(color="tab:red", linewidth=2)
@@ -46,7 +50,7 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor, path: Path, *, titl
 
 def _row(samples: Tensor, chosen: Tensor, read: Tensor) -> list[tuple[Tensor, int]]:
     if samples.shape[2] == 1:
-        return [(samples[i, 0, 0], int(read[i])) for i in chosen[:_MAX_COLUMNS].tolist()]
+        return [(samples[i, :, 0], int(read[i])) for i in chosen[:_MAX_COLUMNS].tolist()]
     first = int(chosen[0])
     frames = torch.linspace(0, samples.shape[2] - 1, min(_MAX_COLUMNS, samples.shape[2])).round().long()
-    return [(samples[first, 0, frame], int(read[first])) for frame in frames.tolist()]
+    return [(samples[first, :, frame], int(read[first])) for frame in frames.tolist()]

@@ -1,4 +1,4 @@
-"""Draw samples of a run on all ranks; classify and plot them on the first rank."""
+"""Draw samples of a run on all ranks; classify them, if they are digits, and plot them on the first rank."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,19 @@ class SamplePictures:
         shape: shape of one sample.
         num_classes: number of classes of the data.
         settings: number of samples and how to draw them.
+        digits: True if the samples are digits, which are classified.
     """
 
     shape: tuple[int, ...]
     num_classes: int
     settings: SamplingSettings
+    digits: bool = True
 
-    def make(self, run: Run, name: str) -> float:
-        """Write `<name>.png`. Call it on every rank. Returns: fraction of samples that the classifier recognises."""
+    def make(self, run: Run, name: str) -> float | None:
+        """Write `<name>.png`. Call it on every rank.
+
+        Returns: fraction of samples that the classifier recognises; None if they are no digits.
+        """
         state = run.state
         with state.average.swapped_in(state.module):
             drawn = draw_samples(
@@ -39,8 +44,10 @@ class SamplePictures:
             )
         fraction = 0.0
         if run.is_first:
-            seen = recognise_digits(drawn.pixels, drawn.labels)
-            fraction = seen.fraction
-            title = f"step {state.step}: {fraction:.0%} of {len(drawn.labels)} samples recognised"
-            draw_grid(drawn.pixels, drawn.labels, seen.read, run.folder.samples / f"{name}.png", title=title)
-        return float(run.ranks.broadcast(torch.tensor(fraction)))
+            title, read = f"step {state.step}", None
+            if self.digits:
+                seen = recognise_digits(drawn.pixels, drawn.labels)
+                fraction, read = seen.fraction, seen.read
+                title += f": {fraction:.0%} of {len(drawn.labels)} samples recognised"
+            draw_grid(drawn.pixels, drawn.labels, read, run.folder.samples / f"{name}.png", title=title)
+        return float(run.ranks.broadcast(torch.tensor(fraction))) if self.digits else None

@@ -87,6 +87,17 @@ def test_the_grid_is_a_png(frames: int, tmp_path: Path) -> None:
     assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_three_channels_are_drawn_in_colour_and_without_a_prediction(tmp_path: Path) -> None:
+    from matplotlib.image import imread
+
+    samples = torch.full((3, 3, 1, 8, 8), -1.0)
+    samples[torch.arange(3), torch.arange(3)] = 1.0  # red, green, blue
+    draw_grid(samples, torch.arange(3), None, tmp_path / "grid.png", title="a title")
+    drawn = torch.from_numpy(imread(tmp_path / "grid.png"))[..., :3].flatten(0, 1)
+    for colour in torch.eye(3):
+        assert (drawn == colour).all(-1).sum() > 100
+
+
 class FakeWorld:
     """Ranks of a fabric as threads: what they give is summed for all."""
 
