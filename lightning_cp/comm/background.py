@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +33,9 @@ class BackgroundGather:
     held: tuple[Tensor, ...] = ()
     copied: torch.cuda.Event | None = None
 
+    def __post_init__(self) -> None:
+        _unread.add(self)
+
     def is_done(self, *, within_s: float = 0.0) -> bool:
         """Return True once `read` would not block; False if it still would after `within_s` seconds."""
         until = time.monotonic() + within_s
@@ -49,8 +53,19 @@ class BackgroundGather:
         else:
             self.copied.synchronize()
         self.held = ()
+        _unread.discard(self)
         values: npt.NDArray[np.float64] = self.gathered.numpy()
         return values
+
+
+_unread: WeakSet[BackgroundGather] = WeakSet()
+
+
+def wait_for_gathers(*, within_s: float) -> None:
+    """Wait until all unread gathers are done, at most `within_s` seconds. Call it before their groups are destroyed."""
+    until = time.monotonic() + within_s
+    for gather in list(_unread):
+        gather.is_done(within_s=until - time.monotonic())
 
 
 def gather_device(group: dist.ProcessGroup) -> torch.device:

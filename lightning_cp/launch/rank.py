@@ -1,9 +1,13 @@
 """Run one rank: load the configuration, call the target, report a failure."""
 
+import atexit
 import faulthandler
+import gc
 import importlib
 import importlib.util
+import io
 import json
+import logging
 import os
 import sys
 import traceback
@@ -21,6 +25,7 @@ from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]
+_GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
@@ -52,9 +57,11 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     agreed = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(agreed, src=0)
+    from lightning_cp.comm.background import wait_for_gathers
     from lightning_cp.comm.stall import stop_watch
 
     stop_watch()
+    wait_for_gathers(within_s=_GATHERS_S)
     torch.distributed.destroy_process_group()
     return agreed[0] if more_to_come else None
 
@@ -103,6 +110,8 @@ def was_raised_for_the_user(error: BaseException) -> bool:
 
 def main(spec: str) -> None:
     """Run a rank that `LocalLauncher` started. Args: spec: `target`, `config` and `log_dir` as JSON."""
+    complete: list[bool] = []
+    atexit.register(_end_process, complete)  # first, so that it runs last
     given = json.loads(spec)
     with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is no file
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
@@ -115,8 +124,27 @@ def main(spec: str) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             channel.send({"kind": "left"})  # sent instead of "done": a failure, unless all ranks exit this way
-            return
-        _leave(failure_of(error, rank), Path(given["log_dir"]))
+        else:
+            _leave(failure_of(error, rank), Path(given["log_dir"]))
+    complete.append(True)
+
+
+def _end_process(complete: list[bool]) -> None:
+    """End this process after Python's exit handlers, without the destructors of C++ libraries.
+
+    These destroy global objects that threads of gloo or OpenMP may still use, so a rank whose work is complete could
+    be aborted. Files that Python would have closed are flushed here.
+
+    Args: complete: empty if `main` did not reach its end; Python then ends the process, with its exit code.
+    """
+    if not complete:
+        return
+    logging.shutdown()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), io.IOBase):
+            with suppress(OSError, ValueError):  # the disk is full, or it was closed
+                thing.flush()
+    os._exit(0)
 
 
 def _leave(failure: Failure, log_dir: Path) -> NoReturn:

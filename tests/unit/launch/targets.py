@@ -1,9 +1,12 @@
 """What ranks do in the tests of the launcher. Imports no torch, so that a rank starts in a moment."""
 
+import atexit
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import IO
@@ -83,6 +86,21 @@ def _end(how: str) -> None:
         os._exit(9)
     elif kind != "return":
         raise AssertionError(how)
+
+
+_open_files: list[IO[str]] = []
+_handlers: list[object] = []  # ctypes frees a callback that nobody holds
+
+
+def leave_work_for_the_end(config: DictConfig) -> None:
+    """Leave an open file, a thread and an exit handler of Python to the end, and a C exit handler that aborts."""
+    folder = Path(config.folder)
+    _open_files.append((folder / f"file_{RANK}").open("w"))
+    _open_files[0].write("not flushed")
+    atexit.register((folder / f"handler_{RANK}").touch)
+    threading.Thread(target=lambda: (time.sleep(0.5), (folder / f"thread_{RANK}").touch())).start()
+    _handlers.append(ctypes.CFUNCTYPE(None)(os.abort))
+    assert ctypes.CDLL(None).__cxa_atexit(_handlers[0], None, None) == 0
 
 
 def leave(config: DictConfig) -> None:

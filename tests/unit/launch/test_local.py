@@ -120,6 +120,15 @@ def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path)
         assert "\n" not in failure.describe()
 
 
+def test_a_complete_rank_ends_without_c_exit_handlers_and_loses_nothing(tmp_path: Path) -> None:
+    result = launch("leave_work_for_the_end", tmp_path)
+    assert result.failure is None
+    for rank in range(3):
+        assert (tmp_path / f"file_{rank}").read_text() == "not flushed"
+        assert (tmp_path / f"handler_{rank}").exists()
+        assert (tmp_path / f"thread_{rank}").exists()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["_exit 7", "signal 9", "return"])
 def test_the_rank_that_ended_first_is_named_however_often_it_is_tried(how: str, tmp_path: Path) -> None:
