@@ -25,8 +25,9 @@ class GroupBatches(WrappedSampler):
             groups take the same number of steps. With False, data groups may differ by one batch.
     Raises: ValueError: `data_rank` is not in 0 to data_size - 1.
 
-    >>> [list(GroupBatches([[0, 1], [2], [3, 4]], rank, 2)) for rank in range(2)]
-    [[[0, 1], [3, 4]], [[2], [0, 1]]]
+    Examples:
+        >>> [list(GroupBatches([[0, 1], [2], [3, 4]], rank, 2)) for rank in range(2)]
+        [[[0, 1], [3, 4]], [[2], [0, 1]]]
     """
 
     sharded_by_data_rank = True

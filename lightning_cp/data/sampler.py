@@ -25,8 +25,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         data_size: number of context groups (`strategy.data_size`).
     Raises: ValueError: batch_size exceeds num_samples or is not a multiple of data_size, or data_rank is out of range.
 
-    >>> [batch for batch in GlobalBatchSampler(7, 4, shuffle=False, data_rank=1, data_size=2)]
-    [[2, 3]]
+    Examples:
+        >>> [batch for batch in GlobalBatchSampler(7, 4, shuffle=False, data_rank=1, data_size=2)]
+        [[2, 3]]
     """
 
     sharded_by_data_rank = True
