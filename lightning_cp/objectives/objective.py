@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.paths import unwrapped
+from lightning_cp.errors import FamilyError
 from lightning_cp.families import Family, InputOptions, StoredBatch
 from lightning_cp.training.noise import sample_dropped, sample_noise
 
@@ -96,6 +97,10 @@ class Objective(ABC):
         key: dict[str, Any] = {"seed": self.seed, "step": step, "first_index": first_index}
         clean = family.clean(stored)
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
+        if sampled and family.objective.posterior == "mode":
+            raise FamilyError(
+                f"sample_posterior=True, but {family.name} stores only the mode of the VAE's distribution"
+            )
         if sampled:
             drawn = sample_noise(
                 clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device, dtype=clean.dtype

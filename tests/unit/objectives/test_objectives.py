@@ -139,6 +139,11 @@ def test_the_clamp_of_the_shift_is_logged_once(caplog: pytest.LogCaptureFixture)
     assert [record.message.count("12 tokens is clamped") for record in caplog.records] == [1]
 
 
+def test_a_posterior_that_is_not_stored_is_refused() -> None:
+    with pytest.raises(FamilyError, match="sample_posterior=True, but labelled_clips stores only the mode"):
+        FlowMatching(seed=0, sample_posterior=True).noised(Clips(), batch(), step=0)
+
+
 def test_sigma_ranges_hold() -> None:
     times = FlowMatching(seed=0, sigma_range=(0.875, 1.0), shift=3.0).noised(Clips(), batch(), step=0).times
     assert ((times > 0.875) & (times <= 1)).all()
