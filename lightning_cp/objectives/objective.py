@@ -99,7 +99,7 @@ class Objective(ABC):
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
         if sampled and family.objective.posterior == "mode":
             raise FamilyError(
-                f"sample_posterior=True, but {family.name} stores only the mode of the VAE's distribution"
+                f"sample_posterior=True, but {family.name} stores only the mode of its latents"
             )
         if sampled:
             drawn = sample_noise(
