@@ -149,7 +149,8 @@ def _real(config: DictConfig) -> list[str]:
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measures with each number of ranks in turn, and shows what came of it."""
-    from lightning_cp.app.benchmark.report import draw, machine_name, markdown_page, tables, terminal_table, write_csv
+    from lightning_cp.app.benchmark.plots import draw
+    from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
 
     wrong = check(config)
     if wrong:

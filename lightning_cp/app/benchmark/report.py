@@ -1,4 +1,4 @@
-"""Report measurements as a table, CSV and plots."""
+"""Report measurements as a table and CSV. The plots are in `plots.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import csv
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from rich.table import Table
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
+from lightning_cp.app.benchmark.subject import ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
 
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 
@@ -21,7 +21,7 @@ class Row(TypedDict):
 
     ratio: the fastest repetition as a multiple of the limit, which is one process's fastest (on one thread) divided by
     the ranks. median_ratio: of the medians. spread: the middle half of the repetitions, as a share of the median.
-    check_cost: what comparing arguments between ranks takes, as a share of the step: the median over repetitions of the
+    check_cost: time to compare arguments between ranks, as a share of the step: the median over repetitions of the
     time with it divided by the time without it, less 1.
     """
 
@@ -89,7 +89,7 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
     """For each set of measurements its title and the cells of its table, with a line for each subject."""
     found: dict[str, list[list[str]]] = {}
     for row in rows:
-        title = f"{row['workload']}, {row['tokens']:,} tokens, {row['ranks']} ranks"
+        title = f"{row['workload']}, {row['tokens']:,} tokens, {count_ranks(row['ranks'])}"
         found.setdefault(title, []).append(_cells(row))
     return list(found.items())
 
@@ -106,14 +106,14 @@ def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
 
 _ABOUT_CALLS = (
     "",
-    "*One call* is what a rank computes in a single call, its queries of all keys or its heads of all tokens, with",
-    "nothing sent; in *attention* with all ranks at it at once: what is over 1 there is the price of what they share,",
-    "cores, caches and memory.",
+    "*One call* is what a rank computes in a single attention call without communication: its queries over all",
+    "keys, or its heads over all tokens. In *attention*, all ranks compute at the same time: a value above 1 is",
+    "the cost of the cores, caches and memory that they share.",
 )
 _ABOUT_ONE_RANK = (
     "",
-    "*One_rank* is what the first of so many ranks computes while no other runs, with transfers that are pretended:",
-    "what is over its single calls is our own.",
+    "*One_rank* is what the first rank computes while no other rank runs, with simulated transfers: the",
+    "difference to its single calls is our overhead.",
 )
 
 
@@ -126,13 +126,14 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "",
         f"    {command}",
         "",
-        "*ms* is the fastest of interleaved repetitions, of the slowest rank; *× limit* that time as a multiple of one",
-        "process's on one thread (one GPU) divided by the ranks; *median* the same of the medians, and *spread* the",
-        "middle half of the repetitions as a share of the median. *Peak* is what a step allocates at once beyond what",
-        "was there before it. *Waiting* is the share of a step in which a rank's thread waits for a transfer:",
-        "communication that nothing hides, differences in speed between ranks included (on GPUs: in which NCCL's",
-        "kernels run and no others, of one traced step). *Peer check* is what comparing arguments between ranks",
-        "(`check_peers`) takes of a step: the median of repetitions with and without it, done in turn.",
+        "*ms* is the fastest of interleaved repetitions, of the slowest rank. *× limit* is that time as a multiple of",
+        "the limit: the time of one process on one thread (one GPU), divided by the number of ranks. *Median* is the",
+        "same for the medians. *Spread* is the middle half of the repetitions as a share of the median; in the plots,",
+        "times with a spread above 30 % have hollow markers. *Peak* is the largest memory that a step allocates in",
+        "addition to what was allocated before it. *Waiting* is the share of a step in which a rank's thread waits",
+        "for a transfer, because of communication that is not overlapped or ranks of different speed (on GPUs: in",
+        "which only NCCL's kernels run, in one traced step). *Peer check* is the share of a step that the comparison",
+        "of arguments between ranks (`check_peers`) takes: the median over repetitions with and without it, in turn.",
         *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         "",
@@ -166,88 +167,9 @@ def _told(value: float | None, factor: float, how: str, unit: str = "") -> str:
     return "–" if value is None else f"{value * factor:{how}}{unit}"
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
-    """Time, memory and waiting of a workload's subjects, for each number of ranks, as PNG.
-
-    By length, or as bars where there is one length.
-    """
-    from matplotlib.figure import Figure
-
-    shown = [row for row in rows if row["ratio"] is not None and row["subject"] != ALL_THREADS]
-    shown = [row for row in shown if not row["subject"].endswith(UNCHECKED)]
-    degrees = sorted({row["ranks"] for row in shown})
-    figure = Figure(figsize=(14, 3.4 * len(degrees)), layout="constrained")
-    grid: Any = figure.subplots(len(degrees), 3, squeeze=False)
-    for axes, ranks in zip(grid, degrees, strict=True):
-        here = sorted((row for row in shown if row["ranks"] == ranks), key=lambda row: row["tokens"])
-        lengths = list(dict.fromkeys(row["tokens"] for row in here))
-        curves = _curves(here, ranks)
-        if len(lengths) == 1:
-            _draw_bars(axes, curves)
-        else:
-            _draw_lines(axes, curves, lengths)
-        names = ("time, × limit", "peak memory a rank, × one process / ranks", "waiting, % of the step")
-        for axis, name in zip(axes, names, strict=True):
-            axis.set_title(f"{ranks} ranks: {name}", fontsize=9)
-            axis.grid(alpha=0.3)
-            axis.set_axisbelow(True)
-    figure.savefig(path, dpi=110)
-
-
-_Curves = dict[str, tuple[list[float | None], ...]]  # of each subject: times, memory, waiting, by length
-
-
-def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
-    one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, ALONE)}
-    found: _Curves = {}
-    for subject in dict.fromkeys(row["subject"] for row in rows):
-        if subject in (ONE_THREAD, ALONE):
-            continue
-        mine = {row["tokens"]: row for row in rows if row["subject"] == subject}
-        measured = [mine.get(tokens) for tokens in one]
-        found[subject] = (
-            [row and row["ratio"] for row in measured],
-            [row and row["peak_bytes"] * ranks / max(one[row["tokens"]]["peak_bytes"], 1) for row in measured],
-            [None if row is None or row["waited"] is None else 100 * row["waited"] for row in measured],
-        )
-    return found
-
-
-def _draw_lines(axes: Any, curves: _Curves, lengths: Sequence[int]) -> None:
-    for index, (subject, of_subject) in enumerate(curves.items()):
-        style = {"marker": "o", "linestyle": _line_of(subject), "color": f"C{index % 10}"}
-        for axis, values in zip(axes, of_subject, strict=True):
-            if any(x is not None for x in values):
-                axis.plot(lengths, values, label=subject, **style)
-    for axis in axes:
-        axis.set(xlabel="tokens", xscale="log")
-        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
-        axis.minorticks_off()
-        axis.set_ylim(bottom=0)
-    axes[0].axhline(1, color="black", linewidth=0.8)
-    axes[2].set_ylim(0, max(5, axes[2].get_ylim()[1]))  # that a thousandth does not look like much
-    handles, labels = axes[0].get_legend_handles_labels()
-    if labels:
-        axes[2].legend(handles, labels, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))
-
-
-def _draw_bars(axes: Any, curves: _Curves) -> None:
-    for panel, axis in enumerate(axes):
-        values = [of_subject[panel][0] for of_subject in curves.values()]
-        bars = axis.barh(range(len(values)), [0 if x is None else x for x in values], color="tab:blue")
-        axis.bar_label(
-            bars, ["–" if x is None else f"{x:.1f}" if panel == 2 else f"{x:.2f}" for x in values], padding=3
-        )
-        axis.set_yticks(range(len(values)), list(curves) if panel == 0 else [""] * len(values))
-        axis.invert_yaxis()
-        axis.margins(x=0.12)
-    axes[0].axvline(1, color="black", linewidth=0.8)
-
-
-def _line_of(subject: str) -> str:
-    if subject in (QUERIES_CALL, HEADS_CALL):
-        return "--"
-    return ":" if subject.startswith(("diffusers", "gathered", "yun")) else "-"
+def count_ranks(ranks: int) -> str:
+    """Return "1 rank", "2 ranks" and so on."""
+    return f"{ranks} rank{'' if ranks == 1 else 's'}"
 
 
 def machine_name() -> str:

@@ -168,27 +168,48 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     figure = Figure(figsize=(14, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     curves, times, speeds = figure.subplots(1, 3, width_ratios=(2, 1, 1))
+    palette = [f"C{i % 10}" for i in range(len(trained))]  # line styles distinguish more than ten
+    noise = []
     for i, outcome in enumerate(trained):
         rows = list(read_rows(Path(outcome.folder) / "metrics.csv"))
         steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
         label = f"{outcome.job}: {shorten(named[outcome.job], 50, placeholder=' …') or 'the same settings'}"
         if outcome.status is Status.FAILED:
             label += " (failed)"
-        curves.plot(steps, losses, ("-", "--", "-.", ":")[i % 4], lw=1.4, label=label)  # equal curves overlap
-    curves.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        style = ("-", "--", "-.", ":")[(i + i // 10) % 4]  # equal curves overlap
+        curves.plot(steps, losses, style, color=palette[i], lw=1.4, label=label)
+        noise.append(_noise([row["step_time_s"] for row in rows]))
+    curves.set(xlabel="step", ylabel="loss")
+    curves.xaxis.get_major_locator().set_params(integer=True)
+    show_from_zero(curves)
     curves.legend(frameon=False, fontsize=8)
     places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]
     for axes, values, name in (
         (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
         (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
     ):
-        axes.barh(places, values, color="tab:blue")
+        bars = axes.barh(places, values, color=palette)
+        axes.bar_label(bars, noise, label_type="center", fontsize=8, color="white")
         axes.set(xlabel=name, yticks=places, yticklabels=labels)
         axes.invert_yaxis()
     for axes in (curves, times, speeds):
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
     figure.savefig(picture, dpi=110)
+
+
+def show_from_zero(axes: Any) -> None:
+    """Let the y axis begin at 0 and end 5 % above the highest finite value, so that no curve is cut off."""
+    highest = axes.dataLim.y1
+    axes.set_ylim(0, 1.05 * highest if math.isfinite(highest) and highest > 0 else None)
+
+
+def _noise(times_s: list[float]) -> str:
+    """Return a note if the middle half of the times is wider than 30 % of the median."""
+    if len(times_s) < 4:
+        return ""
+    lower, middle, upper = statistics.quantiles(times_s, n=4)
+    return f"spread {100 * (upper - lower) / middle:.0f} %" if upper - lower > 0.3 * middle else ""
 
 
 def _table(outcomes: list[Outcome]) -> Table:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from typing_extensions import override
 
 from lightning_cp.app.runs.outcome import read_rows
+from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
 
@@ -85,7 +86,8 @@ def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
     axes = figure.add_subplot()
     axes.plot(steps, losses, color="0.75", linewidth=0.8, label="a step")
     axes.plot(steps, means, color="tab:blue", linewidth=1.8, label=f"mean of {window}")
-    axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)", ylim=(0, None))
+    axes.set(xlabel="step", ylabel="loss (velocity, mean squared error)")
+    show_from_zero(axes)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     figure.savefig(picture, dpi=120)

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import LoopSettings, StepReport
 from lightning_cp.app.training.records import MetricsFile, ProgressBar, draw_loss_curve, read_metrics
 
@@ -104,3 +105,16 @@ def test_the_learning_rate_does_not_depend_on_the_length_of_the_run() -> None:
     assert settings(5).lr_at(1) == pytest.approx(0.01)
     assert settings(5).lr_at(10) == settings(5).lr_at(400) == 0.1
     assert [settings(5).lr_at(s) for s in range(1, 30)] == [settings(900).lr_at(s) for s in range(1, 30)]
+
+
+def test_curves_begin_at_zero_and_are_not_cut_off() -> None:
+    from matplotlib.figure import Figure
+
+    axes = Figure().add_subplot()
+    axes.plot([1, 2, 3], [1.0, 4.0, float("nan")])
+    show_from_zero(axes)
+    assert axes.get_ylim() == pytest.approx((0, 4.2))
+    empty = Figure().add_subplot()
+    empty.plot([1], [float("nan")])
+    show_from_zero(empty)
+    assert empty.get_ylim()[0] == 0

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
-from lightning_cp.app.benchmark.report import Row, draw, machine_name
+from lightning_cp.app.benchmark.plots import draw
+from lightning_cp.app.benchmark.report import Row, machine_name
 
 _ABOUT = {
     "tests": "The tests in `tests/gpu`: every CUDA kernel against float64; a step without host synchronisation,"

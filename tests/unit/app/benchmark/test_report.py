@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.report import draw, markdown_page, rows_of, tables, write_csv
+from lightning_cp.app.benchmark.plots import colours, draw
+from lightning_cp.app.benchmark.report import count_ranks, markdown_page, rows_of, tables, write_csv
 from lightning_cp.app.benchmark.subject import ONE_THREAD, UNCHECKED
 
 FOUND = {
@@ -57,3 +58,29 @@ def test_a_subject_refused_at_one_length_is_drawn_at_the_others(lengths: tuple[i
     rows += rows_of("attention", 2048, 4, FOUND | {"theirs": FOUND["ring"]})
     draw(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_each_curve_has_its_own_colour_and_noisy_times_are_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    subjects = {f"subject {i}": Figures(times_s=[1.0, 1.0, 1.0, 1.0], peak_bytes=1) for i in range(14)}
+    for lengths in ((512, 1024), (512,)):
+        rows = [row for length in lengths for row in rows_of("attention", length, 1, FOUND | subjects)]
+        draw(rows, tmp_path / "picture.png")
+    lines, bars = (figure.axes[0] for figure in drawn)
+    curves = [line for line in lines.lines if line.get_label() in {"ring", *subjects}]
+    assert len({line.get_color() for line in curves}) == len(curves) == 15
+    assert not any(line.get_clip_on() for line in curves)
+    hollow = [line.get_xdata()[0] for line in lines.lines if line.get_markerfacecolor() == "white"]
+    assert hollow == [512, 1024]  # only ring's spread is above 30 %
+    assert lines.get_title() == "1 rank: time, × limit (hollow: spread above 30 %)"
+    assert [text.get_text() for text in bars.texts if "spread" in text.get_text()] == ["0.25 (spread 78 %)"]
+
+
+def test_one_rank_is_singular() -> None:
+    assert [count_ranks(n) for n in (1, 2)] == ["1 rank", "2 ranks"]
+    assert len(set(colours(str(i) for i in range(20)).values())) == 20
