@@ -119,10 +119,8 @@ def check_plan(
     alone = _run(model, inputs)
     apply_context_parallel(model, config, plan)
     outputs, gradients = _run(model, inputs)
-    for gradient in gradients.values():
-        if gradient is not None and groups.context is not None:
-            dist.all_reduce(gradient, group=groups.context)
-            gradient /= groups.context_size
+    if groups.context is not None:
+        _average([x for x in gradients.values() if x is not None], groups.context)
     found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
     everyone: list[Any] = [found]
     if groups.context is not None:
@@ -143,9 +141,35 @@ def _prepared(module: nn.Module, groups: MeshGroups) -> nn.Module:
             if not parameter.any():
                 parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
         if groups.context is not None:
-            for x in (*model.parameters(), *model.buffers()):
-                dist.broadcast(x, group_src=0, group=groups.context)
+            _broadcast([*model.parameters(), *model.buffers()], groups.context)
     return model
+
+
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrite the tensors with the first rank's, with one collective for each dtype and device."""
+    for same in _by_type(tensors):
+        flat = torch.cat([x.flatten() for x in same])
+        dist.broadcast(flat, group_src=0, group=group)
+        _write_back(flat, same)
+
+
+def _average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average the tensors over the group, in place, with one collective for each dtype and device."""
+    for same in _by_type(tensors):
+        flat = torch.cat([x.flatten() for x in same])
+        dist.all_reduce(flat, group=group)
+        _write_back(flat / dist.get_world_size(group), same)
+
+
+def _by_type(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    types = dict.fromkeys((x.dtype, x.device) for x in tensors)
+    for kind in types:
+        yield [x for x in tensors if (x.dtype, x.device) == kind]
+
+
+def _write_back(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    for x, values in zip(tensors, torch.split(flat, [x.numel() for x in tensors]), strict=True):
+        x.copy_(values.view_as(x))
 
 
 def _run(

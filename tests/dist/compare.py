@@ -41,10 +41,12 @@ def outcome(model: nn.Module, arguments: dict[str, Any]) -> tuple[Tensor, dict[s
 
 
 def averaged(gradients: dict[str, Tensor | None], world: int) -> dict[str, Tensor | None]:
-    for gradient in gradients.values():
-        if gradient is not None:
-            dist.all_reduce(gradient)
-            gradient /= world
+    """Average all gradients over the ranks, in place and by one collective."""
+    there = [gradient for gradient in gradients.values() if gradient is not None]
+    whole = torch.cat([gradient.flatten() for gradient in there])
+    dist.all_reduce(whole)
+    for gradient, mean in zip(there, whole.split([x.numel() for x in there]), strict=True):
+        gradient.copy_(mean.view_as(gradient) / world)
     return gradients
 
 

@@ -32,7 +32,13 @@ _PRELOADED = (
     "pytest",
     "psutil",
 )
-_PRELOADED_IF_USED = ("diffusers", "lightning.fabric", "lightning.pytorch", "peft")  # slow to import
+_PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imported
+    "diffusers": ("diffusers.models.attention_dispatch", "diffusers.models.transformers.transformer_wan"),
+    "transformers": ("diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.wan.pipeline_wan"),
+    "lightning.fabric": ("lightning.fabric.strategies", "torch.distributed.fsdp"),
+    "lightning.pytorch": ("lightning.pytorch.strategies", "torch.distributed.checkpoint"),
+    "peft": ("peft",),
+}
 _LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
 _ONE_THREAD = dict.fromkeys(_LIBRARIES, "1")
 
@@ -135,7 +141,7 @@ class RankPool:
                 "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
             )
         context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
-        used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+        used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
         context.set_forkserver_preload([*_PRELOADED, *used])
         kept = {name: os.environ.get(name) for name in _ONE_THREAD}
         os.environ.update(_ONE_THREAD)

@@ -95,17 +95,25 @@ def _run(message: bytes) -> Reply:
                 GLOO_SOCKET_IFNAME="lo",
             )
             if job.init:
-                store = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=30))
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore(f"job{job.number}", store),
-                    rank=job.rank,
-                    world_size=job.world,
-                    timeout=timedelta(seconds=job.timeout_s + 30),  # the pool's own limit comes first
-                )
+                _init_group(job)
             return Reply(result=pickle.dumps(job.function(job.rank, job.world, *job.args)))
     except BaseException:
         return Reply(error=traceback.format_exc())
+
+
+def _init_group(job: Job) -> None:
+    client = dist.TCPStore("127.0.0.1", job.store_port, is_master=False, timeout=timedelta(seconds=30))
+    store = dist.PrefixStore(f"job{job.number}", client)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=job.rank,
+        world_size=job.world,
+        timeout=timedelta(seconds=job.timeout_s + 30),  # the pool's own limit comes first
+    )
+    # A short job without a collective must not close its connections while other ranks still connect to each other.
+    store.set(f"connected {job.rank}", "")
+    store.wait([f"connected {rank}" for rank in range(job.world)])
 
 
 @contextmanager
@@ -133,6 +141,7 @@ def _clean_state() -> Iterator[None]:
         if "torch._dynamo" in sys.modules:
             torch._dynamo.reset()
         gc.collect()
+        gc.freeze()  # the next collection passes over modules that this job imported: they have 250,000 objects
     for thread in running_threads() - threads:
         thread.join(2)
         assert not thread.is_alive(), f"the job left a thread behind: {thread}"
