@@ -16,19 +16,22 @@ from torch import Tensor, nn
 
 from lightning_cp.compat.torch_names import function_modes
 from lightning_cp.engine.forwards import decorated_function, own_forward, own_function, put_forward, unbound
+from lightning_cp.engine.methods import ORIGINAL
 from lightning_cp.engine.rebinding import (
     OF_CLASS,
-    ORIGINAL,
     SDPA,
     Replacements,
     attending_method,
+    attention_by_super,
     calls_flex_attention,
     makes_attention_call,
     rebind,
+    rebind_methods,
 )
 from lightning_cp.errors import InterceptionError, PlanError
 
-_SKIP = "AttentionScoreSkipFunctionMode"  # diffusers': a guider asks for attention whose result is its values
+_SKIP = "AttentionScoreSkipFunctionMode"  # set by diffusers' guiders: attention returns its values
+ATTRIBUTES = "_lightning_cp_attributes"  # of a module: by name, an attribute (None: the class has it), its replacement
 
 
 class AttentionPatch:
@@ -52,53 +55,83 @@ class AttentionPatch:
             "dispatch_attention_fn": _unless_skipped(dispatch, tokens=-3),
             SDPA: _unless_skipped(sdpa, tokens=-2),
         }
-        self._classes: dict[tuple[type, object], tuple[type, str, object]] = {}  # ours, its method, the function there
-        self._functions: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
+        # By the original class and functions: a subclass, and its methods by name.
+        self._classes: dict[tuple[object, ...], tuple[type, dict[str, Any]]] = {}
+        self._functions: dict[tuple[Callable[..., Any], bool], Callable[..., Any] | None] = {}
+        self._methods: dict[object, Any] = {}  # replacements by function
 
     def intercept(self, module: nn.Module, *, mark: object) -> None:
-        """Reroute `module`, its processor and its own forward, whichever attend; `release` undoes it.
+        """Replace the attention calls of a module's forward and of its processor; `release` undoes it.
 
-        Args: mark: what a diffusers processor passes as `parallel_config` where it wants context parallelism.
-        Raises: PlanError: a method of our copy of a processor's class was replaced.
+        Args: mark: config object that diffusers' processors pass as `parallel_config` in context-parallel calls.
+        Raises: PlanError: a method of the engine's subclass of a processor was replaced.
         """
         processor: Any = getattr(module, "processor", None)
-        if makes_attention_call(own_function(module)):
+        if makes_attention_call(own_function(module), module):
             self._intercept_forward(module)
         if attending_method(processor) is None:
             return
-        ours: Any = copy.copy(processor)
-        ours.__class__ = self._class_of(type(processor))
+        replacement: Any = copy.copy(processor)
+        kind, of_instance = self._class_of(processor)
+        replacement.__class__ = kind
+        replacement.__dict__.update(of_instance)
+        if of_instance:
+            replacement.__dict__[ATTRIBUTES] = tuple(of_instance)
         if mark is not None and hasattr(processor, "_parallel_config"):
-            ours._parallel_config = mark
-        exchange_processor(module, ours)
+            replacement._parallel_config = mark
+        exchange_processor(module, replacement)
 
     def _intercept_forward(self, module: nn.Module) -> None:
-        function, place = own_function(module), own_forward(module)
-        key = function, place.get() is None
+        function, of_class = own_function(module), own_forward(module).get() is None
+        replace_methods(module, self._replacements, self._methods)
+        key = function, of_class
         if key not in self._functions:
             assert isinstance(function, types.FunctionType), f"{type(module).__name__} was found to attend"
             bound = rebind(function, self._replacements)
-            assert bound is not None, f"{type(module).__name__} was found to attend"
-            bound.__dict__.update({ORIGINAL: function, OF_CLASS: place.get() is None})
+            if bound is not None:
+                bound.__dict__.update({ORIGINAL: function, OF_CLASS: of_class})
             self._functions[key] = bound
-        put_forward(module, self._functions[key])
+        replaced = self._functions[key]
+        if replaced is not None:  # else only its methods attend
+            put_forward(module, replaced)
 
-    def _class_of(self, kind: type) -> type:
-        name = attending_method(kind)
+    def _class_of(self, processor: object) -> tuple[type, dict[str, Any]]:
+        """Make a subclass of a processor's class with replaced methods; also return replaced instance attributes."""
+        kind, name = type(processor), attending_method(processor)
         assert name is not None, f"{kind.__name__} was found to attend"
-        key = kind, getattr(kind, name)
+        function = getattr(kind, name)
+        methods = rebind_methods(processor, function, self._replacements, self._methods)
+        of_class = {x.name: made for x, made in methods.values() if x.of_class}
+        key = kind, function, *((x.name, x.stored) for x, _ in methods.values() if x.of_class)
         if key not in self._classes:
-            made = rebind(getattr(kind, name), self._replacements)
-            # What a processor says its class is stays: diffusers' AttentionProcessorRegistry looks it up by that.
-            ours = {name: made, "__module__": kind.__module__, "__class__": property(lambda _: kind), ORIGINAL: kind}
-            self._classes[key] = type(kind.__name__, (kind,), ours), name, made
-        ours_class, name, bound = self._classes[key]
-        if vars(ours_class).get(name) is not bound:
-            raise PlanError(
-                f"{kind.__name__}.{name} was replaced on type(processor), which is a subclass made by lightning_cp: "
-                "replace it on processor.__class__, or before apply_context_parallel"
-            )
-        return ours_class
+            bound = rebind(function, self._replacements)
+            made = of_class if bound is None else {**of_class, name: bound}
+            # `__class__` is the original class: diffusers' AttentionProcessorRegistry looks it up.
+            attributes = {"__module__": kind.__module__, "__class__": property(lambda _: kind), ORIGINAL: kind}
+            self._classes[key] = type(kind.__name__, (kind,), {**made, **attributes}), made
+        subclass, made = self._classes[key]
+        for name, bound in made.items():
+            if vars(subclass).get(name) is not bound:
+                raise PlanError(
+                    f"{kind.__name__}.{name} was replaced on type(processor), which is a subclass made by "
+                    "lightning_cp: replace it on processor.__class__, or before apply_context_parallel"
+                )
+        return subclass, {x.name: found for x, found in methods.values() if not x.of_class}
+
+
+def replace_methods(module: nn.Module, replacements: Replacements, made: dict[object, Any]) -> bool:
+    """Replace calls in the methods that a module's own forward calls on the module; `release` undoes it.
+
+    Args: made: replacements made so far, by function. Modules share them, so that compiled blocks share their code.
+    Returns: True if there are any.
+    """
+    methods = rebind_methods(module, own_function(module), replacements, made)
+    for name, (method, stored) in methods.items():
+        found = stored.__get__(module, type(module)) if method.of_class else stored
+        original = None if method.of_class else method.stored
+        module.__dict__.setdefault(ATTRIBUTES, {})[name] = original, unbound(found)
+        module.__dict__[name] = found
+    return bool(methods)
 
 
 def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[..., Tensor]:
@@ -133,17 +166,25 @@ def original_processor(processor: Any) -> Any:
 
 
 def release(module: nn.Module) -> None:
-    """Restore a module's own processor and forward where an `AttentionPatch` replaced them, also on deep copies."""
-    ours: Any = getattr(module, "processor", None)
-    if ORIGINAL in getattr(ours, "__dict__", {}):
-        theirs = ours.__dict__[ORIGINAL]
-        if vars(type(ours)).get(ORIGINAL) is type(
-            theirs
-        ):  # what was set on ours meanwhile: a backend, an adapter's scale
-            theirs.__dict__.update({k: x for k, x in ours.__dict__.items() if k not in (ORIGINAL, "_parallel_config")})
-        module.processor = theirs
-    elif ORIGINAL in vars(type(ours)):  # made anew, by type(module.processor)()
-        object.__dict__["__class__"].__set__(ours, vars(type(ours))[ORIGINAL])
+    """Restore a module's own processor, methods and forward where the engine replaced them, also on deep copies."""
+    replacement: Any = getattr(module, "processor", None)
+    if ORIGINAL in getattr(replacement, "__dict__", {}):
+        processor = replacement.__dict__[ORIGINAL]
+        if vars(type(replacement)).get(ORIGINAL) is type(processor):
+            # Keep attributes set since the replacement: a backend, the scale of an adapter.
+            replaced = (ORIGINAL, ATTRIBUTES, "_parallel_config", *replacement.__dict__.get(ATTRIBUTES, ()))
+            processor.__dict__.update({k: x for k, x in replacement.__dict__.items() if k not in replaced})
+        module.processor = processor
+    elif ORIGINAL in vars(type(replacement)):  # created by type(module.processor)()
+        object.__dict__["__class__"].__set__(replacement, vars(type(replacement))[ORIGINAL])
+    for name, (stored, replaced) in module.__dict__.pop(ATTRIBUTES, {}).items():
+        found = module.__dict__.get(name)
+        if found is None or unbound(found) is not replaced:  # changed by the user since
+            continue
+        if stored is None:
+            del module.__dict__[name]
+        else:
+            module.__dict__[name] = stored
     place = own_forward(module)
     function = place.get()
     original = None if function is None else original_of(function)
@@ -168,14 +209,17 @@ def is_stuck(module: nn.Module) -> bool:
 
 
 def attends(module: nn.Module) -> bool:
-    """Whether the module makes attention calls of its own that the seam can reach."""
+    """Return True if the module, or its processor, makes attention calls that can be replaced."""
     if attending_method(getattr(module, "processor", None)) is not None:
         return True
-    return makes_attention_call(own_function(module))
+    return makes_attention_call(own_function(module), module)
 
 
 def check_reachable(module: nn.Module, path: str) -> None:
-    """Raise PlanError for a module that attends, by its class or its processor, where the seam cannot reach it."""
+    """Check that the attention calls of a module's class and of its processor can be replaced.
+
+    Raises: PlanError: it attends where calls cannot be replaced.
+    """
     processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
     own = own_function(module)
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
@@ -184,6 +228,9 @@ def check_reachable(module: nn.Module, path: str) -> None:
             f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
             "call F.scaled_dot_product_attention with a bool or additive mask, or be local in the plan (LOCAL)"
         )
+    _check_parents(own, module, f"{path}: {type(module).__name__}.forward")
+    if processor is not None:
+        _check_parents(type(processor).__call__, processor, f"{path}: {type(processor).__name__}")
     if processor is not None and not attends(module):
         raise PlanError(
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
@@ -194,20 +241,33 @@ def check_reachable(module: nn.Module, path: str) -> None:
             f"{path}: {type(module).__name__}.__call__ makes an attention call, which cannot be intercepted there: "
             "make it in forward"
         )
-    if makes_attention_call(own) or (own is type(module).forward and is_defined_by(type(module), own)):
+    if makes_attention_call(own, module) or own is type(module).forward:
         return
-    if own is not type(module).forward and makes_attention_call(type(module).forward):
+    if makes_attention_call(type(module).forward, type(module)):
         raise PlanError(
             f"{path}.forward was replaced, or decorated, on this instance of {type(module).__name__}, and its "
             "attention call can no longer be intercepted: decorate it with functools.wraps, after "
             "apply_context_parallel"
         )
-    if processor is not None and (own is type(module).forward or decorated_function(module) is not None):
-        where = "this class" if own is type(module).forward else f"this instance of {type(module).__name__}"
+
+
+def _check_parents(function: object, owner: object, name: str) -> None:
+    method = attention_by_super(function, owner)
+    if method is not None:
         raise PlanError(
-            f"{path}.forward was replaced on {where} by a function that makes no attention call that could be "
-            "intercepted: if it calls the original forward, make it with functools.wraps"
+            f"{name} makes an attention call in super().{method}, which cannot be intercepted there: call a method of "
+            "another name on self, or copy the code of the parent class"
         )
+
+
+def hides_processor(module: nn.Module) -> bool:
+    """Return True if it is not known whether a module's forward calls its processor: it was replaced or decorated."""
+    own = own_function(module)
+    if not hasattr(module, "set_processor") or makes_attention_call(own, module):
+        return False
+    if own is type(module).forward:
+        return not is_defined_by(type(module), own)
+    return decorated_function(module) is not None
 
 
 def is_defined_by(kind: type, function: Any) -> bool:

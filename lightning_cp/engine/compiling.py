@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention_patch import attends, check_reachable, is_defined_by
+from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor, is_defined_by
 from lightning_cp.engine.diffusers_format import from_diffusers
 from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, is_a, position, stack, submodule
 from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
@@ -53,6 +53,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
             attention.update(_attention(submodule(module, path), path, pattern, plan))
     aside = tuple(f"{path}." for path, _ in whole)
     attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(aside)}
+    known = [*(path for paths in plan.blocks for path in stack(module, paths)), *(path for path, _ in whole)]
     halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
     return Rules(
         arguments=tuple(arguments),
@@ -66,6 +67,8 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         halos=halos,
         needed=plan.needed,
         leading=plan.leading,
+        unplanned=tuple(_unplanned(module, known)),
+        unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
 
@@ -126,8 +129,17 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention, called by a forward, by a processor "
-            "or by a plain function that these call (not by another method)"
+            "or by functions and methods that these call"
         )
+
+
+def _unplanned(module: nn.Module, known: list[str]) -> Iterator[str]:
+    """Yield the paths of modules that attend and are in none of the known modules."""
+    inside = {id(inner) for path in known if path for inner in submodule(module, path).modules()}
+    for path, inner in module.named_modules():
+        owner = module.get_submodule(path.rpartition(".")[0])
+        if id(inner) not in inside and inner is not getattr(owner, "processor", None) and attends(inner):
+            yield path
 
 
 def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:

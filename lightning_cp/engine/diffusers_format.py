@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.attention_patch import attends, check_reachable
+from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor
 from lightning_cp.engine.paths import arguments_of, expand
 from lightning_cp.engine.rules import Arguments, Outputs, Rules
 from lightning_cp.errors import PlanError
@@ -52,7 +52,8 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
             f"{type(module).__name__} makes no attention call that could be intercepted: it must go through "
             "diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
         )
-    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {})
+    unproven = tuple(path for path in attention if hides_processor(module.get_submodule(path)))
+    return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {}, unproven=unproven)
 
 
 def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp.compat.torch_names import DropoutModule
+from lightning_cp.engine.attention_patch import replace_methods
 from lightning_cp.engine.forwards import own_forward, own_function, put_forward
+from lightning_cp.engine.methods import ORIGINAL
 from lightning_cp.engine.paths import submodule
-from lightning_cp.engine.rebinding import DROPOUTS, OF_CLASS, ORIGINAL, Replacements, is_of_torch, rebind
+from lightning_cp.engine.rebinding import DROPOUTS, OF_CLASS, Replacements, is_foreign, rebind
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
@@ -36,7 +38,8 @@ class ShardDropouts:
         self._session = session
         self.replacements: Replacements = {name: _replacement(name, session) for name in DROPOUTS}
         self._functions: dict[tuple[_Function, bool], _Function | None] = {}  # None: the function calls no dropout
-        self._without: set[_Function] = set()  # forwards of classes that call no dropout function
+        self._methods: dict[object, Any] = {}  # replacements of methods, by function
+        self._without: set[tuple[type, _Function]] = set()  # classes and their forwards that call no dropout function
 
     def put_on(self, module: nn.Module, rules: Rules) -> None:
         """Replace dropout in the blocks of a model; `attention_patch.release` undoes it, module by module."""
@@ -49,24 +52,25 @@ class ShardDropouts:
             if inner is None or id(inner) in outside:
                 continue
             left.extend(inner._modules.values())
-            if type(inner).forward not in self._without or own_forward(inner).get() is not None:
+            if (type(inner), type(inner).forward) not in self._without or own_forward(inner).get() is not None:
                 self._replace_in(inner)
 
     def _replace_in(self, module: nn.Module) -> None:
         function, of_class = own_function(module), own_forward(module).get() is None
         if ORIGINAL in getattr(function, "__dict__", {}):
             return  # replaced already, together with the module's attention
+        has_methods = replace_methods(module, self.replacements, self._methods)
         bound = self._bound(function, of_class=of_class, is_dropout=isinstance(module, DropoutModule))
         if bound is not None:
             put_forward(module, bound)
-        elif function is type(module).forward:
-            self._without.add(function)
+        elif function is type(module).forward and not has_methods:
+            self._without.add((type(module), function))
 
     def _bound(self, function: _Function, *, of_class: bool, is_dropout: bool) -> _Function | None:
         key = function, of_class
         if key not in self._functions:
             bound: _Function | None = None
-            if isinstance(function, types.FunctionType) and (is_dropout or not is_of_torch(function)):
+            if isinstance(function, types.FunctionType) and (is_dropout or not is_foreign(function)):
                 bound = rebind(function, self.replacements)
             if bound is None and is_dropout:  # of a subclass that calls its parent's forward
                 bound = _around(function, self._session)

@@ -21,8 +21,10 @@ from lightning_cp.engine.rules import AttentionSpecs, Rules
 from lightning_cp.engine.scopes import BypassHook, ScopeHook
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.unplanned import UnplannedAttention
 
-Seams = dict[AttentionSpecs | None, AttentionPatch]
+Patches = dict[AttentionSpecs | str | None, AttentionPatch]  # by kinds of attention
+_UNPLANNED = "unplanned"
 
 
 def install(
@@ -30,7 +32,7 @@ def install(
     rules: Rules,
     session: Session,
     *,
-    seams: Seams,
+    patches: Patches,
     dropouts: ShardDropouts,
     signature: Any,
     dispatcher: Any,
@@ -38,13 +40,14 @@ def install(
     """Carry out `rules` on the modules inside `module`. Should a step fail, `strip` undoes those before it.
 
     Args:
-        seams: one for each way to attend. Kept between installations, so that compiled blocks stay valid.
-        dropouts: replaces dropout in blocks. Kept likewise.
-        signature: of the model's forward.
+        patches: replacements of attention calls. Reused by later installations, so that compiled blocks stay valid.
+        dropouts: replacements of dropout in blocks. Also reused.
+        signature: signature of the model's forward.
         dispatcher: diffusers' `dispatch_attention_fn`, where the model comes from diffusers.
     Returns: the `ModelHook` that has to run around the model's own forward.
     """
-    _install_attention(module, rules, session, seams, dropouts, dispatcher)
+    _install_attention(module, rules, session, patches, dropouts, dispatcher)
+    _install_unplanned(module, rules, session, patches, dispatcher)
     dropouts.put_on(module, rules)
     for scope, hook in _scopes(module, rules, session):
         scope.register_forward_pre_hook(hook.before, with_kwargs=True)
@@ -83,20 +86,31 @@ def strip(modules: Iterable[nn.Module]) -> None:
 
 
 def _install_attention(
-    module: nn.Module, rules: Rules, session: Session, seams: Seams, dropouts: ShardDropouts, dispatcher: Any
+    module: nn.Module, rules: Rules, session: Session, patches: Patches, dropouts: ShardDropouts, dispatcher: Any
 ) -> None:
     for path, kinds in rules.attention.items():
         if kinds and kinds[0].form == "linear":
             exchange_processor(submodule(module, path), LinearAttention(session))
             continue
-        if kinds not in seams:
-            entry = AttentionDispatcher(session, kinds, dispatcher)
-            seams[kinds] = AttentionPatch(entry.dispatch, entry.sdpa, dropouts.replacements)
-        seams[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None)
+        if kinds not in patches:
+            planned = AttentionDispatcher(session, kinds, dispatcher)
+            patches[kinds] = AttentionPatch(planned.dispatch, planned.sdpa, dropouts.replacements)
+        patches[kinds].intercept(submodule(module, path), mark=session.config if kinds is None else None)
+
+
+def _install_unplanned(module: nn.Module, rules: Rules, session: Session, patches: Patches, dispatcher: Any) -> None:
+    for path in rules.unplanned:
+        if _UNPLANNED not in patches:
+            unplanned = UnplannedAttention(session, module, dispatcher)
+            patches[_UNPLANNED] = AttentionPatch(unplanned.dispatch, unplanned.sdpa)
+        patches[_UNPLANNED].intercept(submodule(module, path), mark=None)
 
 
 def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple[nn.Module, ScopeHook]]:
-    """Every module between the model and its attention; blocks with any across ranks are checked for interception."""
+    """Yield each module between the model and its attention, with its hook.
+
+    The hook checks blocks with attention across ranks, and modules of `rules.unproven`, for interception.
+    """
     blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
     across = {path for path in blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
     paths = set(blocks)
@@ -111,4 +125,4 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple
             continue
         parents = {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
         has_scope_above = any(not isinstance(submodule(module, p), nn.ModuleList) for p in parents)
-        yield scope, hooks[not has_scope_above, path in across]
+        yield scope, hooks[not has_scope_above, path in across or path in rules.unproven]

@@ -17,7 +17,7 @@ from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
-from lightning_cp.engine.install import Seams, install, strip
+from lightning_cp.engine.install import Patches, install, strip
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
@@ -46,9 +46,10 @@ class Installed(Around):
         self.module, self.session, self.rules = module, session, rules
         register(session)
         self.original: Function | None = None
+        self._had_forward = False
         self._plan, self._dispatcher = plan, dispatcher
         self._signature = inspect.signature(type(module).forward)
-        self._seams: Seams = {}
+        self._patches: Patches = {}
         self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
@@ -57,6 +58,7 @@ class Installed(Around):
 
     def put_on(self) -> None:
         """Install the plan. Should that fail, the model is as it was."""
+        self._had_forward = own_forward(self.module).get() is not None
         try:
             self._install()
         except BaseException:
@@ -83,10 +85,10 @@ class Installed(Around):
         place = own_forward(self.module, above=self)
         function = place.get()
         if isinstance(function, partial) and function.args[:1] == (self,):
-            if self.original is None:
-                place.clear(self.module)
-            else:
+            if self._had_forward and self.original is not None:
                 place.put(self.original)
+            else:
+                place.clear(self.module)
         del self.module.__dict__[_INSTALLED]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -111,7 +113,7 @@ class Installed(Around):
     def _install(self) -> None:
         self._hook = install(
             *(self.module, self.rules, self.session),
-            seams=self._seams,
+            patches=self._patches,
             dropouts=self._dropouts,
             signature=self._signature,
             dispatcher=self._dispatcher,
@@ -162,7 +164,7 @@ class Installed(Around):
         self._signature = inspect.signature(type(self.module).forward)
         if self._dispatcher is None and dispatcher_of(self.module) is not None:
             self._dispatcher, self.session.backends = dispatcher_of(self.module), backends_of(self.module)
-            self._seams.clear()  # they were made without the dispatcher
+            self._patches.clear()  # they were made without the dispatcher
         attending = {submodule(self.module, path) for path in self.rules.attention}
         lost = set(self._attending) - attending
         for path, inner in self.module.named_modules():
@@ -181,6 +183,7 @@ class Installed(Around):
             return self
         copied = Installed(module, self.session.of_copy(), self.rules, self._plan, dispatcher=self._dispatcher)
         memo[id(self)] = copied
+        copied._had_forward = self._had_forward
         copied.original = copy.deepcopy(self.original, memo)
         return copied
 

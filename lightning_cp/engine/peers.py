@@ -108,7 +108,7 @@ class PeerCheck:
         self._table = None
         if group is None:
             return
-        with _plain_values() as plain:
+        with without_transforms() as plain:
             self.finish()
             if in_full:
                 self._forward += 1
@@ -132,7 +132,7 @@ class PeerCheck:
         assert self._groups.context is not None, "else nothing is sampled"
         (table, shapes), self._table = self._table, None
         self._forward += 1
-        with _plain_values():
+        with without_transforms():
             gather = gather_in_background(table.flatten(), group=self._groups.context)
         self._pending = _Sampled(self._forward, self._model, gather, dist.group.WORLD)
         if shapes not in self._shapes:  # with unequal shapes, transfers in this forward would fail or hang
@@ -151,7 +151,7 @@ class PeerCheck:
         if within_s is not None and not pending.gather.is_done(within_s=within_s):
             return
         names = self._sampler.names
-        with _plain_values():
+        with without_transforms():
             everyone = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
         found = peer_samples.difference(everyone, names)
         if found is not None:
@@ -212,7 +212,7 @@ def digest(x: Tensor) -> Digest:
 
 
 @contextmanager
-def _plain_values() -> Iterator[Any]:
+def without_transforms() -> Iterator[Any]:
     """Disable gradients, tangents and batching inside the context. Yields: a function that unwraps arguments."""
     with ExitStack() as stack:
         if peek_interpreter_stack() is not None:

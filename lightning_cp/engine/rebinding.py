@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-ORIGINAL = "_lightning_cp_original"  # attribute of a replacement: the processor or function that it replaces
+from lightning_cp.engine.methods import ORIGINAL, Method, called_on_first
+
 OF_CLASS = "_lightning_cp_of_class"  # attribute of a replaced forward: True if the original belongs to the class
 SDPA = "scaled_dot_product_attention"
 DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -39,13 +40,28 @@ def rebind(function: types.FunctionType, replacements: Replacements, depth: int 
         replaced = _replace(value, wanted, replacements, depth)
         if replaced is not None:
             changed[name] = replaced
-    if not changed:
+    cells = {
+        i: x for i, cell in enumerate(function.__closure__ or ()) if (x := _in_cell(cell, wanted, replacements, depth))
+    }
+    if not changed and not cells:
         return None
     # Without __name__: a compiler would otherwise look the globals up in the module of that name.
     scope = {name: value for name, value in function.__globals__.items() if name != "__name__"} | changed
-    bound = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    closure = function.__closure__
+    if cells and closure is not None:
+        closure = tuple(types.CellType(cells[i]) if i in cells else cell for i, cell in enumerate(closure))
+    bound = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, closure)
     bound.__kwdefaults__ = function.__kwdefaults__
     return bound
+
+
+def _in_cell(cell: types.CellType, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
+    """Return the replacement of a function in a closure (such as a decorator's); None to keep it."""
+    try:
+        value = cell.cell_contents
+    except ValueError:  # empty
+        return None
+    return _replace(value, wanted, replacements, depth)
 
 
 def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
@@ -65,12 +81,35 @@ def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth
         return None
     if value.__name__ == "dispatch_attention_fn" and value.__module__.startswith("diffusers."):
         return replacements.get("dispatch_attention_fn")
-    return rebind(value, replacements, depth - 1) if depth and not is_of_torch(value) else None
+    return rebind(value, replacements, depth - 1) if depth and not is_foreign(value) else None
 
 
-def is_of_torch(function: types.FunctionType) -> bool:
-    """Return True if a function is defined by torch."""
-    return (function.__module__ or "").split(".")[0] == "torch"
+def is_foreign(function: types.FunctionType) -> bool:
+    """Return True if a function is defined by torch or by this engine, whose code stays as it is."""
+    return f"{function.__module__ or ''}.".startswith(("torch.", "lightning_cp.engine."))
+
+
+def rebind_methods(
+    owner: object, function: object, replacements: Replacements, made: dict[object, Any] | None = None
+) -> dict[str, tuple[Method, Any]]:
+    """Replace the calls in methods that a function calls on its first parameter.
+
+    Args:
+        owner: the object, or the class, that has the methods.
+        made: replacements made so far, by function; those of this call are added.
+    Returns: each method with such calls, and what is to be stored in its place (a function, a staticmethod, ...).
+    """
+    made = {} if made is None else made
+    found = {}
+    for name, method in called_on_first(owner, function).methods.items():
+        if method.function not in made:
+            replaced = _replace(method.function, {}, replacements, _DEPTH)
+            if isinstance(replaced, types.FunctionType) and replaced not in replacements.values():
+                replaced.__dict__[ORIGINAL] = method.function
+            made[method.function] = replaced
+        if made[method.function] is not None:
+            found[name] = method, method.with_function(made[method.function])
+    return found
 
 
 _FUNCTIONS: Replacements = {name: getattr(F, name) for name in (SDPA, *DROPOUTS)}
@@ -121,20 +160,34 @@ def _called(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
 def attending_method(thing: object) -> str | None:
     """Return the name of the method of a class or object that makes attention calls; None if there is none."""
     kind = thing if isinstance(thing, type) else type(thing)
-    return next((name for name in ("__call__", "forward") if makes_attention_call(getattr(kind, name, None))), None)
+    calls = ((name, getattr(kind, name, None)) for name in ("__call__", "forward"))
+    return next((name for name, function in calls if makes_attention_call(function, thing)), None)
 
 
-def makes_attention_call(function: object) -> bool:
-    """Return True if a function makes attention calls that can be replaced."""
-    nothing: Replacements = {"dispatch_attention_fn": _nothing, SDPA: _nothing}
-    if not isinstance(function, types.FunctionType) or is_of_torch(function):
+def makes_attention_call(function: object, owner: object = None) -> bool:
+    """Return True if a function makes attention calls that can be replaced, itself or in methods of `owner`.
+
+    Args: owner: the object, or the class, that the function gets as its first argument; None: do not look at methods.
+    """
+    if not isinstance(function, types.FunctionType) or is_foreign(function):
         return False
-    return rebind(function, nothing) is not None
+    return rebind(function, _TRIAL) is not None or (owner is not None and bool(rebind_methods(owner, function, _TRIAL)))
+
+
+def attention_by_super(function: object, owner: object) -> str | None:
+    """Return the name of a method that makes attention calls and is called by super(), where they stay; None if none.
+
+    Args: as in `makes_attention_call`.
+    """
+    if not isinstance(function, types.FunctionType) or is_foreign(function):
+        return None
+    parents = called_on_first(owner, function).of_parents
+    return next((name for name, found in parents if makes_attention_call(found)), None)
 
 
 def calls_flex_attention(function: object, depth: int = _DEPTH) -> bool:
     """Return True if a function, or a helper that it calls, calls torch's `flex_attention`, compiled or not."""
-    if not isinstance(function, types.FunctionType) or is_of_torch(function):
+    if not isinstance(function, types.FunctionType) or is_foreign(function):
         return False
     names = set(_names(function.__code__))
     if _FLEX in names or {"torch", "attention", "flex_attention"} <= names:  # imported in the function, or by its path
@@ -155,3 +208,6 @@ def _is_flex_attention(value: object, names: set[str]) -> bool:
 
 def _nothing(*_: object, **__: object) -> None:
     raise AssertionError("a trial replacement is never called")
+
+
+_TRIAL: Replacements = {"dispatch_attention_fn": _nothing, SDPA: _nothing}

@@ -54,6 +54,9 @@ class Rules:
     """A plan, compiled for one model.
 
     attention: kinds of attention of each module that attends across ranks, by path; None: derived from the lengths.
+    unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
+    unproven: paths in `attention` of modules whose forward was replaced or decorated, so that only running it shows
+        whether it calls the processor.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     """
 
@@ -69,3 +72,5 @@ class Rules:
     dividers: Mapping[str, int] = field(default_factory=dict)
     needed: Streams = ()
     leading: Mapping[str, str] = field(default_factory=dict)
+    unplanned: tuple[str, ...] = ()
+    unproven: tuple[str, ...] = ()

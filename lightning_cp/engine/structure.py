@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator
 from itertools import count
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
-from lightning_cp.engine.attention_patch import original_processor
-from lightning_cp.engine.forwards import decorated_function, own_forward
+from lightning_cp.engine.attention_patch import ATTRIBUTES, original_processor
+from lightning_cp.engine.forwards import decorated_function, own_forward, own_function
+from lightning_cp.engine.methods import ORIGINAL, called_on_first
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
 
 _MODULES = itemgetter("_modules")
 _CALLS = ("forward", "__call__")
+_FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
 _STRUCTURES: WeakValueDictionary[str, Structure] = WeakValueDictionary()  # traced code passes names, not objects
 _NUMBERS = count()
 
@@ -25,9 +28,11 @@ _NUMBERS = count()
 class Structure:
     """All modules of a model, their classes, processors and forwards, by identity.
 
-    `holds` compares them before each forward: 55 µs for the 1275 modules of Flux (57 blocks), 25 µs of which go to the
+    `holds` compares them before each forward: 75 µs for the 1275 modules of Flux (57 blocks), 25 µs of which go to the
     classes and forwards of modules without children. It also changes if a wrapper is put around a module or its
     forward. `_parts` leaves wrappers out; if it changes, the plan must be installed again.
+
+    `__dict__` is compared for planned modules and modules with children.
 
     torch.compile traces only the comparison of planned modules and of the functions of classes. It also guards on the
     class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again, and
@@ -39,6 +44,9 @@ class Structure:
         self._counts: list[tuple[dict[str, Any], int]] = []  # children of a module
         self._add_planned(model, rules)
         modules = list(model.modules())
+        planned = {id(submodule(model, path)) for path in _planned_paths(rules)}
+        self._watched = [x for x in modules if x._modules or id(x) in planned]
+        self._attributes = [module.__dict__ for module in self._watched]
         self._parents = [module.__dict__ for module in modules if module._modules]
         self._children = [dict(attributes["_modules"]) for attributes in self._parents]
         self._processors = [(where, where["processor"]) for module in modules for where in _holding_processor(module)]
@@ -52,6 +60,7 @@ class Structure:
         for module in modules:
             if module is not model:  # the model's forward is replaced by ours later
                 self._add_forward(module)
+            self._add_attributes(module)
         self._parts = list(_parts(model))
         self._name = f"structure {next(_NUMBERS)}"  # an int that changes would become dynamic in a graph
         _STRUCTURES[self._name] = self
@@ -80,6 +89,8 @@ class Structure:
         for attributes, processor in self._processors:
             if attributes.get("processor") is not processor:
                 return False
+        if not all(map(is_, map(vars, self._watched), self._attributes)):  # `module.__dict__ = {...}`
+            return False
         if list(map(_MODULES, self._parents)) != self._children or list(map(type, self._objects)) != self._kinds:
             return False
         now: list[object] = list(map(dict.get, self._holders, self._names))
@@ -92,7 +103,7 @@ class Structure:
 
     def _add_planned(self, model: nn.Module, rules: Rules) -> None:
         blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
-        for path in sorted({*blocks, *rules.attention, *_other_paths(rules)} - {""}):
+        for path in _planned_paths(rules):
             for parent, name, child in _steps(model, path):
                 self._entries.append((parent._modules, name, child))
                 self._counts.append((unwrapped(child)._modules, len(unwrapped(child)._modules)))
@@ -109,9 +120,16 @@ class Structure:
         if place.holder is not module or place.name != "forward":
             found.append((place.holder.__dict__, place.name))
         for attributes, name in found:
-            self._holders.append(attributes)
-            self._names.append(name)
-            self._forwards.append(attributes.get(name))
+            self._add_attribute(attributes, name)
+
+    def _add_attributes(self, module: nn.Module) -> None:
+        for name in _method_names(module):
+            self._add_attribute(module.__dict__, name)
+
+    def _add_attribute(self, attributes: dict[str, Any], name: str) -> None:
+        self._holders.append(attributes)
+        self._names.append(name)
+        self._forwards.append(attributes.get(name))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -128,6 +146,7 @@ def _parts(model: nn.Module) -> Iterator[object]:
             continue
         yield module
         yield None if module is model else decorated_function(module)
+        yield from (module.__dict__.get(name) for name in _method_names(module))
         yield from (function for _, _, function in _functions(type(module)))
         for where in _holding_processor(module):
             processor = where["processor"]
@@ -138,10 +157,19 @@ def _parts(model: nn.Module) -> Iterator[object]:
 
 def _functions(kind: type) -> Iterator[tuple[type, str, object]]:
     """Yield the class, name and function of each method that a call of an object of this class runs."""
-    for name in _CALLS:
+    calls = [getattr(kind, name, None) for name in _CALLS]
+    names = {name: None for call in calls for name, x in called_on_first(kind, call).methods.items() if x.of_class}
+    made = [name for name, x in vars(kind).items() if isinstance(x, _FUNCTIONS)] if ORIGINAL in vars(kind) else []
+    for name in dict.fromkeys([*_CALLS, *names, *made]):
         function = getattr(kind, name, None)
         if function is getattr(kind, name, None):  # not for descriptors that return a new object each time
             yield kind, name, function
+
+
+def _method_names(module: nn.Module) -> list[str]:
+    """List the methods and functions that a module's own forward calls on the module."""
+    called = called_on_first(module, own_function(module)).methods
+    return list(dict.fromkeys([*called, *module.__dict__.get(ATTRIBUTES, ())]))
 
 
 def _holding_processor(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -152,11 +180,11 @@ def _holding_processor(module: nn.Module) -> Iterator[dict[str, Any]]:
             yield attributes
 
 
-def _other_paths(rules: Rules) -> Iterator[str]:
-    for arguments in rules.arguments:
-        yield from arguments.paths
-    yield from (outputs.path for outputs in rules.outputs)
-    yield from (halo.path for halo in rules.halos)
+def _planned_paths(rules: Rules) -> list[str]:
+    """List the paths of all modules that a plan names, without the model itself."""
+    paths = {path for arguments in rules.arguments for path in arguments.paths}
+    paths |= {*rules.attention, *rules.unplanned, *(x.path for x in rules.outputs), *(x.path for x in rules.halos)}
+    return sorted(paths - {""})
 
 
 def _steps(model: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:

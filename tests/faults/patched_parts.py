@@ -36,6 +36,75 @@ class Attending(nn.Module):
     forward = attend
 
 
+class ByMethod(nn.Module):
+    """Attends in a method that another method calls."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((self._half(x) for _ in range(2)), torch.zeros_like(x))
+
+    def _half(self, x: Tensor) -> Tensor:
+        return 0.5 * self._attend(x)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        return attend(self, x)
+
+
+class ByStaticMethod(ByMethod):
+    """Attends in a static method."""
+
+    @staticmethod
+    def _attend(x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(2)
+
+
+class ByClassMethod(ByMethod):
+    """Attends in a class method."""
+
+    @classmethod
+    def _attend(cls, x: Tensor) -> Tensor:
+        return attend(nn.Module(), x)
+
+
+class ByAttribute(nn.Module):
+    """Stores the function that attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = F.scaled_dot_product_attention
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        return self.attention(q, q.flip(-1), q).transpose(1, 2).flatten(2)
+
+
+class BySuper(Attending):
+    """Leaves attention to its parent class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(0.5 * x)
+
+
+class Processor:
+    """Processor of diffusers' `Attention` that attends in a method."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.attend(attn.to_q(hidden_states))
+
+    def attend(self, x: Tensor) -> Tensor:
+        return attend(nn.Module(), x)
+
+
+class Other(Processor):
+    """A processor that also holds a function."""
+
+    def __init__(self) -> None:
+        self.function = attend
+
+    def attend(self, x: Tensor) -> Tensor:
+        return self.function(nn.Module(), 0.5 * x)
+
+
 class WithDiffusers(nn.Module):
     """Holds an `Attention` of diffusers."""
 
@@ -56,6 +125,9 @@ def build() -> Any:
 
     class Base(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
+            return self.act(x)
+
+        def act(self, x: Tensor) -> Tensor:
             return torch.tanh(x)
 
     class Feed(Base):
@@ -178,6 +250,28 @@ def _identity(block: Any) -> None:
     block.attn = nn.Sequential(Attending(), Attending())
 
 
+def _around(block: Any) -> None:
+    original = type(block.attn).forward
+    type(block.attn).forward = lambda self, x: original(self, 0.5 * x)
+
+
+def _processor(block: Any, processor: object) -> None:
+    block.feed = WithDiffusers()
+    block.feed.attention.set_processor(processor)
+
+
+def _attributes(block: Any) -> None:
+    block.__dict__ = {**block.__dict__, "_modules": {**block._modules, "feed": Attending()}}
+
+
+def _method_of_instance(block: Any) -> None:
+    block.feed.act = types.MethodType(attend, block.feed)
+
+
+def _method_of_class(block: Any) -> None:
+    type(block.feed).__mro__[1].act = attend
+
+
 FOLLOWED: dict[str, Callable[[Any], None]] = {
     "module": lambda block: setattr(block, "feed", Attending()),
     "module of diffusers": lambda block: setattr(block, "feed", WithDiffusers()),
@@ -203,6 +297,16 @@ FOLLOWED: dict[str, Callable[[Any], None]] = {
     "forward of a parent class": _parent_forward,
     "forward of an attention's class": _attention_forward,
     "forward of a block's class": _block_forward,
+    "forward around the original": _around,
+    "module that attends in a method": lambda block: setattr(block, "feed", ByMethod()),
+    "module that attends in a static method": lambda block: setattr(block, "feed", ByStaticMethod()),
+    "module that attends in a class method": lambda block: setattr(block, "feed", ByClassMethod()),
+    "module that stores its function": lambda block: setattr(block, "feed", ByAttribute()),
+    "method of an instance": _method_of_instance,
+    "method of a class": _method_of_class,
+    "method of a processor": lambda block: _processor(block, Processor()),
+    "function of a processor": lambda block: _processor(block, Other()),
+    "dict of attributes": _attributes,
 }
 
 
@@ -212,11 +316,6 @@ def _call(block: Any) -> None:
 
 def _hidden(block: Any) -> None:
     type(block.attn).forward = lambda self, x: x
-
-
-def _around(block: Any) -> None:
-    original = type(block.attn).forward
-    type(block.attn).forward = lambda self, x: original(self, 0.5 * x)
 
 
 def _beside_another(block: Any) -> None:
@@ -249,7 +348,7 @@ def _multihead(block: Any) -> None:
 REFUSED: dict[str, tuple[Callable[[Any], None], str]] = {
     "__call__ of a class": (_call, "__call__ makes an attention call"),
     "forward that attends nowhere": (_hidden, r"blocks\.0 \(Block\) makes no attention call"),
-    "forward around the original": (_around, r"blocks\.0 \(Block\) makes no attention call"),
+    "attention of a parent class": (lambda block: setattr(block, "feed", BySuper()), r"BySuper.*super\(\)\.forward"),
     "one attention of several": (_beside_another, r"blocks\.1\.attn\.forward was replaced"),
     "class of one attention of several": (_silent_class, r"blocks\.1\.attn \(Silent\) attended"),
     "attention of PyTorch": (_multihead, "nn.MultiheadAttention"),

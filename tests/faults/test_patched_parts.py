@@ -137,11 +137,11 @@ def _refused_processors(rank: int, world: int) -> None:
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     for kind, name, function, message in (
         (type(model.blocks[0].attn1.processor), "__call__", _by_itself, "subclass made by lightning_cp"),
-        (WanAttention, "forward", _nothing, "forward was replaced on this class"),
+        (WanAttention, "forward", _nothing, r"^blocks\.0\.attn1 ran on a shard"),
     ):
         with mock.patch.object(kind, name, function):
             for _ in range(2):
-                with pytest.raises(PlanError, match=message):
+                with pytest.raises((PlanError, InterceptionError), match=message):
                     model(**arguments)
         assert (outcome(model, arguments)[0] - expected).abs().max() < _EXACT
 
