@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -73,7 +74,7 @@ class UnplannedAttention:
         paths = self.session.rules.unplanned
         if not torch.compiler.is_compiling():
             modules = {id(submodule(self.model, path)): path or "the model itself" for path in paths}
-            frame = sys._getframe()
+            frame: types.FrameType | None = sys._getframe()
             while frame is not None:
                 code = frame.f_code
                 first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None

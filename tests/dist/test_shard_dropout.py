@@ -37,7 +37,7 @@ def halved(x: Tensor, training: bool) -> Tensor:
 
 
 class Functional(nn.Module):
-    """Drops in its forward, without a module, and in a helper; labels are dropped by sample."""
+    """Drops in its forward, without a module, and in a helper of a method; labels are dropped by sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,11 @@ class Functional(nn.Module):
         self.labels.append(torch.rand(len(x)))
         x = self.attend(x)
         once = torch.nn.functional.dropout(torch.ones_like(x), p=0.5, training=self.training)
-        both = self.keeps(once) * self.keeps(halved(torch.ones_like(x), self.training))
+        both = self.keeps(once) * self.keeps(self._halved(torch.ones_like(x)))
         return x + F.dropout(both, 0.1, self.training)
+
+    def _halved(self, x: Tensor) -> Tensor:
+        return halved(x, self.training)
 
 
 class Inherited(nn.Dropout):
