@@ -1,4 +1,4 @@
-"""`apply_context_parallel` and `remove_context_parallel`: a model in place, reversibly."""
+"""Make a model context-parallel in place, and undo it: `apply_context_parallel`, `remove_context_parallel`."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ __all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "pa
 
 
 def apply_context_parallel(module: nn.Module, parallel_config: object, plan: object = None) -> None:
-    """Run `module` context-parallel from now on: whole tensors in, whole tensors out, on every rank.
+    """Make `module` context-parallel: its forward takes and returns whole tensors on every rank.
 
-    Compile it before or after, whole or block by block. Processors, blocks and adapters may be changed later: each
-    forward checks that the model is still the one that the plan was installed on, and else installs the plan again, or
-    raises PlanError.
+    The model may be compiled before or after, as a whole or block by block. Processors, blocks and adapters may be
+    changed later: each forward checks whether the model has changed since the plan was installed. If it has, the plan
+    is installed again, or PlanError is raised.
 
     Args:
         module: any module; diffusers' transformers of `lightning_cp.plans.REGISTERED` need no plan.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         plan: a `lightning_cp.plans.Plan`, or a dict in diffusers' `_cp_plan` format.
-    Gradient: every parameter's gradient, averaged over the ranks of the context group, is that of one process, where
-        each rank computes the whole loss (what DDP and FSDP do over all ranks).
-    Ranks: all of the context group, like every forward and backward after it.
+    Gradient: each rank computes the whole loss. Each parameter's gradient, averaged over the ranks of the context
+        group, equals the gradient in one process. (DDP and FSDP average over all ranks.)
+    Ranks: all of the context group; every later forward and backward too.
     Raises:
-        ValueError: a class without a plan, a plan that does not fit, a module that is parallel already (by us or by
-            diffusers), degrees that do not fit the world. The module is then as it was.
-        TypeError: a wrong kind of argument.
+        ValueError: the class has no plan, the plan does not fit, the module is already parallel (by lightning_cp or by
+            diffusers), or the degrees do not fit the world size. The module is unchanged then.
+        TypeError: an argument has the wrong type.
     """
     parallelize(module, context_config(parallel_config), plan)
 
@@ -53,10 +53,16 @@ def parallelize(
     kernel: str = "auto",
     check_peers: str = "sampled",
 ) -> Installed:
-    """`apply_context_parallel` with what a strategy sets beside: the kernel, and how often peers are compared."""
+    """Do what `apply_context_parallel` does, with more settings.
+
+    Args:
+        kernel: name of the attention kernel.
+        check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
+    Returns: the state of the parallel model.
+    """
     if not isinstance(module, nn.Module):
-        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
-    module = unwrapped(module)  # of a compiled model, the model itself
+        raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
+    module = unwrapped(module)  # without torch.compile's wrapper
     _check_untouched(module)
     check_kernel(kernel)
     forwards_to_check(check_peers)
@@ -77,12 +83,12 @@ def parallelize(
 
 
 def remove_context_parallel(module: nn.Module) -> None:
-    """Undo `apply_context_parallel`: the module is as it was.
+    """Undo `apply_context_parallel` and restore the module.
 
-    Raises: ValueError: it is not context-parallel. PeerMismatchError: peers were given other data in the last forward;
-        the module is as it was then too.
+    Raises: ValueError: the module is not context-parallel. PeerMismatchError: ranks of the context group got different
+        data in the last forward; the module is restored in this case too.
     """
-    module = unwrapped(module)  # of a compiled model, the model itself
+    module = unwrapped(module)  # without torch.compile's wrapper
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
@@ -94,7 +100,7 @@ def remove_context_parallel(module: nn.Module) -> None:
 def _check_untouched(module: nn.Module) -> None:
     name = type(module).__name__
     if any(installed_on(inner) is not None for inner in module.modules()):
-        raise PlanError(f"{name} is context-parallel already: call remove_context_parallel first")
+        raise PlanError(f"{name} is already context-parallel: call remove_context_parallel first")
     for inner in module.modules():
         hooks = getattr(getattr(inner, "_diffusers_hook", None), "hooks", {})
         if getattr(inner, "_parallel_config", None) is not None or any(key.startswith("cp_") for key in hooks):
@@ -105,23 +111,23 @@ def _check_untouched(module: nn.Module) -> None:
 
 
 def no_plan(kind: type) -> str:
-    """What is said of a class without a plan: why, what works instead, and how to write one."""
+    """Return the error text for a class without a plan: the reason, what works instead, how to write a plan."""
     reason = refusal(kind)
     name = f"{kind.__module__}.{kind.__name__}"
     if reason is not None:
         return (
-            f"{name} cannot run context-parallel: {reason}. Data parallelism works (ring=1, ulysses=1). If you know "
-            "better, give a plan of your own (docs/plans.md) and try it with lightning_cp.check_plan"
+            f"{name} cannot run context-parallel: {reason}. Use data parallelism (ring=1, ulysses=1), or write a plan "
+            "(docs/plans.md) and test it with lightning_cp.check_plan"
         )
     return (
-        f"no plan is registered for {name}, which is none of the {len(REGISTERED)} classes of docs/models.md: write "
-        'one (docs/plans.md; at its simplest plan={"": {"hidden_states": ContextParallelInput(split_dim=1, '
-        'expected_dims=3)}, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}) and try it with '
+        f"no plan is registered for {name}, only for the {len(REGISTERED)} classes of docs/models.md: write a plan "
+        '(docs/plans.md; the simplest is plan={"": {"hidden_states": ContextParallelInput(split_dim=1, '
+        'expected_dims=3)}, "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3)}) and test it with '
         "lightning_cp.check_plan"
     )
 
 
 def _chosen_backends(module: nn.Module) -> set[Any]:
-    """Backends set on the model's processors; None stands for the one active for all."""
+    """Return the backends set on the model's processors, and None for the active backend of the registry."""
     processors = [getattr(inner, "processor", None) for inner in module.modules()]
     return {None} | {x for x in (getattr(p, "_attention_backend", None) for p in processors) if x is not None}

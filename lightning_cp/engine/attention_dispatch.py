@@ -63,7 +63,7 @@ class AttentionDispatcher:
             return out
         if attention_kwargs:
             raise InterceptionError(
-                f"attention_kwargs {sorted(attention_kwargs)} are meant for one backend and would be lost in "
+                f"attention_kwargs {sorted(attention_kwargs)} are options of one backend and are not supported by "
                 "context-parallel attention: leave them out"
             )
         settings = {"dropout_p": dropout_p, "causal": is_causal, "scale": scale, "backend": backend}
@@ -84,7 +84,7 @@ class AttentionDispatcher:
         call = self.session.current()
         segments = call.kept.get("segments")
         if mask is not None or segments is None:
-            raise InterceptionError("block-causal attention needs its segments, and no other mask")
+            raise InterceptionError("block-causal attention needs the argument `segments`, and takes no other mask")
         return attend_by_segments(
             *(query, key, value),
             segments=segments,
@@ -137,7 +137,7 @@ class AttentionDispatcher:
         session = self.session
         self._touch()
         if dropout_p:
-            raise InterceptionError(f"dropout_p={dropout_p} in attention is not computed context-parallel: set it to 0")
+            raise InterceptionError(f"dropout_p={dropout_p}: context-parallel attention has no dropout; set it to 0")
         if mask is not None and not isinstance(mask, Tensor):
             raise InterceptionError(
                 f"a {type(mask).__name__} as attention mask cannot be split over ranks: give a bool or additive "
@@ -145,7 +145,8 @@ class AttentionDispatcher:
             )
         if mask is not None and self._is_unsplit(mask, query, sizes):
             raise InterceptionError(
-                f"a mask over {mask.shape[-1]} keys of several streams came whole: the plan must split it (`mask(...)`)"
+                f"a mask over all {mask.shape[-1]} keys of more than one stream was not split: list it in the plan as "
+                "`mask(...)`"
             )
         out = attend_across(
             *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
@@ -157,7 +158,7 @@ class AttentionDispatcher:
             config=session.config,
             kernel=kernel_for(session, backend),
         )
-        assert isinstance(out, Tensor), "no lse was asked for"
+        assert isinstance(out, Tensor), "return_lse is off"
         return out
 
     def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
@@ -173,7 +174,7 @@ class AttentionDispatcher:
         if self.kinds[0].ragged:
             return [], []
         call = self.session.current()
-        rank, wanted = call.groups.context_rank, []
+        rank, expected = call.groups.context_rank, []
         if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
             return None
         for kind in self.kinds:
@@ -182,10 +183,10 @@ class AttentionDispatcher:
                 self._check_distinct(kind, lengths, keys)
                 return None if kind.keys == LOCAL else lengths
             to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
-            wanted.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
+            expected.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
         raise PlanError(
-            f"attention got {queries} queries and {keys} keys, but this rank holds {', or '.join(wanted)}: the plan "
-            "does not fit this model"
+            f"attention got {queries} queries and {keys} keys, expected {', or '.join(expected)} on this rank: the "
+            "plan does not fit this model"
         )
 
     @property
@@ -214,9 +215,9 @@ class AttentionDispatcher:
             other = list(zip(*self._lengths(kind, keys)))
             if pairs != other and any(a == b for a, b in zip(pairs, other)):
                 raise ShapeError(
-                    f"a rank cannot tell attention of {' + '.join(found.queries)} from that of "
-                    f"{' + '.join(kind.queries)}, by {pairs} and {other} queries and keys: use lower degrees, or more "
-                    "tokens"
+                    f"attention of {' + '.join(found.queries)} and of {' + '.join(kind.queries)} have the same numbers "
+                    f"of queries and keys on a rank ({pairs} and {other}, in rank order), which distinguish them: use "
+                    "lower degrees, or more tokens"
                 )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
@@ -224,9 +225,9 @@ class AttentionDispatcher:
         if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
             return False
         streams = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
-        several = len([s for s in streams if self.session.current().lengths.get(s)]) > 1
+        is_joint = len([s for s in streams if self.session.current().lengths.get(s)]) > 1
         own = sizes[1][self.session.groups.context_rank]
-        return several and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
+        return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
 
     def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
         """Convert a mask made for local queries and keys to a key mask, or to a query mask over all keys."""
@@ -240,8 +241,8 @@ class AttentionDispatcher:
         own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)
         everyone = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
-        rows: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
-        return rows
+        query_mask: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
+        return query_mask
 
     def _touch(self) -> None:
         self.session.current().intercepted = True
@@ -260,7 +261,8 @@ def kernel_for(session: Session, backend: Any) -> str:
     refused = session.rules.refused_backends
     if name in refused:
         raise InterceptionError(
-            f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set another"
+            f"attention backend {name!r} cannot be used context-parallel with this class ({refused[name]}): set "
+            "another backend"
         )
     if session.kernel != "auto":
         return session.kernel

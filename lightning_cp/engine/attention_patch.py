@@ -37,9 +37,8 @@ ATTRIBUTES = "_lightning_cp_attributes"  # of a module: by name, an attribute (N
 class AttentionPatch:
     """Replaces the attention calls of modules by calls of two functions. There is one for each `AttentionSpecs`.
 
-    Copies of processors of one class share a class, and modules of one class that attend in their own forward share a
-    function, so that compiled blocks can share their code. Both are made anew if the function that they were made from
-    is replaced, also on a class.
+    Modules with the same original function share the replaced function, and processors with the same original class
+    share the subclass, so that compiled blocks share their code. If an original is replaced, both are created again.
 
     Args:
         dispatch: called in place of diffusers' `dispatch_attention_fn`.
@@ -135,9 +134,9 @@ def replace_methods(module: nn.Module, replacements: Replacements, made: dict[ob
 
 
 def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[..., Tensor]:
-    """`attend`, or the values where diffusers skips attention scores: each token's own, so nothing is exchanged.
+    """Wrap `attend`: return the values if diffusers skips attention scores, without communication.
 
-    Args: tokens: the dim of queries, keys and values that counts them.
+    Args: tokens: dim of the tokens in queries, keys and values.
     """
 
     def attend_unless_skipped(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -147,7 +146,8 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
         if query.shape[tokens] != value.shape[tokens]:
             raise InterceptionError(
                 f"skip_attention_scores=True, but {query.shape[tokens]} queries attend to {value.shape[tokens]} keys "
-                "here, whose values cannot stand for the result: leave this layer out of the LayerSkipConfig"
+                "here: values can only replace the result if both numbers are equal. Leave this layer out of the "
+                "LayerSkipConfig"
             )
         return value
 
@@ -155,13 +155,13 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
 
 
 def exchange_processor(module: nn.Module, ours: Any) -> None:
-    """Give `module` a processor in place of its own, which the new one keeps for `release`."""
+    """Set another processor on `module`; it stores the original for `release`."""
     ours.__dict__[ORIGINAL] = module.processor
     module.processor = ours
 
 
 def original_processor(processor: Any) -> Any:
-    """Return the processor that one of ours replaces; any other unchanged."""
+    """Return the processor that the engine's processor replaces; return other processors unchanged."""
     return getattr(processor, "__dict__", {}).get(ORIGINAL, processor)
 
 
@@ -185,25 +185,25 @@ def release(module: nn.Module) -> None:
             del module.__dict__[name]
         else:
             module.__dict__[name] = stored
-    place = own_forward(module)
-    function = place.get()
+    slot = own_forward(module)
+    function = slot.get()
     original = None if function is None else original_of(function)
     if function is None or original is None:
         return
     if unbound(function).__dict__[OF_CLASS]:
-        place.clear(module)
+        slot.clear(module)
     else:
-        place.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
+        slot.put(types.MethodType(original, module) if isinstance(function, types.MethodType) else original)
 
 
 def original_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The function that one of ours stands in for; None for one that is not ours (a decorator around it, say)."""
+    """Return the function that the engine's function replaces; None for other functions (such as decorators)."""
     attributes = getattr(unbound(function), "__dict__", {})
     return None if "__wrapped__" in attributes else attributes.get(ORIGINAL)
 
 
 def is_stuck(module: nn.Module) -> bool:
-    """Whether a forward of ours is beneath a decorator, so that `release` cannot take it off."""
+    """Return True if a decorator is around the engine's forward, so that `release` cannot remove it."""
     beneath = decorated_function(module)
     return beneath is not None and beneath is not own_forward(module).get() and original_of(beneath) is not None
 

@@ -1,4 +1,4 @@
-"""From a plan to rules, checked against the model before anything is touched."""
+"""Compile a plan to rules, and check it against the model, before the model is changed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from lightning_cp.plans import LOCAL, Attention, Plan, Rows
 
 
 def compile_rules(module: nn.Module, plan: object) -> Rules:
-    """Rules of a `Plan`, or of a plan in diffusers' format, for `module`.
+    """Compile a `Plan`, or a plan in diffusers' format, for `module`.
 
-    Raises: PlanError: it names modules or arguments that are not there, or is malformed. TypeError: no plan at all.
+    Raises: PlanError: the plan names missing modules or arguments, or is malformed. TypeError: `plan` is no plan.
     """
     if isinstance(plan, Plan):
         return _from_plan(module, plan)
     if isinstance(plan, Mapping):
         return from_diffusers(module, plan)
-    raise TypeError(f"plan must be a lightning_cp.plans.Plan or a dict in diffusers' format, not {type(plan).__name__}")
+    raise TypeError(
+        f"plan must be a lightning_cp.plans.Plan or a dict in diffusers' format, got a {type(plan).__name__}"
+    )
 
 
 def _from_plan(module: nn.Module, plan: Plan) -> Rules:
@@ -74,7 +76,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
 
 
 def _check_streams(plan: Plan) -> None:
-    """Raise PlanError for a main stream that no tensor holds, and for a plan that gathers nothing."""
+    """Check that some tensor holds the main stream, and that the plan gathers something. Raises: PlanError."""
     streams = plan.held_streams
     if plan.main not in streams:
         raise PlanError(
@@ -89,7 +91,9 @@ def _divider(module: nn.Module, name: str) -> int:
     value = getattr(getattr(module, "config", None), name, None)
     value = value[0] if isinstance(value, (list, tuple)) else value
     if not isinstance(value, int):
-        raise PlanError(f"the plan divides rows by {name!r}, which is no int in the config of {type(module).__name__}")
+        raise PlanError(
+            f"the plan divides rows by {name!r}, which must be an int in the config of {type(module).__name__}"
+        )
     return value
 
 
@@ -97,13 +101,15 @@ def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
     convolution = beneath_adapters(submodule(module, path))
     if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
         raise PlanError(
-            f"the plan names {path!r} as a convolution over dim {dim}: it is a {type(convolution).__name__}"
+            f"the plan names {path!r} as a convolution over dim {dim}, but it is a {type(convolution).__name__}"
         )
     kernel, step, dilation = (x[dim - 2] for x in (convolution.kernel_size, convolution.stride, convolution.dilation))
     padding = convolution.padding if isinstance(convolution.padding, str) else convolution.padding[dim - 2]
     reach = dilation * (kernel - 1) // 2
     if kernel % 2 == 0 or step != 1 or padding not in ("same", reach) or convolution.padding_mode != "zeros":
-        raise PlanError(f"{path} must have an odd kernel, stride 1 and as many zeros around it to be cut in dim {dim}")
+        raise PlanError(
+            f"{path} must have an odd kernel, stride 1 and zero padding that keeps the size, to be split in dim {dim}"
+        )
     return Halo(path, dim, stream, reach)
 
 
@@ -116,7 +122,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if special:
             _check_processor(inner, at, kinds[0])
         owner = block.get_submodule(name.rpartition(".")[0])
-        if inner is getattr(owner, "processor", None):  # one with weights: its attention is the owner's
+        if inner is getattr(owner, "processor", None):  # a processor with weights is a part of its owner
             continue
         if kinds and not special:
             check_reachable(inner, at)
@@ -143,7 +149,7 @@ def _unplanned(module: nn.Module, known: list[str]) -> Iterator[str]:
 
 
 def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
-    """What a module in a block attends to; empty for LOCAL."""
+    """Return the kinds of attention of a module in a block; none for LOCAL."""
     keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]  # a bracket is no pattern
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
@@ -154,7 +160,7 @@ def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
     streams = tuple(stream for stream in entry if isinstance(stream, str))
     if not kinds:
         return (Attention(streams),) if streams else ()
-    if LOCAL in entry:  # by calls of its own: which one it is, is found out last
+    if LOCAL in entry:  # last: a call is LOCAL only if no other kind fits
         kinds += tuple(Attention(queries, keys=LOCAL) for queries in dict.fromkeys(kind.queries for kind in kinds))
     return kinds
 
@@ -164,7 +170,8 @@ def _check_processor(module: nn.Module, path: str, kind: Attention) -> None:
     found = type(processor).__name__
     if found not in kind.replaces_processors:
         raise PlanError(
-            f"{path} has a {found}; its plan knows {kind.form} attention of {', '.join(kind.replaces_processors)}"
+            f"{path} has a {found}, expected {' or '.join(kind.replaces_processors)}: the plan supports {kind.form} "
+            "attention of these processors only"
         )
     if not is_defined_by(type(processor), type(processor).__call__):
         raise PlanError(

@@ -19,17 +19,17 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
     outputs: list[Outputs] = []
     for pattern, entry in plan.items():
         if not isinstance(pattern, str):
-            raise PlanError(f"the plan names {pattern!r}: a key is the path of a module as a str")
+            raise PlanError(f"the plan has the key {pattern!r}: a key must be the path of a module as a str")
         if isinstance(entry, (Mapping, list, tuple)) and not entry:
             raise PlanError(f"plan entry {pattern!r} is empty: leave it out, or say what to split or gather")
         for path in expand(module, pattern):
             if isinstance(entry, Mapping):
                 inputs = {
-                    name: _theirs(x, pattern, gathers=False) for name, x in entry.items() if isinstance(name, str)
+                    name: _to_spec(x, pattern, gathers=False) for name, x in entry.items() if isinstance(name, str)
                 }
                 if inputs:
                     arguments.append(arguments_of(module, (path,), inputs, always=True))
-                indexed = {i: _theirs(x, pattern, gathers=False) for i, x in entry.items() if isinstance(i, int)}
+                indexed = {i: _to_spec(x, pattern, gathers=False) for i, x in entry.items() if isinstance(i, int)}
                 if any(not getattr(entry[i], "split_output", False) for i in indexed):
                     raise PlanError(
                         f"plan entry {pattern!r}: an integer key splits an output and needs split_output=True"
@@ -38,12 +38,12 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
                     spec = tuple(indexed.get(i) for i in range(max(indexed) + 1))
                     outputs.append(Outputs(path, spec, gathers=False, always=True))
             elif isinstance(entry, (list, tuple)):
-                spec = tuple(None if x is None else _theirs(x, pattern, gathers=True) for x in entry)
+                spec = tuple(None if x is None else _to_spec(x, pattern, gathers=True) for x in entry)
                 outputs.append(Outputs(path, spec, gathers=True, always=True))
             else:
-                outputs.append(Outputs(path, (_theirs(entry, pattern, gathers=True),), gathers=True, always=True))
+                outputs.append(Outputs(path, (_to_spec(entry, pattern, gathers=True),), gathers=True, always=True))
     if not any(rule.gathers for rule in outputs):
-        raise PlanError("the plan gathers nothing: it needs a ContextParallelOutput, or the output would be a shard")
+        raise PlanError("the plan gathers nothing, so the output would be a shard: add a ContextParallelOutput")
     attention = {name: None for name, inner in module.named_modules() if attends(inner)}
     for name, inner in module.named_modules():
         check_reachable(inner, name)
@@ -56,13 +56,13 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
     return Rules(tuple(arguments), tuple(outputs), attention, "", {}, {}, unproven=unproven)
 
 
-def _theirs(entry: Any, where: str, *, gathers: bool) -> Spec:
+def _to_spec(entry: Any, pattern: str, *, gathers: bool) -> Spec:
     """Convert an entry of diffusers' format to a spec without streams."""
     if isinstance(entry, (list, tuple)):
-        return tuple(_theirs(x, where, gathers=gathers) for x in entry)
+        return tuple(_to_spec(x, pattern, gathers=gathers) for x in entry)
     kind, wanted = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"
     if kind.__module__.split(".")[0] == "diffusers" and kind.__name__ == wanted:
         return Split(entry.gather_dim if gathers else entry.split_dim, (), entry.expected_dims)
     if isinstance(entry, Split):
         return entry
-    raise PlanError(f"plan entry {where!r} holds a {kind.__name__} where a {wanted} belongs")
+    raise PlanError(f"plan entry {pattern!r} holds a {kind.__name__}, expected a {wanted}")

@@ -1,4 +1,4 @@
-"""Dropout of shards: other masks on each rank, and the same random states on all ranks afterwards."""
+"""Draw different dropout masks on each rank for shards; random states stay the same on all ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _Function = Callable[..., Any]
 
 
 class ShardDropouts:
-    """Replaces the functions of dropout (`F.dropout` and its like) that the modules in a model's blocks call.
+    """Replaces the dropout functions (`F.dropout`, `F.alpha_dropout`, ...) that modules in a model's blocks call.
 
-    Dropout modules call them too. Only dropout is replaced: whatever else draws in a block (labels that are dropped by
-    sample, blocks that are skipped at random) must draw the same numbers on all ranks of a context group.
+    Dropout modules call them too. Other random numbers in a block (labels dropped by sample, blocks skipped at random)
+    must be the same on all ranks of a context group, so they are not changed.
 
     Attributes:
         replacements: by name of the function in torch.nn.functional.
@@ -42,7 +42,7 @@ class ShardDropouts:
         self._without: set[tuple[type, _Function]] = set()  # classes and their forwards that call no dropout function
 
     def put_on(self, module: nn.Module, rules: Rules) -> None:
-        """Replace dropout in the blocks of a model; `attention_patch.release` undoes it, module by module."""
+        """Replace dropout in the blocks of a model; `attention_patch.release` undoes it for each module."""
         if self._session.groups.context is None:
             return
         outside = _whole_modules(module, rules)
@@ -72,8 +72,8 @@ class ShardDropouts:
             bound: _Function | None = None
             if isinstance(function, types.FunctionType) and (is_dropout or not is_foreign(function)):
                 bound = rebind(function, self.replacements)
-            if bound is None and is_dropout:  # of a subclass that calls its parent's forward
-                bound = _around(function, self._session)
+            if bound is None and is_dropout:  # a subclass that calls the forward of its parent class
+                bound = _wrap_dropout(function, self._session)
             if bound is not None:
                 bound.__dict__.update({ORIGINAL: function, OF_CLASS: of_class})
             self._functions[key] = bound
@@ -81,8 +81,8 @@ class ShardDropouts:
 
 
 def _replacement(name: str, session: Session) -> _Function:
-    """A function of dropout for shards. In evaluation, for p = 0 and on whole tensors it is torch's."""
-    theirs = getattr(F, name)
+    """Make a dropout function for shards. In evaluation, for p = 0 and on whole tensors it calls torch's function."""
+    original = getattr(F, name)
 
     def drop(
         input: Tensor,
@@ -90,25 +90,25 @@ def _replacement(name: str, session: Session) -> _Function:
         training: bool = "alpha" not in name,
         inplace: bool = False,
         *,
-        train: bool | None = None,  # as torch.dropout calls `training`
+        train: bool | None = None,  # name of `training` in torch.dropout
     ) -> Tensor:
         training = training if train is None else train
         rank = _rank(session) if training and p != 0 else None
         if rank is None:
-            whole: Tensor = theirs(input, p, training, inplace)
+            whole: Tensor = original(input, p, training, inplace)
             return whole
         if torch.compiler.is_compiling() or _is_capturing(input):
             if name != "dropout":
                 raise _not_in_a_graph(name)
             return _drop_in_graph(input, p, rank=rank, inplace=inplace)
-        dropped: Tensor = _draw_apart(lambda: theirs(input, p, training, inplace), input.device, rank)
+        dropped: Tensor = _draw_apart(lambda: original(input, p, training, inplace), input.device, rank)
         return dropped
 
     return drop
 
 
-def _around(function: _Function, session: Session) -> _Function:
-    """The forward of a dropout module which draws from a state of this rank's own."""
+def _wrap_dropout(function: _Function, session: Session) -> _Function:
+    """Wrap the forward of a dropout module: it draws from a random state of this rank."""
 
     def forward(module: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         rank = _rank(session) if module.training and module.p != 0 else None
@@ -122,16 +122,16 @@ def _around(function: _Function, session: Session) -> _Function:
 
 
 def _rank(session: Session) -> int | None:
-    """Index of this rank in its context group; None outside of a forward that has split tensors."""
+    """Return this rank's index in its context group; None if the current forward has split nothing."""
     call = session.call
     return None if call is None or not call.lengths or call.groups.context is None else call.groups.context_rank
 
 
 def _draw_apart(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
-    """Seed the device's generator for this rank, call the function, and put the generator's state back.
+    """Seed the device's generator for this rank, call the function, and restore the generator's state.
 
-    The seed is made of a number that all ranks draw alike, and of the rank. So a replay (activation checkpointing) that
-    begins from the states of the first time drops the same elements.
+    The seed is a hash of the rank and of a random number that is the same on all ranks. Recomputation (activation
+    checkpointing) restores the random states, so it drops the same elements.
     """
     drawn = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
     mixed = hashlib.blake2b(f"{drawn}/{rank}".encode(), digest_size=8).digest()
@@ -145,9 +145,9 @@ def _draw_apart(function: Callable[[], Any], device: torch.device, rank: int) ->
 
 
 def _drop_in_graph(x: Tensor, p: float, *, rank: int, inplace: bool) -> Tensor:
-    """Dropout in compiled code and in CUDA graphs, which cannot change the state of a generator.
+    """Compute dropout in compiled code and in CUDA graphs, which cannot change the state of a generator.
 
-    Draw two numbers, the same on all ranks, and make the mask of a hash of these, the rank and each element's index.
+    Draw two numbers, the same on all ranks. The mask is a hash of these numbers, the rank and each element's index.
     """
     drawn = torch.randint(1 << 31, (2,), dtype=torch.int64, device=x.device)
     seeds = _hash((drawn + (rank + 1) * 0x3C6EF372) & _BITS)
@@ -168,21 +168,21 @@ def _hash(x: Tensor) -> Tensor:
 
 
 def _is_capturing(x: Tensor) -> bool:
-    """Whether x belongs to a CUDA graph that is being captured."""
+    """Return True if x is on a GPU and a CUDA graph is being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _not_in_a_graph(name: str) -> InterceptionError:
     return InterceptionError(
-        f"{name} in a block whose tokens are split cannot be compiled or captured in a CUDA graph: use nn.Dropout or "
-        "F.dropout, or leave this block uncompiled"
+        f"{name} on shards cannot be compiled or captured in a CUDA graph: use nn.Dropout or F.dropout, or do not "
+        "compile this block"
     )
 
 
 def _sharded_modules(module: nn.Module, rules: Rules) -> Iterator[nn.Module]:
-    """Modules that see this rank's tokens: the planned blocks.
+    """Yield the modules that get shards: the planned blocks.
 
-    For a plan that names no blocks: the outermost modules that hold attention (entries of lists of modules).
+    If the plan names no blocks: the outermost modules that contain attention (items of lists of modules).
     """
     blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
     if not blocks:
@@ -192,22 +192,22 @@ def _sharded_modules(module: nn.Module, rules: Rules) -> Iterator[nn.Module]:
 
 
 def _whole_modules(module: nn.Module, rules: Rules) -> set[int]:
-    """Ids of modules, in blocks too, that are given whole tensors."""
+    """Return the ids of modules that get whole tensors, inside blocks too."""
     return {id(submodule(module, path)) for rule in rules.arguments if rule.joins for path in rule.paths if path}
 
 
 def _outermost(module: nn.Module, path: str) -> str:
-    """The shortest beginning of a path that is a module of its own, not a list of modules."""
+    """Return the shortest prefix of a path that is a module other than a list or dict of modules."""
     atoms = path.split(".")
     for count in range(1, len(atoms)):
-        begins = ".".join(atoms[:count])
-        if not isinstance(submodule(module, begins), (nn.ModuleList, nn.ModuleDict)):
-            return begins
+        prefix = ".".join(atoms[:count])
+        if not isinstance(submodule(module, prefix), (nn.ModuleList, nn.ModuleDict)):
+            return prefix
     return path
 
 
 def _generator_of(device: torch.device) -> torch.Generator:
-    """The one that dropout on this device draws from."""
+    """Return the generator that dropout on this device draws from."""
     if device.type == "cuda":
         index = torch.cuda.current_device() if device.index is None else device.index
         generator: torch.Generator = torch.cuda.default_generators[index]

@@ -1,7 +1,8 @@
 """Find and replace the forward of one module instance, inside the wrappers of diffusers and accelerate.
 
 Both libraries replace `module.forward` by a wrapper (offloading, layerwise casting, caches, skipped layers), before or
-after ours, and remove it at any time. We replace the function that such wrappers call, so any order works.
+after the engine, and remove it at any time. The engine replaces the function that such wrappers call, so any order
+works.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class ForwardSlot:
     """An attribute of an object: a module's `forward`, or a wrapper's attribute for the function it calls."""
 
     holder: Any
@@ -52,18 +53,18 @@ class Around:
     original: Function | None
 
 
-def own_forward(module: nn.Module, *, above: Around | None = None) -> Place:
+def own_forward(module: nn.Module, *, above: Around | None = None) -> ForwardSlot:
     """Find the attribute with a module's own forward, inside all wrappers (diffusers, accelerate, ours).
 
     Args: above: stop outside the wrapper that runs this object.
     """
-    place = Place(module, "forward")
+    slot = ForwardSlot(module, "forward")
     while True:
-        function = place.get()
+        function = slot.get()
         beneath = _beneath(module, function)
         if beneath is None or (above is not None and beneath.holder is above):
-            return place
-        place = beneath
+            return slot
+        slot = beneath
 
 
 def own_function(module: nn.Module) -> Function:
@@ -74,9 +75,9 @@ def own_function(module: nn.Module) -> Function:
 
 def put_forward(module: nn.Module, function: Function) -> None:
     """Replace a module's own forward by a plain function whose first parameter is the module."""
-    place = own_forward(module)
-    is_method = place.get() is None or isinstance(place.get(), types.MethodType)
-    place.put(types.MethodType(function, module) if is_method else function)
+    slot = own_forward(module)
+    is_method = slot.get() is None or isinstance(slot.get(), types.MethodType)
+    slot.put(types.MethodType(function, module) if is_method else function)
 
 
 def decorated_function(module: nn.Module) -> Function | None:
@@ -92,23 +93,23 @@ def unbound(function: Function) -> Function:
 
 
 def _is_of_class(module: nn.Module, function: Function) -> bool:
-    theirs = type(module).forward
-    return unbound(function) in (theirs, inspect.unwrap(theirs))
+    forward = type(module).forward
+    return unbound(function) in (forward, inspect.unwrap(forward))
 
 
-def _beneath(module: nn.Module, function: Any) -> Place | None:
+def _beneath(module: nn.Module, function: Any) -> ForwardSlot | None:
     """Find the attribute in which a wrapper stores the forward it calls; None if the function is no known wrapper."""
     if not isinstance(function, partial):
         return None
     if function.args and isinstance(function.args[0], Around):
-        return Place(function.args[0], "original")
+        return ForwardSlot(function.args[0], "original")
     origin = getattr(function.func, "__module__", None) or ""
     if origin.startswith("accelerate.") and "_old_forward" in module.__dict__:
-        return Place(module, "_old_forward")
+        return ForwardSlot(module, "_old_forward")
     if origin.startswith("diffusers.hooks"):
         reference: Any = inspect.getclosurevars(function.func).nonlocals.get("function_reference")
         known = getattr(getattr(module, "_diffusers_hook", None), "_fn_refs", ())
         if any(x is reference for x in known):  # false in a deep copy: its wrappers call the original model's forward
             name = "forward" if reference.original_forward is None else "original_forward"
-            return Place(reference, name)
+            return ForwardSlot(reference, name)
     return None

@@ -11,7 +11,7 @@ from lightning_cp.errors import ShapeError
 
 
 class EngineHook:
-    """Base class of our hook objects; `remove_hooks` finds hooks by it.
+    """Base class of the engine's hook objects; `remove_hooks` finds hooks by it.
 
     A deep copy of a model keeps the hooks of its original until its first forward, which replaces them.
     """
@@ -21,7 +21,7 @@ class EngineHook:
 
 
 def remove_hooks(module: nn.Module) -> None:
-    """Remove our hooks of all sessions from one module. Hooks of other libraries stay."""
+    """Remove the engine's hooks of all sessions from one module. Hooks of other libraries stay."""
     for hooks, details in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (module._forward_hooks, (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),

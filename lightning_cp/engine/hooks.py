@@ -1,4 +1,4 @@
-"""What runs around a parallel model's forward: the beginning and the end of a call."""
+"""Run the forward of a parallel model: begin and end a `Call`, split its arguments, gather its outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_cp.nest import tensors
 
 @dataclass(eq=False)
 class _Replay(EngineHook):
-    """A block as a checkpoint function calls it, now and again in backward: with the call it belongs to."""
+    """A block for a checkpoint function: runs with the `Call` of its forward, also when it is recomputed."""
 
     session: Session
     call: Call | None
@@ -39,25 +39,31 @@ class _Replay(EngineHook):
 
 @dataclass(eq=False)
 class ModelHook(EngineHook):
-    """Around the whole model: begins and ends a call, and splits and gathers the model's own arguments and outputs."""
+    """Runs the model's forward in a new `Call`; splits the model's arguments and gathers its outputs.
+
+    Attributes:
+        signature: signature of the model's forward.
+        checkpointing: modules with a `gradient_checkpointing` attribute.
+        padding: a `PadHook`, for plans that pad; else None.
+    """
 
     session: Session
-    signature: Any  # of the model's forward
+    signature: Any
     rules: Rules
     checkpointing: list[nn.Module]
-    padding: Any = None  # a `PadHook`, for plans that pad
+    padding: Any = None
     arguments: Sequence[ArgumentHook] = ()
     outputs: Sequence[OutputHook] = ()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's own forward, in a call of its own.
+        """Call the model's original forward.
 
-        Whatever ends it, a KeyboardInterrupt too, session and checkpointing functions are then as they were before.
-        (A forward hook of torch's runs on success, or for every `Exception`, which a KeyboardInterrupt is not.)
+        Session and checkpointing functions are restored afterwards, also after a KeyboardInterrupt. (Forward hooks of
+        torch with `always_call` run after every `Exception`, which a KeyboardInterrupt is not.)
         """
         given = self.before(module, args, kwargs)
         session = self.session
-        outer = session.call if session.forwards else None  # not one that an interrupted replay has left
+        outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
         session.call = Call(session.groups, session.peers)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
@@ -85,7 +91,7 @@ class ModelHook(EngineHook):
             STATS.leave()
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Check the arguments, before anything has begun. Returns: them, by name."""
+        """Check the arguments before the forward. Returns: the arguments by name."""
         given = self._given(args, kwargs)
         STATS.enter(module, module)
         self._check(given, model=type(module).__name__)
@@ -93,13 +99,13 @@ class ModelHook(EngineHook):
         return given
 
     def after(self, module: nn.Module) -> None:
-        """Check a call that has succeeded. Raises: InterceptionError: none of its attention came to us."""
+        """Check a forward that has succeeded. Raises: InterceptionError: none of its attention was intercepted."""
         session, call = self.session, self.session.current()
         if not torch.compiler.is_compiling():
             for key in call.met:
                 session.settled.setdefault(key, True)
             if call.lengths:
-                session.peers.start()  # unless a block that is compiled has split what came first
+                session.peers.start()  # not yet started if a compiled block has split the first tensor
         if not self.rules.main and not call.intercepted and call.lengths:
             raise InterceptionError(
                 f"{type(module).__name__} ran on shards, but none of its attention passed through lightning_cp, so its "
@@ -107,7 +113,7 @@ class ModelHook(EngineHook):
             )
 
     def _explain(self, error: Exception) -> None:
-        """Raise PlanError in place of an error of the model's own code, if the plan may have left an argument out."""
+        """Raise PlanError if an error in the model's code may come from an argument that the plan does not split."""
         call, builtin = self.session.current(), type(error) in (RuntimeError, ValueError, IndexError)
         missing = missing_split(call) if builtin and not self.session.succeeded else None
         if missing is not None:
@@ -125,7 +131,10 @@ class ModelHook(EngineHook):
                 self.session.current().whole.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
 
     def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
-        """Have blocks that are checkpointed keep the call they belong to. A compiler replays what it has traced."""
+        """Wrap checkpoint functions, so that recomputed blocks use the `Call` of their forward.
+
+        Compiled code needs no wrapper: its recomputation runs the traced operators.
+        """
         if torch.compiler.is_compiling():
             return
         for inner in self.checkpointing:
@@ -143,7 +152,7 @@ class ModelHook(EngineHook):
         return checkpoint
 
     def _given(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Arguments by name; none where they do not fit the forward, which will say so itself."""
+        """Return the arguments by name; none if they do not fit the forward, which then raises the error."""
         try:
             given = self.signature.bind_partial(None, *args, **kwargs).arguments
         except TypeError:
@@ -163,10 +172,10 @@ class ModelHook(EngineHook):
 
 
 def refuse_caches(module: nn.Module) -> None:
-    """Raises: InterceptionError: one of diffusers' caches is on, which would look at this rank's tokens alone."""
+    """Check that no cache of diffusers is on: it would decide by this rank's tokens only. Raises: InterceptionError."""
     cache = getattr(module, "_cache_config", None)
     if cache is not None:
         raise InterceptionError(
-            f"{type(cache).__name__}: diffusers' caches decide by, and keep, the tokens of one rank, so they cannot be "
-            "used context-parallel: call disable_cache()"
+            f"{type(cache).__name__}: diffusers' caches compare and store the tokens of one rank only, so they cannot "
+            "be used context-parallel: call disable_cache()"
         )

@@ -1,4 +1,4 @@
-"""Carrying out a plan's rules on one model, and taking everything off again."""
+"""Install compiled rules on one model, and remove them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def install(
     signature: Any,
     dispatcher: Any,
 ) -> ModelHook:
-    """Carry out `rules` on the modules inside `module`. Should a step fail, `strip` undoes those before it.
+    """Install `rules` on the modules inside `module`. If a step fails, `strip` undoes the steps before it.
 
     Args:
         patches: replacements of attention calls. Reused by later installations, so that compiled blocks stay valid.
         dropouts: replacements of dropout in blocks. Also reused.
         signature: signature of the model's forward.
-        dispatcher: diffusers' `dispatch_attention_fn`, where the model comes from diffusers.
-    Returns: the `ModelHook` that has to run around the model's own forward.
+        dispatcher: diffusers' `dispatch_attention_fn`; None for other models.
+    Returns: the `ModelHook` that runs the model's forward.
     """
     _install_attention(module, rules, session, patches, dropouts, dispatcher)
     _install_unplanned(module, rules, session, patches, dispatcher)
@@ -59,27 +59,27 @@ def install(
     for rule in rules.arguments:
         refused = rules.refused if rule.is_block else {}
         order = list(inspect.signature(type(submodule(module, rule.paths[0])).forward).parameters)[1:]
-        cutter = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order)
-        arguments += [cutter] if "" in rule.paths else []
+        argument_hook = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order)
+        arguments += [argument_hook] if "" in rule.paths else []
         for path in filter(None, rule.paths):
-            submodule(module, path).register_forward_pre_hook(cutter.before, with_kwargs=True)
+            submodule(module, path).register_forward_pre_hook(argument_hook.before, with_kwargs=True)
     for output in rules.outputs:
-        joiner = OutputHook(session, output)
+        output_hook = OutputHook(session, output)
         if output.path:
-            submodule(module, output.path).register_forward_hook(joiner.after)
+            submodule(module, output.path).register_forward_hook(output_hook.after)
         else:
-            outputs.append(joiner)
+            outputs.append(output_hook)
     for halo in rules.halos:
-        around, convolution = HaloHook(session, halo), submodule(module, halo.path)
-        convolution.register_forward_pre_hook(around.before)
-        convolution.register_forward_hook(around.after)
+        halo_hook, convolution = HaloHook(session, halo), submodule(module, halo.path)
+        convolution.register_forward_pre_hook(halo_hook.before)
+        convolution.register_forward_hook(halo_hook.after)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
     return ModelHook(session, signature, rules, checkpointing, padding, arguments, outputs)
 
 
 def strip(modules: Iterable[nn.Module]) -> None:
-    """Take off these modules all that `install` has put there. The model's own forward stays replaced."""
+    """Undo `install` on these modules. The model's forward stays replaced."""
     for module in dict.fromkeys(modules):
         remove_hooks(module)
         release(module)

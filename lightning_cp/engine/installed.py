@@ -1,4 +1,4 @@
-"""What a parallel model carries: its session, the plan that was installed on it, and how it follows changes."""
+"""Hold the state of a parallel model: its session and its plan, which is installed again after changes."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ _INSTALLED = "_lightning_cp"
 
 
 class Installed(Around):
-    """A plan on a model. It runs the model's forward, and checks before it that the model is still the same.
+    """A plan installed on a model. Runs the model's forward, and checks before it whether the model has changed.
 
-    A module that was exchanged, added or dropped, another attention processor, a LoRA put around a planned layer,
-    another class or forward of a module: the plan is installed again, if it still fits. Wrappers of `forward` by
-    diffusers and accelerate need nothing.
+    If modules were replaced, added or removed, or have another attention processor, class, forward or an adapter, the
+    plan is installed again, if it still fits. Wrappers of `forward` by diffusers and accelerate are no change.
 
     Attributes:
         module: the model.
-        rules: of the plan, for the model as it was when the plan was last installed.
+        rules: the plan, compiled for the model when it was last installed.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Installed(Around):
         self._structure: Structure | None = None
 
     def put_on(self) -> None:
-        """Install the plan. Should that fail, the model is as it was."""
+        """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
         try:
             self._install()
@@ -65,34 +64,34 @@ class Installed(Around):
             strip(self.module.modules())
             raise
         self._forget_compiled()
-        place = own_forward(self.module)
-        self.original = place.get()
+        slot = own_forward(self.module)
+        self.original = slot.get()
         forward = self.module.forward if self.original is None else self.original
-        place.put(update_wrapper(partial(_run, self), forward))
+        slot.put(update_wrapper(partial(_run, self), forward))
         self.module.__dict__[_INSTALLED] = self
 
     def take_off(self) -> None:
-        """Undo `put_on`: the model is as it was. Raises: PlanError: a decorator is in the way; nothing was changed."""
+        """Undo `put_on`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
         for path, inner in self.module.named_modules():
             if is_stuck(inner):
                 raise PlanError(
-                    f"{path}.forward was decorated after apply_context_parallel: undo that before "
-                    "remove_context_parallel, which cannot take its own forward from beneath"
+                    f"{path}.forward was decorated after apply_context_parallel: remove the decorator before "
+                    "remove_context_parallel, which cannot restore a forward inside a decorator"
                 )
         strip([*self.module.modules(), *self._touched])
         self._forget_compiled()
-        self._hook, self._structure = None, None  # a wrapper around ours, which we cannot take off, calls the original
-        place = own_forward(self.module, above=self)
-        function = place.get()
+        self._hook, self._structure = None, None  # a wrapper around this forward may stay
+        slot = own_forward(self.module, above=self)
+        function = slot.get()
         if isinstance(function, partial) and function.args[:1] == (self,):
             if self._had_forward and self.original is not None:
-                place.put(self.original)
+                slot.put(self.original)
             else:
-                place.clear(self.module)
+                slot.clear(self.module)
         del self.module.__dict__[_INSTALLED]
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model's forward: context-parallel, or as it is once the plan was taken off."""
+        """Run the model's forward: context-parallel, or the original once the plan was removed."""
         if self.module.__dict__.get(_INSTALLED) is not self:
             return self._own_forward(*args, **kwargs)
         if self._structure is None or not self._structure.holds():
@@ -101,7 +100,7 @@ class Installed(Around):
         return self._hook.run(self.module, self._own_forward, args, kwargs)
 
     def _forget_compiled(self) -> None:
-        """Drop compiled code where a part of the model was compiled on its own: compilers do not guard on hooks."""
+        """Drop compiled code if a submodule was compiled separately: torch.compile does not guard on hooks."""
         if any(inner._compiled_call_impl is not None for inner in self.module.modules() if inner is not self.module):
             torch.compiler.reset()
 
@@ -126,9 +125,9 @@ class Installed(Around):
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
         if torch.compiler.is_compiling():  # without fullgraph=True this forward runs eagerly then, and follows
             raise PlanError(
-                f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run: "
-                "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), so that the "
-                "plan is installed on it"
+                f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run "
+                "yet: call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), which "
+                "installs the plan on it"
             )
         follow = self._follow_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
@@ -141,7 +140,7 @@ class Installed(Around):
         except PlanError:  # planned modules are missing
             found = None
         if found is not None and self._structure is not None and found.has_parts_of(self._structure):
-            self._structure = found  # there are other wrappers around the same parts
+            self._structure = found  # only wrappers changed
             return
         self._structure = None
         strip([*self.module.modules(), *self._touched])
@@ -159,25 +158,25 @@ class Installed(Around):
             ) from error
 
     def _adapt(self) -> None:
-        """Compile the plan for the model as it is now. Raises: PlanError: attention that it had is out of reach."""
+        """Compile the plan for the changed model. Raises: PlanError: attention can no longer be intercepted."""
         self.rules = self.session.rules = compile_rules(self.module, self._plan)
         self._signature = inspect.signature(type(self.module).forward)
         if self._dispatcher is None and dispatcher_of(self.module) is not None:
             self._dispatcher, self.session.backends = dispatcher_of(self.module), backends_of(self.module)
-            self._patches.clear()  # they were made without the dispatcher
+            self._patches.clear()  # created without the dispatcher
         attending = {submodule(self.module, path) for path in self.rules.attention}
         lost = set(self._attending) - attending
         for path, inner in self.module.named_modules():
             if inner in lost:
                 raise PlanError(
-                    f"{path} ({type(inner).__name__}) attended, and what was put in place of its forward, class or "
-                    "processor makes no attention call that could be intercepted: it must call diffusers' "
-                    "dispatch_attention_fn or F.scaled_dot_product_attention, itself or in a plain function that it "
-                    "calls. To leave its attention out, exchange the whole module"
+                    f"{path} ({type(inner).__name__}) attended, but its new forward, class or processor makes no "
+                    "attention call that could be intercepted: call diffusers' dispatch_attention_fn or "
+                    "F.scaled_dot_product_attention in it, or in functions and methods that it calls. To remove its "
+                    "attention, replace the whole module"
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
-        """For a copy of the model: the same plan, which the copy's first forward installs on its own modules."""
+        """Copy the plan for a deep copy of the model, whose first forward installs it."""
         module = memo.get(id(self.module))
         if module is None:  # a part of the model is copied
             return self
@@ -192,7 +191,7 @@ class Installed(Around):
 
 
 def installed_on(module: nn.Module) -> Installed | None:
-    """What `parallelize` left on a module; None for one that is not context-parallel, and for a compiler's wrapper."""
+    """Return the state of a parallel model; None for other modules, and for torch.compile's wrapper."""
     found: Installed | None = module.__dict__.get(_INSTALLED)
     return found
 

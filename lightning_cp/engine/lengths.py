@@ -59,8 +59,8 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
         return False  # nothing is split
     if torch.compiler.is_compiling():
         raise InterceptionError(
-            "attention with LOCAL among other attention calls of one module cannot be compiled, since its calls are "
-            "told apart by the contents of their keys: compile other blocks only, or give each call a module of its own"
+            "attention with LOCAL among other attention calls of one module cannot be compiled, because the contents "
+            "of their keys distinguish the calls: compile other blocks only, or make each call in a separate module"
         )
     sums = [x for tensor in contents for x in _sums(tensor)]
     everyone = all_gather_ints(

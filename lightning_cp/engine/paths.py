@@ -53,14 +53,17 @@ def expand(module: nn.Module, pattern: str) -> list[str]:
     """List the paths that match a pattern; it may have one `*`, which matches every module of a list."""
     atoms = pattern.split(".")
     if atoms.count("*") > 1:
-        raise PlanError(f"the plan names {pattern!r}: '*' can stand only once")
+        raise PlanError(f"the plan names {pattern!r}: a pattern can have only one '*'")
     if "*" not in atoms:
         submodule(module, pattern)
         return [pattern]
     at = atoms.index("*")
     stack = submodule(module, ".".join(atoms[:at]))
     if not isinstance(stack, (nn.ModuleList, nn.ModuleDict)):
-        raise PlanError(f"the plan names {pattern!r}, but '*' stands for a {type(stack).__name__}, not a ModuleList")
+        raise PlanError(
+            f"the plan names {pattern!r}, but '*' must match the items of a ModuleList or ModuleDict, got a "
+            f"{type(stack).__name__}"
+        )
     paths = [".".join([*atoms[:at], name, *atoms[at + 1 :]]) for name, _ in stack.named_children()]
     for path in paths:
         submodule(module, path)
@@ -78,7 +81,8 @@ def stack(module: nn.Module, pattern: str) -> tuple[str, ...]:
     blocks = submodule(module, stack)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
         raise PlanError(
-            f"the plan names {stack!r} as a list of blocks, but it is a {type(blocks).__name__} without any"
+            f"the plan names {stack!r} as a list of blocks: it must be a ModuleList with blocks, got a "
+            f"{type(blocks).__name__}"
         )
     first, _, last = bounds.rstrip("]").partition(":")
     start, stop = _bound(module, first, len(blocks), default=0), _bound(module, last, len(blocks), default=len(blocks))
@@ -91,7 +95,10 @@ def _bound(module: nn.Module, text: str, blocks: int, *, default: int) -> int:
         return default
     value = int(name) if name.isdigit() else getattr(module, name, None)
     if not isinstance(value, int) or value > blocks:
-        raise PlanError(f"the plan bounds a list of {blocks} blocks by {text!r}, which {type(module).__name__} has not")
+        raise PlanError(
+            f"the plan slices a list of {blocks} blocks at {text!r}, which must be an attribute of "
+            f"{type(module).__name__}, an int of at most {blocks}"
+        )
     return blocks - value if text.startswith("-") else value
 
 
@@ -104,8 +111,9 @@ def arguments_of(
     joins: bool = False,
     always: bool = False,
 ) -> Arguments:
-    where = submodule(module, paths[0])
-    positions = {name: position(paths[0] or type(module).__name__, where, name) for name in specs}
+    """Describe the arguments of some modules of one class. Raises: PlanError: their forward has no such argument."""
+    first = submodule(module, paths[0])
+    positions = {name: position(paths[0] or type(module).__name__, first, name) for name in specs}
     return Arguments(paths, dict(specs), positions, is_block, joins, always)
 
 

@@ -54,9 +54,9 @@ class ScopeHook(EngineHook):
         escaped = self.checked and output is not None and session.call is not None and not session.call.intercepted
         if escaped and not _skips_attention(module):
             raise InterceptionError(
-                f"{path_of(module, self.model)} ran on a shard, but none of its attention passed through lightning_cp, "
-                "so its result would be wrong. Was the forward of this module, or of one inside it, replaced? It "
-                "must attend through F.scaled_dot_product_attention or diffusers' dispatch_attention_fn"
+                f"{path_of(module, self.model)} ran on a shard, but none of its attention calls was intercepted, so "
+                "its result would be wrong. If the forward of this module or of a submodule was replaced, it must call "
+                "the original forward, F.scaled_dot_product_attention or diffusers' dispatch_attention_fn"
             )
         if self.outermost and not session.forwards:
             session.call = None  # end of a recomputation
@@ -76,8 +76,8 @@ class BypassHook(EngineHook):
         tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
         if any(shares[rank] == tokens for shares in candidates(call)) and tokens not in call.whole:
             raise InterceptionError(
-                f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend within this rank's "
-                f"{tokens} tokens only: call F.scaled_dot_product_attention, or gather before it"
+                f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend to this rank's "
+                f"{tokens} tokens only: use F.scaled_dot_product_attention, or gather the tokens before it"
             )
 
 

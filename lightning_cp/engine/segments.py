@@ -46,7 +46,7 @@ def attend_by_segments(
     outputs, expected = [], 0
     for first, last, causal in (*segments, (after, whole, False)):
         if first != expected or last < first:
-            raise InterceptionError(f"segments {list(segments)} do not follow each other")
+            raise InterceptionError(f"segments {list(segments)} must be consecutive, starting at token 0")
         expected = last
         queries = [_overlap(first, last, a, b) for a, b in zip(starts, ends, strict=True)]
         keys = [_overlap(0, last, a, b) for a, b in zip(starts, ends, strict=True)]
@@ -55,8 +55,8 @@ def attend_by_segments(
         offset = max(first - starts[rank], 0) if queries[rank] else 0
         mask = None
         if causal:
-            places = torch.arange(starts[rank] + offset, starts[rank] + offset + queries[rank], device=query.device)
-            mask = (places[:, None] >= torch.arange(last, device=query.device))[None, None]
+            positions = torch.arange(starts[rank] + offset, starts[rank] + offset + queries[rank], device=query.device)
+            mask = (positions[:, None] >= torch.arange(last, device=query.device))[None, None]
             mask = mask if key_valid is None else mask & key_valid[:, None, None, :last]
         elif key_valid is not None:
             mask = key_valid[:, None, None, starts[rank] : starts[rank] + keys[rank]]

@@ -75,7 +75,7 @@ class Call:
         """
         size, rows = self.groups.context_size, self.rows.get(stream)
         if rows is not None and length % rows:
-            raise ShapeError(f"{name} holds {length} {stream} tokens, which are no {rows} rows of equal length")
+            raise ShapeError(f"{name} holds {length} {stream} tokens, which do not divide into {rows} rows")
         if everywhere and (length if rows is None else rows) < size:
             what = f"{length} {stream} tokens" if rows is None else f"{rows} rows (or frames) of {stream} tokens"
             raise ShapeError(

@@ -43,18 +43,18 @@ class ArgumentHook(EngineHook):
         for name, spec in self.rule.specs.items():
             position = self.rule.positions[name]
             if name in named:
-                named[name] = self._cut(named[name], spec, name)
+                named[name] = self._shard(named[name], spec, name)
             elif 0 <= position < len(positional):
-                positional[position] = self._cut(positional[position], spec, name)
+                positional[position] = self._shard(positional[position], spec, name)
         return tuple(positional), named
 
-    def _cut(self, value: Any, spec: Spec, name: str) -> Any:
-        where = f"{self.name}({name})"
+    def _shard(self, value: Any, spec: Spec, name: str) -> Any:
+        shown = f"{self.name}({name})"
         if self.rule.always:
-            return shard_unconditionally(value, spec, name=where, session=self.session)
+            return shard_unconditionally(value, spec, name=shown, session=self.session)
         if self.rule.joins:
-            return unshard(value, spec, name=where, session=self.session)
-        return shard(value, spec, name=where, session=self.session, strict=self.rule.is_block)
+            return unshard(value, spec, name=shown, session=self.session)
+        return shard(value, spec, name=shown, session=self.session, strict=self.rule.is_block)
 
 
 @dataclass(eq=False)
@@ -72,12 +72,14 @@ class OutputHook(EngineHook):
             return unshard(output, rule.spec, name=name, session=session)
         if not rule.always:
             return shard(output, rule.spec, name=name, session=session, strict=True)
-        assert isinstance(rule.spec, tuple), "diffusers' entries come as a tuple, one for each output"
+        assert isinstance(rule.spec, tuple), "compile_rules makes a tuple, one spec for each output"
         values = [output] if isinstance(output, Tensor) else list(output)
         if rule.gathers and len(values) != len(rule.spec):
-            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan gathers {len(rule.spec)}")
+            raise ShapeError(f"{rule.path} returns {len(values)} outputs, but its plan gathers {len(rule.spec)}")
         if len(values) < len(rule.spec):
-            raise ShapeError(f"{rule.path} returns {len(values)} outputs, its plan splits number {len(rule.spec) - 1}")
+            raise ShapeError(
+                f"{rule.path} returns {len(values)} outputs, but its plan splits output {len(rule.spec) - 1}"
+            )
         for i, spec in enumerate(rule.spec):
             if spec is None:
                 continue
@@ -96,8 +98,8 @@ class OutputHook(EngineHook):
         found = find_sizes(self.session, own, own)
         if found is None:
             raise ShapeError(
-                f"the output of {self.rule.path} has {own} tokens on every rank, so it was never split: the plan "
-                "gathers at the wrong place"
+                f"the output of {self.rule.path} has {own} tokens on every rank, so it is not split: gather the output "
+                "of another module"
             )
         sizes = found[0]
         if call.groups.context is None:

@@ -81,13 +81,13 @@ def _each(value: Any, spec: Spec | None, name: str, one: Callable[[Any, Leaf, st
         return {key: _each(x, spec.get(key), f"{name}[{key!r}]", one) for key, x in value.items()}
     if isinstance(spec, tuple) and isinstance(value, (list, tuple)):
         if len(spec) != len(value):
-            raise PlanError(f"{name} has {len(value)} elements, its plan {len(spec)}")
+            raise PlanError(f"{name} has {len(value)} elements, expected {len(spec)}, as in its plan")
         return like(value, [_each(x, s, name, one) for x, s in zip(value, spec, strict=True)])
     raise _undescribed(value, spec, name)
 
 
 def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
-    return PlanError(f"{name} is a {type(value).__name__}, which its plan's {type(spec).__name__} does not describe")
+    return PlanError(f"{name} is a {type(value).__name__}, which does not fit the {type(spec).__name__} in its plan")
 
 
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
@@ -129,7 +129,10 @@ def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     rest = n - sum(call.lengths[stream] for stream in spec.streams if stream in call.lengths)
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
     if len(unknown) > 1 or spec.streams.count(unknown[0]) > 1 or rest < 0 or aside:
-        raise PlanError(f"{name} holds the streams {spec.streams}, but nothing told the length of {unknown} before it")
+        raise PlanError(
+            f"{name} holds the streams {spec.streams}, but the lengths of {unknown} are unknown: split another tensor "
+            "of these streams before it"
+        )
     everywhere = unknown[0] == session.rules.main or (unknown[0] in session.rules.needed and rest > 0)
     call.define(unknown[0], rest, everywhere=everywhere, name=name)
 
@@ -145,7 +148,10 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     _learn(n, spec, name=name, session=session)
     whole = sum(call.lengths[stream] for stream in spec.streams)
     if n != whole:
-        raise PlanError(f"{name} is {n}, but {' + '.join(spec.streams)} have {whole} tokens: the plan does not fit")
+        raise PlanError(
+            f"{name} is {n}, expected {whole}, the number of {' + '.join(spec.streams)} tokens: the plan does not fit "
+            "this input"
+        )
     return call.sizes(spec.streams)[rank]
 
 
@@ -162,7 +168,7 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
     if missing or x.ndim not in (3, 4):
         raise PlanError(
             f"{name} has shape {tuple(x.shape)}: a mask over {spec.streams} is [b, s], [..., 1, s] or [..., s, s]"
-            + (f", and nothing told the length of {missing} before it" if missing else "")
+            + (f"; the lengths of {missing} are unknown: split a tensor of these streams before it" if missing else "")
         )
     rank, whole = call.groups.context_rank, sum(call.lengths[stream] for stream in spec.streams)
     local = call.sizes(spec.streams)[rank]
@@ -173,8 +179,8 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
         )
     if x.shape[-2] != whole:
         return x
-    rows = narrow(x, x.ndim - 2, [call.shares(stream) for stream in spec.streams], [rank] * len(spec.streams))
-    return rows if len(spec.streams) == 1 else rows[..., _order_of_keys(call, spec)]
+    query_mask = narrow(x, x.ndim - 2, [call.shares(stream) for stream in spec.streams], [rank] * len(spec.streams))
+    return query_mask if len(spec.streams) == 1 else query_mask[..., _order_of_keys(call, spec)]
 
 
 def _order_of_keys(call: Call, spec: Mask) -> list[int]:
@@ -194,7 +200,7 @@ def check_dim(x: Tensor, spec: Split, name: str) -> None:
     """Check that the tensor has the spec's dim. Raises: PlanError: it does not."""
     if not -x.ndim <= spec.dim < x.ndim:
         raise PlanError(
-            f"{name} is split in dim {spec.dim}, but has shape {tuple(x.shape)}: give expected_dims, or mend it"
+            f"{name} is split in dim {spec.dim}, but has shape {tuple(x.shape)}: set expected_dims, or fix split_dim"
         )
 
 
@@ -217,7 +223,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     own = call.sizes(spec.streams)[call.groups.context_rank]
     if x.shape[spec.dim] != own:
         raise PlanError(
-            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, not this rank's {own} of "
+            f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {own} of "
             f"{' + '.join(spec.streams)}"
         )
     return gather(x, spec.dim % x.ndim, [n for s in spec.streams for n in call.shares(s)], call.groups.name)

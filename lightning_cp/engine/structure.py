@@ -115,10 +115,10 @@ class Structure:
         self._counts = list({id(x): (x, n) for x, n in self._counts}.values())
 
     def _add_forward(self, module: nn.Module) -> None:
-        place = own_forward(module)
+        slot = own_forward(module)
         found = [(module.__dict__, "forward")]
-        if place.holder is not module or place.name != "forward":
-            found.append((place.holder.__dict__, place.name))
+        if slot.holder is not module or slot.name != "forward":
+            found.append((slot.holder.__dict__, slot.name))
         for attributes, name in found:
             self._add_attribute(attributes, name)
 

@@ -257,10 +257,10 @@ def test_plans_and_inputs_that_do_not_fit_are_refused_on_every_rank(run_ranks: R
         assert "has no module 'nowhere'" in messages[0]
         assert "'nothing'" in messages[1]
         assert "gathers nothing" in messages[2]
-        assert "a ContextParallelOutput where a ContextParallelInput belongs" in messages[3]
-        assert "a ContextParallelInput where a ContextParallelOutput belongs" in messages[4]
+        assert "holds a ContextParallelOutput, expected a ContextParallelInput" in messages[3]
+        assert "holds a ContextParallelInput, expected a ContextParallelOutput" in messages[4]
         assert "is empty" in messages[5]
-        assert "the plan names 3" in messages[6]
+        assert "the plan has the key 3" in messages[6]
 
 
 def _compiled(rank: int, world: int, backend: str, theirs: bool) -> tuple[float, float]:
