@@ -74,7 +74,7 @@ def own_function(module: nn.Module) -> Function:
 
 
 def put_forward(module: nn.Module, function: Function) -> None:
-    """Replace a module's own forward by a plain function whose first parameter is the module."""
+    """Replace a module's own forward by a plain function, with the module as its first parameter."""
     slot = own_forward(module)
     is_method = slot.get() is None or isinstance(slot.get(), types.MethodType)
     slot.put(types.MethodType(function, module) if is_method else function)

@@ -44,7 +44,7 @@ class ModelHook(EngineHook):
     Attributes:
         signature: signature of the model's forward.
         checkpointing: modules with a `gradient_checkpointing` attribute.
-        padding: a `PadHook`, for plans that pad; else None.
+        padding: a `PadHook` for plans that pad, otherwise None.
     """
 
     session: Session

@@ -176,7 +176,7 @@ class Installed(Around):
                 )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Installed:
-        """Copy the plan for a deep copy of the model, whose first forward installs it."""
+        """Copy the plan for a deep copy of the model. The first forward of the copy installs it."""
         module = memo.get(id(self.module))
         if module is None:  # a part of the model is copied
             return self

@@ -67,7 +67,7 @@ def _in_cell(cell: types.CellType, wanted: Replacements, replacements: Replaceme
 def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
     """Return the replacement of one global of a function; None to keep the global.
 
-    Args: wanted: the replacements whose names occur in the function itself.
+    Args: wanted: the replacements with names that occur in the function itself.
     """
     if isinstance(value, types.ModuleType) and value in (torch, nn, F):
         functions = {name: x for name, x in wanted.items() if name in _FUNCTIONS}
@@ -85,7 +85,7 @@ def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth
 
 
 def is_foreign(function: types.FunctionType) -> bool:
-    """Return True if a function is defined by torch or by this engine, whose code stays as it is."""
+    """Return True if torch or this engine defines a function: its code is not changed."""
     return f"{function.__module__ or ''}.".startswith(("torch.", "lightning_cp.engine."))
 
 
@@ -175,9 +175,9 @@ def makes_attention_call(function: object, owner: object = None) -> bool:
 
 
 def attention_by_super(function: object, owner: object) -> str | None:
-    """Return the name of a method that makes attention calls and is called by super(), where they stay; None if none.
+    """Return the name of a method that attends and is called by super(), where calls cannot be replaced; or None.
 
-    Args: as in `makes_attention_call`.
+    Args: function, owner: see `makes_attention_call`.
     """
     if not isinstance(function, types.FunctionType) or is_foreign(function):
         return None

@@ -55,8 +55,8 @@ class Rules:
 
     attention: kinds of attention of each module that attends across ranks, by path; None: derived from the lengths.
     unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
-    unproven: paths in `attention` of modules whose forward was replaced or decorated, so that only running it shows
-        whether it calls the processor.
+    unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
+        processor.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     """
 

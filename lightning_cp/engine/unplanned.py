@@ -70,7 +70,7 @@ class UnplannedAttention:
             )
 
     def _caller(self) -> str:
-        """Return the path of the module that is attending: the innermost of those whose code is running."""
+        """Return the path of the module that is attending: the innermost unplanned module on the stack."""
         paths = self.session.rules.unplanned
         if not torch.compiler.is_compiling():
             modules = {id(submodule(self.model, path)): path or "the model itself" for path in paths}
