@@ -145,7 +145,7 @@ class AttentionDispatcher:
             )
         if mask is not None and self._is_unsplit(mask, query, sizes):
             raise InterceptionError(
-                f"a mask over all {mask.shape[-1]} keys of more than one stream was not split: list it in the plan as "
+                f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
                 "`mask(...)`"
             )
         out = attend_across(
@@ -209,8 +209,8 @@ class AttentionDispatcher:
         """
         call, pairs = self.session.current(), list(zip(*lengths))
         for kind in self.kinds or ():
-            streams = (*kind.queries, *(kind.keys or ()))
-            if kind == found or kind.keys == LOCAL or not all(call.lengths.get(stream) for stream in streams):
+            modalities = (*kind.queries, *(kind.keys or ()))
+            if kind == found or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
                 continue
             other = list(zip(*self._lengths(kind, keys)))
             if pairs != other and any(a == b for a, b in zip(pairs, other)):
@@ -221,11 +221,11 @@ class AttentionDispatcher:
                 )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
-        """Return True for a whole key mask over several streams: it is in stream order, but rank order is needed."""
+        """Return True for a whole key mask over several modalities: its keys must be in rank order."""
         if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
             return False
-        streams = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
-        is_joint = len([s for s in streams if self.session.current().lengths.get(s)]) > 1
+        modalities = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
+        is_joint = len([s for s in modalities if self.session.current().lengths.get(s)]) > 1
         own = sizes[1][self.session.groups.context_rank]
         return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
 

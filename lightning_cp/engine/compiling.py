@@ -34,7 +34,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     for (setting, value), variant in plan.variants.items():
         if getattr(getattr(module, "config", None), setting, None) == value:
             return _from_plan(module, variant)
-    _check_streams(plan)
+    _check_modalities(plan)
     for name in plan.required:
         position(type(module).__name__, module, name)
     arguments = [arguments_of(module, ("",), plan.inputs)] if plan.inputs else []
@@ -75,13 +75,13 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     )
 
 
-def _check_streams(plan: Plan) -> None:
-    """Check that some tensor holds the main stream, and that the plan gathers something. Raises: PlanError."""
-    streams = plan.held_streams
-    if plan.main not in streams:
+def _check_modalities(plan: Plan) -> None:
+    """Check that some tensor holds the main modality, and that the plan gathers something. Raises: PlanError."""
+    modalities = plan.held_modalities
+    if plan.main not in modalities:
         raise PlanError(
-            f"main={plan.main!r} is none of the streams that the plan's blocks and inputs hold ({', '.join(streams)}): "
-            "set main= to the stream that must have a token on each rank (the image, video or audio)"
+            f"main={plan.main!r} is none of the modalities of the plan's blocks and inputs ({', '.join(modalities)}): "
+            "set main= to the modality that must have a token on each rank (the image, video or audio)"
         )
     if not plan.gather and all(x.output is not None for x in plan.whole.values()):
         raise PlanError("the plan gathers nothing, so the model would return a shard: name a module in gather=")
@@ -97,7 +97,7 @@ def _divider(module: nn.Module, name: str) -> int:
     return value
 
 
-def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
+def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
     convolution = beneath_adapters(submodule(module, path))
     if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
         raise PlanError(
@@ -110,7 +110,7 @@ def _halo(module: nn.Module, path: str, dim: int, stream: str) -> Halo:
         raise PlanError(
             f"{path} must have an odd kernel, stride 1 and zero padding that keeps the size, to be split in dim {dim}"
         )
-    return Halo(path, dim, stream, reach)
+    return Halo(path, dim, modality, reach)
 
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
@@ -153,13 +153,13 @@ def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
     keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]  # a bracket is no pattern
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
-    entry = plan.attention[keys[0]] if keys else plan.streams
+    entry = plan.attention[keys[0]] if keys else plan.modalities
     if isinstance(entry, Attention):
         return (entry,)
     kinds = tuple(kind for kind in entry if isinstance(kind, Attention))
-    streams = tuple(stream for stream in entry if isinstance(stream, str))
+    modalities = tuple(modality for modality in entry if isinstance(modality, str))
     if not kinds:
-        return (Attention(streams),) if streams else ()
+        return (Attention(modalities),) if modalities else ()
     if LOCAL in entry:  # last: a call is LOCAL only if no other kind fits
         kinds += tuple(Attention(queries, keys=LOCAL) for queries in dict.fromkeys(kind.queries for kind in kinds))
     return kinds

@@ -57,7 +57,7 @@ def from_diffusers(module: nn.Module, plan: Mapping[str, Any]) -> Rules:
 
 
 def _to_spec(entry: Any, pattern: str, *, gathers: bool) -> Spec:
-    """Convert an entry of diffusers' format to a spec without streams."""
+    """Convert an entry of diffusers' format to a spec without modalities."""
     if isinstance(entry, (list, tuple)):
         return tuple(_to_spec(x, pattern, gathers=gathers) for x in entry)
     kind, wanted = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"

@@ -28,13 +28,13 @@ class HaloHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         call, rule = self.session.current(), self.rule
-        sizes, x = list(call.row_lengths(rule.stream)), args[0]
+        sizes, x = list(call.row_lengths(rule.modality)), args[0]
         if not isinstance(x, Tensor) or x.shape[rule.dim] != sizes[call.groups.context_rank]:
             raise PlanError(f"{rule.path} got {tuple(x.shape)}, not this rank's rows {sizes} in dim {rule.dim}")
         return halo_exchange(x, rule.dim, sizes, rule.reach, call.groups.name), *args[1:]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         call, rule = self.session.current(), self.rule
-        sizes, rank = list(call.row_lengths(rule.stream)), call.groups.context_rank
+        sizes, rank = list(call.row_lengths(rule.modality)), call.groups.context_rank
         before = sum(sizes[:rank]) - margins(sizes, rule.reach)[rank][0]
         return output.narrow(rule.dim, before, sizes[rank])

@@ -25,13 +25,13 @@ def unplanned_shapes(
 
 
 def missing_split(call: Call) -> str | None:
-    """Describe arguments of the last block that hold all tokens of some streams and are not split; None if none do."""
+    """Describe arguments of the last block that hold all tokens of modalities and are not split; None if none do."""
     sums: dict[int, tuple[str, ...]] = {}
     for count in (1, 2, 3):
-        for streams in combinations(call.lengths, count):
-            whole, local = sum(call.lengths[x] for x in streams), call.sizes(streams)[call.groups.context_rank]
+        for modalities in combinations(call.lengths, count):
+            whole, local = sum(call.lengths[x] for x in modalities), call.sizes(modalities)[call.groups.context_rank]
             if whole != local:
-                sums.setdefault(whole, streams)
+                sums.setdefault(whole, modalities)
     found = [
         f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens of {' + '.join(sums[n])}"
         for name, shape in call.unplanned.items()

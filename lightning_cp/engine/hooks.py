@@ -119,8 +119,8 @@ class ModelHook(EngineHook):
         if missing is not None:
             raise PlanError(
                 f"{call.block} failed on shards ({type(error).__name__}: {error}), and its plan leaves out an argument "
-                f"that may have to be split: {missing}. Add it to the plan: split(dim, streams), mask(streams) or "
-                "ContextParallelInput"
+                f"that may have to be split: {missing}. Add it to the plan: split(dim, modalities), mask(modalities) "
+                "or ContextParallelInput"
             ) from error
 
     def _note_whole(self, given: dict[str, Any]) -> None:

@@ -85,10 +85,10 @@ def _sums(x: Tensor) -> list[float]:
 
 
 def candidates(call: Call) -> list[list[int]]:
-    """List possible numbers of tokens on each rank: those of each split stream, and of each pair of streams."""
-    streams, found = list(call.lengths), []
-    for i, first in enumerate(streams):
-        for chosen in [(first,), *((first, second) for second in streams[i:])]:
+    """List possible numbers of tokens on each rank: those of each split modality, and of each pair of modalities."""
+    modalities, found = list(call.lengths), []
+    for i, first in enumerate(modalities):
+        for chosen in [(first,), *((first, second) for second in modalities[i:])]:
             vector = call.sizes(chosen)
             if vector not in found:
                 found.append(vector)

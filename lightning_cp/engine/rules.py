@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_cp.plans import Attention, Pad, Spec, Streams
+from lightning_cp.plans import Attention, Modalities, Pad, Spec
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Halo:
 
     path: str
     dim: int
-    stream: str
+    modality: str
     reach: int
 
 
@@ -70,7 +70,7 @@ class Rules:
     pads: tuple[Pad, ...] = ()
     halos: tuple[Halo, ...] = ()
     dividers: Mapping[str, int] = field(default_factory=dict)
-    needed: Streams = ()
+    needed: Modalities = ()
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""State of a context-parallel model and of its current forward: stream lengths, and the shards that follow."""
+"""State of a context-parallel model and of its current forward: modality lengths, and the shards that follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.plans import Streams
+from lightning_cp.plans import Modalities
 
 
 @dataclass
@@ -25,8 +25,8 @@ class Call:
 
     Attributes:
         peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
-        lengths: global number of tokens of each stream seen so far.
-        rows: global number of rows, for streams that are split between rows only.
+        lengths: global number of tokens of each modality seen so far.
+        rows: global number of rows, for modalities that are split between rows only.
         kept: arguments that the engine keeps for its own use and does not pass to a block.
         whole: token counts of tensor arguments that are not split (for plans that do not describe attention).
         intercepted: True if the engine computed attention since the flag was last cleared.
@@ -50,40 +50,40 @@ class Call:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
 
-    def shares(self, stream: str) -> tuple[int, ...]:
-        """Return each rank's tokens of one stream; zeros if its length is unknown (optional references not passed)."""
-        rows, length = self.rows.get(stream), self.lengths.get(stream, 0)
+    def shares(self, modality: str) -> tuple[int, ...]:
+        """Return each rank's tokens of one modality; zeros if its length is unknown (no references were passed)."""
+        rows, length = self.rows.get(modality), self.lengths.get(modality, 0)
         if not rows:
             return shard_sizes(length, self.groups.context_size)
-        return tuple(n * (length // rows) for n in self.row_lengths(stream))
+        return tuple(n * (length // rows) for n in self.row_lengths(modality))
 
-    def row_lengths(self, stream: str) -> tuple[int, ...]:
-        """Return each rank's rows of a stream that is split between rows."""
-        return shard_sizes(self.rows[stream], self.groups.context_size)
+    def row_lengths(self, modality: str) -> tuple[int, ...]:
+        """Return each rank's rows of a modality that is split between rows."""
+        return shard_sizes(self.rows[modality], self.groups.context_size)
 
-    def sizes(self, streams: Streams) -> list[int]:
-        """Return each rank's number of tokens, summed over `streams`."""
-        each = [self.shares(stream) for stream in streams]
+    def sizes(self, modalities: Modalities) -> list[int]:
+        """Return each rank's number of tokens, summed over `modalities`."""
+        each = [self.shares(modality) for modality in modalities]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
-    def define(self, stream: str, length: int, *, everywhere: bool, name: str) -> None:
-        """Set the global length of a stream, and start to compare this forward's arguments between ranks.
+    def define(self, modality: str, length: int, *, everywhere: bool, name: str) -> None:
+        """Set the global length of a modality, and start to compare this forward's arguments between ranks.
 
-        Args: everywhere: every rank must hold tokens of the stream. name: name of the argument, for errors.
-        Raises: ShapeError: the length is not a multiple of the stream's rows, or `everywhere` is set and the group has
-            more ranks than the stream has tokens (rows).
+        Args: everywhere: every rank must hold tokens of the modality. name: name of the argument, for errors.
+        Raises: ShapeError: the length is not a multiple of the modality's rows, or `everywhere` is set and the group
+            has more ranks than the modality has tokens (rows).
         """
-        size, rows = self.groups.context_size, self.rows.get(stream)
+        size, rows = self.groups.context_size, self.rows.get(modality)
         if rows is not None and length % rows:
-            raise ShapeError(f"{name} holds {length} {stream} tokens, which do not divide into {rows} rows")
+            raise ShapeError(f"{name} holds {length} {modality} tokens, which do not divide into {rows} rows")
         if everywhere and (length if rows is None else rows) < size:
-            what = f"{length} {stream} tokens" if rows is None else f"{rows} rows (or frames) of {stream} tokens"
+            what = f"{length} {modality} tokens" if rows is None else f"{rows} rows (or frames) of {modality} tokens"
             raise ShapeError(
                 f"{name} holds {what}, fewer than the {size} ranks of the context group "
                 f"(ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}): "
                 "use lower degrees or a longer sequence"
             )
-        self.lengths[stream] = length
+        self.lengths[modality] = length
         if not torch.compiler.is_compiling():
             self.peers.start()
 

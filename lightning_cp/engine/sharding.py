@@ -20,10 +20,10 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
     A tensor that already has this rank's length, or length 1 (for broadcasting), is returned unchanged.
 
     Args:
-        spec: dims and streams of the tokens in `value`.
+        spec: dims and modalities of the tokens in `value`.
         name: name of the argument, for errors.
-        strict: True inside the blocks: the first tensor of a stream always defines the stream's length. False for the
-            model's own arguments: if the stream is unknown and the spec gives `ndim`, a length of 1 is kept for
+        strict: True inside the blocks: the first tensor of a modality always defines its length. False for the
+            model's own arguments: if the modality is unknown and the spec gives `ndim`, a length of 1 is kept for
             broadcasting (a timestep may be given for each token or for each sample).
     Gradient: a slice; backward pads with zeros.
     Raises: PlanError: a length that is neither whole nor local. ShapeError: too few tokens.
@@ -34,7 +34,7 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
             session.current().kept[spec.name] = x
             return None
         if isinstance(spec, Rows) and isinstance(x, Tensor):
-            session.current().rows[spec.stream] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
+            session.current().rows[spec.modality] = x.shape[spec.dim] // session.rules.dividers.get(spec.per, 1)
             return x
         if isinstance(spec, (Count, Rows)):
             return _shard_count(x, spec, name=name, session=session)
@@ -55,9 +55,9 @@ def unshard(value: Any, spec: Spec | None, *, name: str, session: Session) -> An
 
     def one(x: Any, spec: Leaf, name: str) -> Any:
         if isinstance(spec, Count):
-            return sum(session.current().lengths[stream] for stream in spec.streams)
+            return sum(session.current().lengths[modality] for modality in spec.modalities)
         if isinstance(spec, Rows):
-            return session.current().rows[spec.stream]
+            return session.current().rows[spec.modality]
         if not (isinstance(spec, Split) and isinstance(x, Tensor)):
             raise _undescribed(x, spec, name)
         return _unshard_tensor(x, spec, name, session.current())
@@ -96,12 +96,12 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
         return x
     check_dim(x, spec, name)
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
-    if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.streams):
+    if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.modalities):
         return x
     _learn(n, spec, name=name, session=session)
-    rank, local = call.groups.context_rank, call.sizes(spec.streams)[call.groups.context_rank]
-    parts = [_local(call, s) if s in spec.local else call.shares(s) for s in spec.streams]
-    ranks = [0 if s in spec.local else rank for s in spec.streams]
+    rank, local = call.groups.context_rank, call.sizes(spec.modalities)[call.groups.context_rank]
+    parts = [_local(call, s) if s in spec.local else call.shares(s) for s in spec.modalities]
+    ranks = [0 if s in spec.local else rank for s in spec.modalities]
     whole = sum(map(sum, parts))
     if spec.folded and whole and n % whole == 0:
         batch = x.reshape(*x.shape[:dim], -1, whole, *x.shape[dim + 1 :])
@@ -111,27 +111,27 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     if n in (local, 1) or (spec.folded and local and n % local == 0):
         return x
     raise PlanError(
-        f"{name} has {n} tokens in dim {spec.dim}, neither all {whole} of {' + '.join(spec.streams)} nor this rank's "
-        f"{local}: the plan does not fit this input"
+        f"{name} has {n} tokens in dim {spec.dim}, neither all {whole} of {' + '.join(spec.modalities)} nor this "
+        f"rank's {local}: the plan does not fit this input"
     )
 
 
-def _local(call: Call, stream: str) -> tuple[int, ...]:
-    return (call.shares(stream)[call.groups.context_rank],)
+def _local(call: Call, modality: str) -> tuple[int, ...]:
+    return (call.shares(modality)[call.groups.context_rank],)
 
 
 def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
-    """Define the length of a stream at its first tensor: `n` minus the lengths of the spec's other streams."""
+    """Define the length of a modality at its first tensor: `n` minus the lengths of the spec's other modalities."""
     call = session.current()
-    unknown = [stream for stream in dict.fromkeys(spec.streams) if stream not in call.lengths]
+    unknown = [modality for modality in dict.fromkeys(spec.modalities) if modality not in call.lengths]
     if not unknown:
         return
-    rest = n - sum(call.lengths[stream] for stream in spec.streams if stream in call.lengths)
+    rest = n - sum(call.lengths[modality] for modality in spec.modalities if modality in call.lengths)
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
-    if len(unknown) > 1 or spec.streams.count(unknown[0]) > 1 or rest < 0 or aside:
+    if len(unknown) > 1 or spec.modalities.count(unknown[0]) > 1 or rest < 0 or aside:
         raise PlanError(
-            f"{name} holds the streams {spec.streams}, but the lengths of {unknown} are unknown: split another tensor "
-            "of these streams before it"
+            f"{name} holds the modalities {spec.modalities}, but the lengths of {unknown} are unknown: split another "
+            "tensor of these modalities before it"
         )
     everywhere = unknown[0] == session.rules.main or (unknown[0] in session.rules.needed and rest > 0)
     call.define(unknown[0], rest, everywhere=everywhere, name=name)
@@ -143,16 +143,16 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     call = session.current()
     rank = call.groups.context_rank
     if isinstance(spec, Rows):
-        call.rows[spec.stream] = n
-        return call.row_lengths(spec.stream)[rank]
+        call.rows[spec.modality] = n
+        return call.row_lengths(spec.modality)[rank]
     _learn(n, spec, name=name, session=session)
-    whole = sum(call.lengths[stream] for stream in spec.streams)
+    whole = sum(call.lengths[modality] for modality in spec.modalities)
     if n != whole:
         raise PlanError(
-            f"{name} is {n}, expected {whole}, the number of {' + '.join(spec.streams)} tokens: the plan does not fit "
-            "this input"
+            f"{name} is {n}, expected {whole}, the number of {' + '.join(spec.modalities)} tokens: the plan does not "
+            "fit this input"
         )
-    return call.sizes(spec.streams)[rank]
+    return call.sizes(spec.modalities)[rank]
 
 
 def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:
@@ -162,25 +162,31 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
     queries, and its columns are reordered to the keys' order by rank.
     """
     if x.ndim == 2 or (x.ndim in (3, 4) and x.shape[-2] == 1):
-        return _shard_tensor(x, Split(-1, spec.streams), name=name, session=session, strict=True)
+        return _shard_tensor(x, Split(-1, spec.modalities), name=name, session=session, strict=True)
     call = session.current()
-    missing = [stream for stream in spec.streams if stream not in call.lengths]
+    missing = [modality for modality in spec.modalities if modality not in call.lengths]
     if missing or x.ndim not in (3, 4):
         raise PlanError(
-            f"{name} has shape {tuple(x.shape)}: a mask over {spec.streams} is [b, s], [..., 1, s] or [..., s, s]"
-            + (f"; the lengths of {missing} are unknown: split a tensor of these streams before it" if missing else "")
+            f"{name} has shape {tuple(x.shape)}: a mask over {spec.modalities} is [b, s], [..., 1, s] or [..., s, s]"
+            + (
+                f"; the lengths of {missing} are unknown: split a tensor of these modalities before it"
+                if missing
+                else ""
+            )
         )
-    rank, whole = call.groups.context_rank, sum(call.lengths[stream] for stream in spec.streams)
-    local = call.sizes(spec.streams)[rank]
+    rank, whole = call.groups.context_rank, sum(call.lengths[modality] for modality in spec.modalities)
+    local = call.sizes(spec.modalities)[rank]
     if x.shape[-1] != whole or x.shape[-2] not in (whole, local):
         raise PlanError(
-            f"{name} has shape {tuple(x.shape)}, but {' + '.join(spec.streams)} have {whole} tokens: the plan does not "
-            "fit this input"
+            f"{name} has shape {tuple(x.shape)}, but {' + '.join(spec.modalities)} have {whole} tokens: the plan does "
+            "not fit this input"
         )
     if x.shape[-2] != whole:
         return x
-    query_mask = narrow(x, x.ndim - 2, [call.shares(stream) for stream in spec.streams], [rank] * len(spec.streams))
-    return query_mask if len(spec.streams) == 1 else query_mask[..., _order_of_keys(call, spec)]
+    query_mask = narrow(
+        x, x.ndim - 2, [call.shares(modality) for modality in spec.modalities], [rank] * len(spec.modalities)
+    )
+    return query_mask if len(spec.modalities) == 1 else query_mask[..., _order_of_keys(call, spec)]
 
 
 def _order_of_keys(call: Call, spec: Mask) -> list[int]:
@@ -188,11 +194,11 @@ def _order_of_keys(call: Call, spec: Mask) -> list[int]:
     order: list[int] = []
     for rank in range(call.groups.context_size):
         start = 0
-        for stream in spec.streams:
-            shares = call.shares(stream)
+        for modality in spec.modalities:
+            shares = call.shares(modality)
             first = start + sum(shares[:rank])
             order += range(first, first + shares[rank])
-            start += call.lengths[stream]
+            start += call.lengths[modality]
     return order
 
 
@@ -220,13 +226,13 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     if spec.ndim is not None and x.ndim != spec.ndim:
         return x
     check_dim(x, spec, name)
-    own = call.sizes(spec.streams)[call.groups.context_rank]
+    own = call.sizes(spec.modalities)[call.groups.context_rank]
     if x.shape[spec.dim] != own:
         raise PlanError(
             f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {own} of "
-            f"{' + '.join(spec.streams)}"
+            f"{' + '.join(spec.modalities)}"
         )
-    return gather(x, spec.dim % x.ndim, [n for s in spec.streams for n in call.shares(s)], call.groups.name)
+    return gather(x, spec.dim % x.ndim, [n for s in spec.modalities for n in call.shares(s)], call.groups.name)
 
 
 def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
@@ -235,7 +241,7 @@ def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
 
 
 def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: Session) -> Any:
-    """Shard by the rules of diffusers' plans: every tensor is split, and its length serves as its stream's name."""
+    """Shard by the rules of diffusers' plans: every tensor is split, and its length serves as its modality's name."""
     if value is None or spec is None:
         return value
     if isinstance(spec, tuple):

@@ -1,6 +1,6 @@
 """Bria, FIBO and FIBO 2. Bria and FIBO attend like FLUX; FIBO gives each block another layer of the text encoder.
 
-FIBO 2 has one stream, [text gist | image | references]; a padded gist is at the end instead. Its refiners get no gist.
+FIBO 2 has one modality, [text gist | image | references]; a padded gist is at the end instead. The refiners get none.
 """
 
 from dataclasses import replace

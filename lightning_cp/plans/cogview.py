@@ -1,6 +1,6 @@
 """CogView3-Plus and CogView4: joint attention; CogView4 builds a full mask (queries and keys) from its text mask.
 
-`CogView4TrainingAttnProcessor` takes the masks of both streams from `attention_kwargs`.
+`CogView4TrainingAttnProcessor` takes the masks of both modalities from `attention_kwargs`.
 """
 
 from lightning_cp.plans.plan import Attention, Plan, split

@@ -1,6 +1,6 @@
 """Cosmos 3: causal self-attention of the text; generated tokens attend to the text and to themselves.
 
-Both streams are packed without a batch dim: [tokens, channels].
+Both modalities are packed without a batch dim: [tokens, channels].
 """
 
 from lightning_cp.plans.plan import Attention, Plan, split

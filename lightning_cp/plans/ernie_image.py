@@ -1,4 +1,4 @@
-"""ERNIE-Image: one stream of image and text, [tokens, batch, ...]; modulation is already expanded to every token."""
+"""ERNIE-Image: one modality of image and text, [tokens, batch, ...]; modulation is already expanded to every token."""
 
 from lightning_cp.plans.plan import Plan, split
 

@@ -1,4 +1,4 @@
-"""GLM-Image: joint attention, with a full mask built from the text mask; prior tokens are part of the image stream."""
+"""GLM-Image: joint attention, with a full mask built from the text mask; prior tokens belong to the image."""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 

@@ -1,6 +1,6 @@
 """HunyuanVideo: joint attention with a mask over [video | text]; the text refiner runs on the whole text.
 
-With `token_replace` the first frame's tokens have separate modulation, so they are a separate stream. FramePack puts
+With `token_replace` the first frame's tokens have separate modulation, so they are a separate modality. FramePack puts
 history before the video and drops it after the last block. HunyuanVideo 1.5 builds its mask from per-token values.
 """
 
@@ -10,7 +10,7 @@ _TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
 
 
 def _blocks(*video: str, **more: Spec) -> dict[str, dict[str, Spec]]:
-    """Return the `blocks` of a plan for the streams `video` and text; arguments in `more` are listed first."""
+    """Return the `blocks` of a plan for the modalities `video` and text; arguments in `more` are listed first."""
     arguments = {
         **more,
         "hidden_states": split(1, *video),

@@ -1,4 +1,4 @@
-"""Ideogram 4: one packed stream of text and image, with a full mask by segment.
+"""Ideogram 4: one packed modality of text and image, with a full mask by segment.
 
 The output of the last block is gathered, because per-token timesteps modulate the final layer too.
 """

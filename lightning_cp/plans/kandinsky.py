@@ -1,6 +1,6 @@
 """Kandinsky 5 and 6: self-attention over the video, cross-attention on replicated text. Text blocks run whole.
 
-Kandinsky 6 also has an audio stream; video and audio attend to each other.
+Kandinsky 6 also has an audio modality; video and audio attend to each other.
 """
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, split

@@ -1,4 +1,4 @@
-"""Krea 2: one stream of text and image, with a key mask. Text layers are fused before the blocks, on the whole text."""
+"""Krea 2: text and image are one modality, with a key mask. Text layers are fused before the blocks, on whole text."""
 
 from lightning_cp.plans.plan import Plan, split
 

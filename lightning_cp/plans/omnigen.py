@@ -1,4 +1,4 @@
-"""OmniGen: one stream of text, input images, time and image, with a full mask (text causal, images bidirectional)."""
+"""OmniGen: one modality of text, input images, time and image, with a full mask (text causal, images bidirectional)."""
 
 from lightning_cp.plans.plan import Plan, mask, split
 

@@ -1,7 +1,7 @@
 """Plans: data that says which tensors of a model are split, which are gathered and which stay as they are.
 
-Tokens belong to *streams* ("image", "text"). Each stream is split into contiguous shards, one per rank of the context
-group. A dim of a tensor holds one stream, or several streams concatenated (`[text | image]`).
+Tokens belong to *modalities* ("image", "text"). Each modality is split into contiguous shards, one per rank of the
+context group. A dim of a tensor holds one modality, or several modalities concatenated (`[text | image]`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Union
 
-Streams = tuple[str, ...]
+Modalities = tuple[str, ...]
 
-LOCAL: Streams = ()
-"""Streams of attention that stays on its rank: its keys are whole there (cross-attention on replicated text)."""
+LOCAL: Modalities = ()
+"""Modalities of attention that stays on its rank: its keys are whole there (cross-attention on replicated text)."""
 
 
 @dataclass(frozen=True)
@@ -22,47 +22,47 @@ class Split:
 
     Attributes:
         dim: dim that holds the tokens.
-        streams: streams along this dim, in order.
+        modalities: modalities along this dim, in order.
         ndim: split only tensors with this number of dims; others stay whole.
-        local: streams that are already sharded in this tensor; the other streams may be whole.
+        local: modalities that are already sharded in this tensor; the other modalities may be whole.
         folded: the dim holds [batch x tokens], tokens innermost.
     """
 
     dim: int
-    streams: Streams
+    modalities: Modalities
     ndim: int | None = None
-    local: Streams = ()
+    local: Modalities = ()
     folded: bool = False
 
 
 @dataclass(frozen=True)
 class Mask:
-    """An attention mask over the tokens of `streams`: a key mask [b, s] or [..., 1, s], or a full mask [..., s, s]."""
+    """An attention mask over `modalities`: a key mask [b, s] or [..., 1, s], or a full mask [..., s, s]."""
 
-    streams: Streams
+    modalities: Modalities
 
 
 @dataclass(frozen=True)
 class Count:
-    """A global token count (int), summed over `streams`; replaced by the local count on each rank."""
+    """A global token count (int), summed over `modalities`; replaced by the local count on each rank."""
 
-    streams: Streams
+    modalities: Modalities
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Number of rows (of an image) or frames of a stream, which is then split between rows only.
+    """Number of rows (of an image) or frames of a modality, which is then split between rows only.
 
-    List it before the stream's tensors. An int argument is replaced by the number of rows on this rank. For a tensor
+    List it before the modality's tensors. An int argument is replaced by the number of rows on this rank. For a tensor
     argument, the number of rows is read from its shape, and the tensor stays whole.
 
     Attributes:
-        stream: stream that is split between rows.
+        modality: modality that is split between rows.
         dim: dim of the tensor with the rows.
         per: config entry that divides the size of `dim` (a patch size; the first one if there are several).
     """
 
-    stream: str
+    modality: str
     dim: int = 0
     per: str = ""
 
@@ -74,24 +74,24 @@ class Kept:
     name: str
 
 
-def split(dim: int, *streams: str, ndim: int | None = None, local: Streams = (), folded: bool = False) -> Split:
-    """Short form of `Split(dim, streams)`, for the tables of plans."""
-    return Split(dim, streams, ndim, local, folded)
+def split(dim: int, *modalities: str, ndim: int | None = None, local: Modalities = (), folded: bool = False) -> Split:
+    """Short form of `Split(dim, modalities)`, for the tables of plans."""
+    return Split(dim, modalities, ndim, local, folded)
 
 
-def mask(*streams: str) -> Mask:
-    """Short form of `Mask(streams)`."""
-    return Mask(streams)
+def mask(*modalities: str) -> Mask:
+    """Short form of `Mask(modalities)`."""
+    return Mask(modalities)
 
 
-def count(*streams: str) -> Count:
-    """Short form of `Count(streams)`."""
-    return Count(streams)
+def count(*modalities: str) -> Count:
+    """Short form of `Count(modalities)`."""
+    return Count(modalities)
 
 
-def rows(stream: str, dim: int = 0, per: str = "") -> Rows:
-    """Short form of `Rows(stream, dim, per)`."""
-    return Rows(stream, dim, per)
+def rows(modality: str, dim: int = 0, per: str = "") -> Rows:
+    """Short form of `Rows(modality, dim, per)`."""
+    return Rows(modality, dim, per)
 
 
 def kept(name: str) -> Kept:
@@ -106,11 +106,11 @@ Spec = Union[Leaf, tuple["Spec | None", ...], Mapping[str, "Spec"]]  # noqa: UP0
 
 @dataclass(frozen=True)
 class Attention:
-    """Streams of queries and keys in a module's attention, and the layout of its mask.
+    """Modalities of queries and keys in a module's attention, and the layout of its mask.
 
     Attributes:
-        queries: streams of the queries.
-        keys: streams of the keys; None: the streams of the queries.
+        queries: modalities of the queries.
+        keys: modalities of the keys; None: the modalities of the queries.
         mask: layout of the mask at the attention call.
             "given": the layout that `context_parallel_attention` takes.
             "padded": "given", plus columns at the end, which the model's own code appends if there are fewer local
@@ -123,8 +123,8 @@ class Attention:
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
     """
 
-    queries: Streams
-    keys: Streams | None = None
+    queries: Modalities
+    keys: Modalities | None = None
     mask: Literal["given", "padded", "keys", "outer"] = "given"
     ragged: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
@@ -170,14 +170,14 @@ class Plan:
             arguments.
         split_outputs: modules before the blocks with outputs to split.
         whole: modules in or between the blocks that run on all tokens, on every rank.
-        halos: convolutions in the blocks that need neighbouring rows: (dim of the input with the rows, stream).
-        attention: streams that attend to each other, by module; LOCAL if the keys are replicated. A key is the module's
-            path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list alone is
-            the blocks' own forward. Modules that are not listed attend over all streams.
+        halos: convolutions in the blocks that need neighbouring rows: (dim of the input with the rows, modality).
+        attention: modalities that attend to each other, by module; LOCAL if the keys are replicated. A key is the
+            module's path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list
+            alone is the blocks' own forward. Modules that are not listed attend over all modalities.
             A tuple of `Attention`s and LOCAL is for a module with several attention calls. Calls are distinguished by
             their tokens; LOCAL calls by comparing keys between ranks, which cannot be compiled.
-        main: stream that must have at least one token on each rank; other streams may be shorter than the group.
-        needed: other streams that, unless empty, must have a token on each rank, because the class's own code fails
+        main: modality that must have at least one token on each rank; other modalities may be shorter than the group.
+        needed: other modalities that, unless empty, must have a token on each rank, because the class's own code fails
             with zero tokens.
         leading: masks [b, s] among the model's arguments that must keep the first tokens of each sample, and the
             reason.
@@ -198,9 +198,9 @@ class Plan:
     split_outputs: Mapping[str, Spec] = field(default_factory=dict)
     whole: Mapping[str, Whole] = field(default_factory=dict)
     halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    attention: Mapping[str, Streams | Attention | tuple[Attention | Streams, ...]] = field(default_factory=dict)
+    attention: Mapping[str, Modalities | Attention | tuple[Attention | Modalities, ...]] = field(default_factory=dict)
     main: str = "image"
-    needed: Streams = ()
+    needed: Modalities = ()
     leading: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
     unused: tuple[str, ...] = ()
@@ -210,28 +210,28 @@ class Plan:
     variants: Mapping[tuple[str, object], Plan] = field(default_factory=dict)
 
     @property
-    def streams(self) -> Streams:
-        """Return all streams of the plan, main first."""
-        return tuple(dict.fromkeys((self.main, *self.held_streams)))
+    def modalities(self) -> Modalities:
+        """Return all modalities of the plan, main first."""
+        return tuple(dict.fromkeys((self.main, *self.held_modalities)))
 
     @property
-    def held_streams(self) -> Streams:
-        """Return the streams in the plan's inputs, split outputs and blocks, in order of first appearance."""
+    def held_modalities(self) -> Modalities:
+        """Return the modalities in the plan's inputs, split outputs and blocks, in order of first appearance."""
         found: list[str] = []
         for specs in (self.inputs, self.split_outputs, *self.blocks.values()):
             for spec in specs.values():
-                found += _streams(spec)
+                found += _modalities(spec)
         return tuple(dict.fromkeys(found))
 
 
-def _streams(spec: Spec | None) -> list[str]:
+def _modalities(spec: Spec | None) -> list[str]:
     if spec is None:
         return []
     if isinstance(spec, Kept):
         return []
     if isinstance(spec, Rows):
-        return [spec.stream]
+        return [spec.modality]
     if isinstance(spec, (Split, Mask, Count)):
-        return list(spec.streams)
+        return list(spec.modalities)
     entries = spec.values() if isinstance(spec, Mapping) else spec
-    return [stream for entry in entries for stream in _streams(entry)]
+    return [modality for entry in entries for modality in _modalities(entry)]

@@ -1,6 +1,6 @@
 """Stable Audio: self-attention over extra tokens followed by the audio, cross-attention on replicated text.
 
-Version 1 has one extra token, here part of the audio stream. Version 3 has memory tokens, a separate stream, because
+Version 1 has one extra token, here part of the audio modality. Version 3 has memory tokens, a separate modality:
 the inpainting input has audio tokens only. Attention in version 3 is differential: the difference of two attentions.
 """
 

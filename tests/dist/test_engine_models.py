@@ -100,7 +100,7 @@ def test_plans_of_diffusers_are_exact_at_two_and_four_ranks(run_ranks: RankPool,
 
 
 def _audio_and_video(rank: int, world: int) -> list[tuple[str, float, float]]:
-    """LTX2's streams attend to each other: queries and keys that are whole on all ranks meet ones that are split."""
+    """LTX2's modalities attend to each other: queries and keys that are whole on all ranks meet ones that are split."""
     tiny = THEIR_PLANS["ltx2"]
     model, arguments = tiny.build(), {**tiny.arguments(), "isolate_modalities": False}
     plan = {**type(model)._cp_plan, "cross_attn_rope": type(model)._cp_plan["rope"]}
@@ -114,7 +114,7 @@ def _audio_and_video(rank: int, world: int) -> list[tuple[str, float, float]]:
     return results
 
 
-def test_streams_that_stay_whole_attend_to_ones_that_are_split(run_ranks: RankPool) -> None:
+def test_modalities_that_stay_whole_attend_to_ones_that_are_split(run_ranks: RankPool) -> None:
     _check(run_ranks(3, _audio_and_video))
 
 

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Video(nn.Module):
-    """A user's model, with a main stream of its own name."""
+    """A user's model, with a main modality of its own name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def test_errors_of_the_model_itself_stay_as_they_are(run_ranks: RankPool) -> Non
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (Plan({"blocks": _BLOCK}, _GATHER), r"main='image' is none of the streams .*\(video\): set main="),
+        (Plan({"blocks": _BLOCK}, _GATHER), r"main='image' is none of the modalities .*\(video\): set main="),
         (Plan({"blocks": _BLOCK}, {}, main="video"), "gathers nothing"),
         (Plan({"blocks": {**_BLOCK, "ropes": split(1, "video")}}, _GATHER, main="video"), "'ropes'"),
         (Plan({"layers": _BLOCK}, _GATHER, main="video"), "'layers'"),
@@ -162,5 +162,5 @@ def _too_short(rank: int, world: int) -> None:
         model(**{**arguments, "x": arguments["x"][:, :2]})
 
 
-def test_a_main_stream_of_another_name_must_have_a_token_on_each_rank(run_ranks: RankPool) -> None:
+def test_a_main_modality_of_another_name_must_have_a_token_on_each_rank(run_ranks: RankPool) -> None:
     run_ranks(3, _too_short)
