@@ -240,8 +240,8 @@ class AttentionDispatcher:
         own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
         own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)
-        everyone = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
-        query_mask: Tensor = own.unsqueeze(-1) * everyone.unsqueeze(-2)
+        gathered = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
+        query_mask: Tensor = own.unsqueeze(-1) * gathered.unsqueeze(-2)
         return query_mask
 
     def _touch(self) -> None:

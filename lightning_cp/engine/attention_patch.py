@@ -154,10 +154,10 @@ def _unless_skipped(attend: Callable[..., Tensor], *, tokens: int) -> Callable[.
     return attend_unless_skipped
 
 
-def exchange_processor(module: nn.Module, ours: Any) -> None:
+def exchange_processor(module: nn.Module, replacement: Any) -> None:
     """Set another processor on `module`; it stores the original for `release`."""
-    ours.__dict__[ORIGINAL] = module.processor
-    module.processor = ours
+    replacement.__dict__[ORIGINAL] = module.processor
+    module.processor = replacement
 
 
 def original_processor(processor: Any) -> Any:
@@ -204,8 +204,10 @@ def original_of(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 def is_stuck(module: nn.Module) -> bool:
     """Return True if a decorator is around the engine's forward, so that `release` cannot remove it."""
-    beneath = decorated_function(module)
-    return beneath is not None and beneath is not own_forward(module).get() and original_of(beneath) is not None
+    undecorated = decorated_function(module)
+    if undecorated is None or undecorated is own_forward(module).get():
+        return False
+    return original_of(undecorated) is not None
 
 
 def attends(module: nn.Module) -> bool:

@@ -122,11 +122,11 @@ def check_plan(
     if groups.context is not None:
         _average([x for x in gradients.values() if x is not None], groups.context)
     found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
-    everyone: list[Any] = [found]
+    by_rank: list[Any] = [found]
     if groups.context is not None:
-        everyone = [None] * groups.context_size
-        dist.all_gather_object(everyone, found, group=groups.context)
-    by_output, by_parameter = zip(*everyone, strict=True)
+        by_rank = [None] * groups.context_size
+        dist.all_gather_object(by_rank, found, group=groups.context)
+    by_output, by_parameter = zip(*by_rank, strict=True)
     return PlanCheck(_worst(by_output), _worst(by_parameter), tolerance)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor, is_defined_by
 from lightning_cp.engine.diffusers_format import from_diffusers
-from lightning_cp.engine.paths import arguments_of, beneath_adapters, expanded, is_a, position, stack, submodule
+from lightning_cp.engine.paths import arguments_of, expanded, is_a, position, stack, submodule, without_adapters
 from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, Rows
@@ -98,7 +98,7 @@ def _divider(module: nn.Module, name: str) -> int:
 
 
 def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
-    convolution = beneath_adapters(submodule(module, path))
+    convolution = without_adapters(submodule(module, path))
     if not isinstance(convolution, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) or dim < 2:
         raise PlanError(
             f"the plan names {path!r} as a convolution over dim {dim}, but it is a {type(convolution).__name__}"

@@ -60,9 +60,9 @@ def _to_spec(entry: Any, pattern: str, *, gathers: bool) -> Spec:
     """Convert an entry of diffusers' format to a spec without modalities."""
     if isinstance(entry, (list, tuple)):
         return tuple(_to_spec(x, pattern, gathers=gathers) for x in entry)
-    kind, wanted = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"
-    if kind.__module__.split(".")[0] == "diffusers" and kind.__name__ == wanted:
+    kind, expected = type(entry), "ContextParallelOutput" if gathers else "ContextParallelInput"
+    if kind.__module__.split(".")[0] == "diffusers" and kind.__name__ == expected:
         return Split(entry.gather_dim if gathers else entry.split_dim, (), entry.expected_dims)
     if isinstance(entry, Split):
         return entry
-    raise PlanError(f"plan entry {pattern!r} holds a {kind.__name__}, expected a {wanted}")
+    raise PlanError(f"plan entry {pattern!r} holds a {kind.__name__}, expected a {expected}")

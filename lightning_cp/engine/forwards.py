@@ -44,7 +44,7 @@ class ForwardSlot:
 
 
 class Around:
-    """Base class of objects that our wrapper `partial(function, around)` runs around a model's forward.
+    """Base class of objects that the wrapper `partial(function, around)` runs for a model's forward.
 
     Attributes:
         original: the wrapped forward; None: the forward of the module's class.
@@ -54,17 +54,17 @@ class Around:
 
 
 def own_forward(module: nn.Module, *, above: Around | None = None) -> ForwardSlot:
-    """Find the attribute with a module's own forward, inside all wrappers (diffusers, accelerate, ours).
+    """Find the attribute with a module's own forward, inside all wrappers (of diffusers, accelerate and the engine).
 
     Args: above: stop outside the wrapper that runs this object.
     """
     slot = ForwardSlot(module, "forward")
     while True:
         function = slot.get()
-        beneath = _beneath(module, function)
-        if beneath is None or (above is not None and beneath.holder is above):
+        inner = _wrapped_slot(module, function)
+        if inner is None or (above is not None and inner.holder is above):
             return slot
-        slot = beneath
+        slot = inner
 
 
 def own_function(module: nn.Module) -> Function:
@@ -83,8 +83,8 @@ def put_forward(module: nn.Module, function: Function) -> None:
 def decorated_function(module: nn.Module) -> Function | None:
     """Return a module's own forward without `functools.wraps` decorators; None if it is the forward of its class."""
     found = own_forward(module).get()
-    beneath = None if found is None else inspect.unwrap(found)
-    return None if beneath is None or _is_of_class(module, beneath) else beneath
+    inner = None if found is None else inspect.unwrap(found)
+    return None if inner is None or _is_of_class(module, inner) else inner
 
 
 def unbound(function: Function) -> Function:
@@ -97,7 +97,7 @@ def _is_of_class(module: nn.Module, function: Function) -> bool:
     return unbound(function) in (forward, inspect.unwrap(forward))
 
 
-def _beneath(module: nn.Module, function: Any) -> ForwardSlot | None:
+def _wrapped_slot(module: nn.Module, function: Any) -> ForwardSlot | None:
     """Find the attribute in which a wrapper stores the forward it calls; None if the function is no known wrapper."""
     if not isinstance(function, partial):
         return None

@@ -75,8 +75,8 @@ class ModelHook(EngineHook):
             for hook in self.arguments:
                 args, kwargs = hook.before(module, args, kwargs)
             output = forward(*args, **kwargs)
-            for joiner in self.outputs:
-                output = joiner.after(module, args, output)
+            for output_hook in self.outputs:
+                output = output_hook.after(module, args, output)
             self.after(module)
             session.succeeded = True
             return output

@@ -36,9 +36,9 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if torch.compiler.is_compiling() or call.groups.context is None or session.settled.get(key):
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
-        everyone = all_gather_ints([queries, keys], group=call.groups.context)
-        sizes = ([q for q, _ in everyone], [k for _, k in everyone])
-        if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(everyone) for i in range(2)):
+        by_rank = all_gather_ints([queries, keys], group=call.groups.context)
+        sizes = ([q for q, _ in by_rank], [k for _, k in by_rank])
+        if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(by_rank) for i in range(2)):
             call.met.append(key)
         else:
             session.settled[key] = False
@@ -63,14 +63,12 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
             "of their keys distinguish the calls: compile other blocks only, or make each call in a separate module"
         )
     sums = [x for tensor in contents for x in _sums(tensor)]
-    everyone = all_gather_ints(
-        [keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group
-    )
-    first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in everyone)
+    by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)
+    first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in by_rank)
     norms = [first[1][i // 2 * 2] for i in range(len(sums))]
     return all(
-        n == first[0] and all(abs(a - b) <= _SAME * norm for a, b, norm in zip(first[1], theirs, norms, strict=True))
-        for n, theirs in others
+        n == first[0] and all(abs(a - b) <= _SAME * norm for a, b, norm in zip(first[1], other, norms, strict=True))
+        for n, other in others
     )
 
 

@@ -61,9 +61,9 @@ class LinearAttention:
         turned = (q, k) if rotary_emb is None else (_turned(q, *rotary_emb), _turned(k, *rotary_emb))
         q, k, v, turned_q, turned_k = (x.to(wide) for x in (q, k, v, *turned))
         own = torch.cat([torch.einsum("bshd,bshe->bhde", v, turned_k), k.sum(1).unsqueeze(2)], 2)  # [b, h, d + 1, d]
-        everyone = sum_over_ranks(own, self.session.current().groups.name)
-        weighted = torch.einsum("bhde,bshe->bshd", everyone[:, :, :-1], turned_q)
-        return weighted / (torch.einsum("bhe,bshe->bsh", everyone[:, :, -1], q).unsqueeze(-1) + _SMALLEST)
+        total = sum_over_ranks(own, self.session.current().groups.name)
+        weighted = torch.einsum("bhde,bshe->bshd", total[:, :, :-1], turned_q)
+        return weighted / (torch.einsum("bhe,bshe->bsh", total[:, :, -1], q).unsqueeze(-1) + _SMALLEST)
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

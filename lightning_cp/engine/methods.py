@@ -110,7 +110,7 @@ def _lookup(owner: object, name: str) -> Method | None:
 
 
 def _names_on_first(function: object) -> list[str]:
-    """List attributes that a function, also beneath decorators, reads from its first parameter or from super()."""
+    """List attributes that a function, also inside decorators, reads from its first parameter or from super()."""
     names: dict[str, None] = {}
     for x in {id(x): x for x in (function, inspect.unwrap(function) if callable(function) else function)}.values():
         code = getattr(x, "__code__", None)

@@ -42,7 +42,7 @@ def is_a(module: nn.Module, name: str) -> bool:
     return any(kind.__name__ == name for kind in type(module).__mro__)
 
 
-def beneath_adapters(module: nn.Module) -> nn.Module:
+def without_adapters(module: nn.Module) -> nn.Module:
     """Return the base layer inside adapters (for example LoRA layers of peft)."""
     while isinstance(inner := module._modules.get("base_layer"), nn.Module):
         module = inner
@@ -119,7 +119,7 @@ def arguments_of(
 
 def position(path: str, module: nn.Module, name: str) -> int:
     """Return the index of an argument in the module's forward; -1 if it is passed through `**kwargs`."""
-    parameters = inspect.signature(type(beneath_adapters(module)).forward).parameters
+    parameters = inspect.signature(type(without_adapters(module)).forward).parameters
     if name in parameters:
         return list(parameters).index(name) - 1
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

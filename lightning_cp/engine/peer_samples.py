@@ -121,16 +121,16 @@ class Sampler:
         return self._constants[device]
 
 
-def difference(everyone: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
+def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:
     """Return the first rank that differs from rank 0, and a description; None if all are equal.
 
-    Args: everyone: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
+    Args: by_rank: the tables of all ranks, [ranks, 1 + len(names), 1 + 2 * BUCKETS].
     """
-    counts, everyone = everyone[:, 0, 0], everyone[:, 1:]
+    counts, by_rank = by_rank[:, 0, 0], by_rank[:, 1:]
     for rank, count in enumerate(counts):
         if count != counts[0]:
             return rank, f"one has called the model {int(count)} times and the other {int(counts[0])} times"
-    structures, sums, tolerances = everyone[..., 0], everyone[..., 1 : 1 + BUCKETS], everyone[..., 1 + BUCKETS :]
+    structures, sums, tolerances = by_rank[..., 0], by_rank[..., 1 : 1 + BUCKETS], by_rank[..., 1 + BUCKETS :]
     unlike = structures != structures[:1]
     apart = ~(np.abs(sums - sums[:1]) <= np.maximum(tolerances, tolerances[:1])).all(-1)
     found = np.argwhere(unlike | apart)

@@ -152,8 +152,8 @@ class PeerCheck:
             return
         names = self._sampler.names
         with without_transforms():
-            everyone = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
-        found = peer_samples.difference(everyone, names)
+            by_rank = pending.gather.read().reshape(self._groups.context_size, 1 + len(names), -1)
+        found = peer_samples.difference(by_rank, names)
         if found is not None:
             rank, problem = found
             raise PeerMismatchError(
@@ -170,12 +170,12 @@ def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    mine = {name: digest(x) for name, x in tensors("", arguments)}
-    mine |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
-    everyone: list[Any] = [None] * groups.context_size
-    dist.all_gather_object(everyone, mine, group=groups.context)
-    for rank, theirs in enumerate(everyone):
-        problem = difference(everyone[0], theirs)
+    local = {name: digest(x) for name, x in tensors("", arguments)}
+    local |= {name: (text, [0.0]) for name, text in plain_values("", arguments)}
+    by_rank: list[Any] = [None] * groups.context_size
+    dist.all_gather_object(by_rank, local, group=groups.context)
+    for rank, other in enumerate(by_rank):
+        problem = difference(by_rank[0], other)
         if problem:
             raise PeerMismatchError(
                 f"context peers must be given the same data, but {problem} (rank {rank} of the context group against "

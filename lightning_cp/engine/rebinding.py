@@ -31,17 +31,17 @@ def rebind(function: types.FunctionType, replacements: Replacements, depth: int 
     """Return `function` with its calls replaced, in itself and in helpers it calls; None if it makes none of them."""
     changed: dict[str, Any] = {}
     names = set(_names(function.__code__))
-    wanted = {name: x for name, x in replacements.items() if name in names}
-    if not wanted.keys().isdisjoint(DROPOUTS):  # `self.dropout(x)` has such a name too
+    named = {name: x for name, x in replacements.items() if name in names}
+    if not named.keys().isdisjoint(DROPOUTS):  # `self.dropout(x)` has such a name too
         called = set(_called(function.__code__, function.__globals__))
-        wanted = {name: x for name, x in wanted.items() if name not in DROPOUTS or name in called}
+        named = {name: x for name, x in named.items() if name not in DROPOUTS or name in called}
     for name in names & function.__globals__.keys():
         value = function.__globals__[name]
-        replaced = _replace(value, wanted, replacements, depth)
+        replaced = _replace(value, named, replacements, depth)
         if replaced is not None:
             changed[name] = replaced
     cells = {
-        i: x for i, cell in enumerate(function.__closure__ or ()) if (x := _in_cell(cell, wanted, replacements, depth))
+        i: x for i, cell in enumerate(function.__closure__ or ()) if (x := _in_cell(cell, named, replacements, depth))
     }
     if not changed and not cells:
         return None
@@ -55,22 +55,22 @@ def rebind(function: types.FunctionType, replacements: Replacements, depth: int 
     return bound
 
 
-def _in_cell(cell: types.CellType, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
+def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacements, depth: int) -> Any:
     """Return the replacement of a function in a closure (such as a decorator's); None to keep it."""
     try:
         value = cell.cell_contents
     except ValueError:  # empty
         return None
-    return _replace(value, wanted, replacements, depth)
+    return _replace(value, named, replacements, depth)
 
 
-def _replace(value: Any, wanted: Replacements, replacements: Replacements, depth: int) -> Any:
+def _replace(value: Any, named: Replacements, replacements: Replacements, depth: int) -> Any:
     """Return the replacement of one global of a function; None to keep the global.
 
-    Args: wanted: the replacements with names that occur in the function itself.
+    Args: named: the replacements with names that occur in the function itself.
     """
     if isinstance(value, types.ModuleType) and value in (torch, nn, F):
-        functions = {name: x for name, x in wanted.items() if name in _FUNCTIONS}
+        functions = {name: x for name, x in named.items() if name in _FUNCTIONS}
         return _module_with(value, functions) if functions else None
     if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return None

@@ -58,7 +58,7 @@ class Structure:
         self._names: list[str] = []
         self._forwards: list[object] = []
         for module in modules:
-            if module is not model:  # the model's forward is replaced by ours later
+            if module is not model:  # `Installed.put_on` replaces the model's forward later
                 self._add_forward(module)
             self._add_attributes(module)
         self._parts = list(_parts(model))
