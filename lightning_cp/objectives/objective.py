@@ -98,9 +98,7 @@ class Objective(ABC):
         clean = family.clean(stored)
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
         if sampled and family.objective.posterior == "mode":
-            raise FamilyError(
-                f"sample_posterior=True, but {family.name} stores only the mode of its latents"
-            )
+            raise FamilyError(f"sample_posterior=True, but {family.name} stores only the mode of its latents")
         if sampled:
             drawn = sample_noise(
                 clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device, dtype=clean.dtype
