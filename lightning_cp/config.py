@@ -14,6 +14,18 @@ if TYPE_CHECKING:
 
 RotateMethod = Literal["allgather", "alltoall"]
 ROTATE_METHODS: tuple[str, ...] = ("allgather", "alltoall")
+# Names of the kernels in `kernels/choice.py`, in order of preference; "sage" is for sampling only.
+KERNEL_NAMES: tuple[str, ...] = (
+    "auto",
+    "flash",
+    "flash_attn_3",
+    "flash_attn_4",
+    "cudnn",
+    "flash_attn",
+    "efficient",
+    "math",
+    "sage",
+)
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
 _WAY_OUT = (

@@ -87,7 +87,8 @@ class OneOf(Rule):
 
     @override
     def describe(self) -> str:
-        return "one of " + ", ".join("null" if choice is None else str(choice) for choice in self.choices)
+        names = ["null" if choice is None else str(choice) for choice in self.choices]
+        return f"one of {', '.join(names)}" if len(names) > 1 else names[0]
 
 
 @dataclass(frozen=True)

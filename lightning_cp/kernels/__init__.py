@@ -1,7 +1,7 @@
 """Attention over one (q, k, v) on one device: kernels with one protocol, and the choice of a kernel."""
 
+from lightning_cp.config import KERNEL_NAMES
 from lightning_cp.kernels.choice import (
-    KERNEL_NAMES,
     check_has_gradient,
     check_kernel,
     choose_kernel,

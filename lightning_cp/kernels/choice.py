@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightning_cp.config import KERNEL_NAMES
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.cpu_flash import CpuFlashKernel
 from lightning_cp.kernels.cuda_cudnn import CudnnKernel
@@ -29,7 +30,6 @@ KERNELS: tuple[Kernel, ...] = (
 SAMPLING_KERNELS: tuple[Kernel, ...] = (SageKernel(),)
 # Kernels with a forward derivative, in order of preference.
 TANGENT_KERNELS: tuple[TangentKernel, ...] = (MathKernel(),)
-KERNEL_NAMES: tuple[str, ...] = ("auto", *dict.fromkeys(kernel.name for kernel in (*KERNELS, *SAMPLING_KERNELS)))
 
 # diffusers backend name -> kernel name, for backends with a kernel here.
 DIFFUSERS_BACKENDS: dict[str, str] = {

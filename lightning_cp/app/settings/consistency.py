@@ -9,7 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from lightning_cp.app.settings.table import KERNELS, SettingsError, read, show
+from lightning_cp.app.settings.table import SettingsError, read, show
+from lightning_cp.config import KERNEL_NAMES
 
 _CPU_KERNELS = ("auto", "flash", "math")
 _PACKAGES = {
@@ -58,7 +59,7 @@ def check_device(config: DictConfig, accelerator: str) -> None:
         raise SettingsError(f"kernel={kernel} is not valid on CPU: must be one of {', '.join(_CPU_KERNELS)}")
     package = _PACKAGES.get(kernel)
     if package is not None and importlib.util.find_spec(package) is None:
-        usable = [name for name in KERNELS if name not in _PACKAGES]
+        usable = [name for name in KERNEL_NAMES if name not in _PACKAGES]
         raise SettingsError(f"kernel={kernel} needs the package {package}, which is not installed: {', '.join(usable)}")
     if accelerator == "cpu" and precision.startswith("16"):
         raise SettingsError(

@@ -10,12 +10,11 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.checkpoint import CHECKPOINT_FORMATS
-from lightning_cp.config import ROTATE_METHODS
+from lightning_cp.config import KERNEL_NAMES, ROTATE_METHODS
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Rule, Text
 from lightning_cp.strategies.settings import setting_rules
 
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-KERNELS = ("auto", "flash", "cudnn", "efficient", "flash_attn", "flash_attn_3", "flash_attn_4", "sage", "math")
 ACCELERATORS = ("auto", "cpu", "cuda", "gpu")
 _AUTO = OneOf(("auto",))
 _ABSENT = object()
@@ -44,7 +43,7 @@ SETTINGS = (
     Setting("ulysses", Integer(1)),
     Setting("data_parallel", Either(_AUTO, Integer(1))),
     Setting("rotate_method", OneOf(ROTATE_METHODS)),
-    Setting("kernel", OneOf(KERNELS)),
+    Setting("kernel", OneOf(KERNEL_NAMES)),
     Setting("precision", OneOf(PRECISIONS)),
     Setting("activation_checkpointing", OneOf(("none", "full", "selective"))),
     Setting("accelerator", OneOf(ACCELERATORS)),
