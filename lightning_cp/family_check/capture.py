@@ -75,7 +75,7 @@ def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], sa
     if len(calls) >= 2:
         pairs = [("", calls[0], positive), ("negative ", calls[1], negative)]
     elif any(isinstance(x, Tensor) and x.shape[:1] == (2 * samples,) for x in calls[0].values()):
-        joined = {name: _joined(negative[name], positive[name], samples) for name in positive}
+        joined = {name: _joined(calls[0].get(name), negative[name], positive[name]) for name in positive}
         pairs = [("", calls[0], joined)]
     else:
         pairs = [("", calls[0], positive)]
@@ -86,10 +86,10 @@ def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], sa
     ]
 
 
-def _joined(negative: Any, positive: Any, samples: int) -> Any:
-    if isinstance(positive, Tensor) and positive.shape[:1] == (samples,) and positive.dim() > 0:
-        return torch.cat([negative, positive])
-    return positive
+def _joined(recorded: Any, negative: Any, positive: Any) -> Any:
+    """Join the branches where the pipeline does: a recorded tensor has both in its batch dim, or is shared."""
+    tensors = isinstance(recorded, Tensor) and isinstance(positive, Tensor) and recorded.dim() == positive.dim() > 0
+    return torch.cat([negative, positive]) if tensors and len(recorded) == 2 * len(positive) else positive
 
 
 def _error(recorded: Any, ours: Any) -> float:

@@ -52,6 +52,9 @@ def call(
 ) -> Recording:
     """Call the pipeline and record what its transformers are given.
 
+    Where the pipeline samples a condition from the VAE's distribution (CogVideoX), it gets the mode instead: families
+    have no random numbers.
+
     Args:
         answer: called in place of the transformers with their keyword arguments; None: the transformers run.
         seed: of the generator that the pipeline draws its noise from.
@@ -86,6 +89,7 @@ def _recorded(
     modules = transformers_of(pipe, family.components)
     drawing: Any = sys.modules[type(pipe).__module__]
     draw = getattr(drawing, "randn_tensor", None)
+    posterior: Any = sys.modules["diffusers.models.autoencoders.vae"]
 
     def drawn(*args: Any, **kwargs: Any) -> Tensor:
         assert draw is not None, "only put in place of a function"
@@ -96,10 +100,15 @@ def _recorded(
     undo = [intercept_method(module, "forward", _recording(module, record, answer)) for module in modules]
     if draw is not None:
         undo.append(set_attribute(drawing, "randn_tensor", drawn))
+    undo.append(set_attribute(posterior, "randn_tensor", _no_noise))
     try:
         yield
     finally:
         undo_all(undo)
+
+
+def _no_noise(shape: Sequence[int], **kwargs: Any) -> Tensor:
+    return torch.zeros(tuple(shape), device=kwargs.get("device"), dtype=kwargs.get("dtype"))
 
 
 def _recording(module: nn.Module, record: Recording, answer: Callable[[dict[str, Any]], Tensor] | None) -> Around:
