@@ -1,0 +1,107 @@
+"""Tiny pipelines of every family and variant, and the media and captions of their proofs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lightning_cp.families import Media
+from tests.pipelines import table
+
+CAPTIONS = ("a cat", "two green birds fly")
+PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A pipeline that the proofs are run on.
+
+    Args:
+        file: file of `tests.pipelines`.
+        pipe: its entry in that file's table.
+        size: frames, height and width of the pixels.
+        reference: height and width of a reference picture.
+        scheduler: returns a scheduler in place of the pipeline's.
+    """
+
+    file: str
+    pipe: str
+    size: tuple[int, int, int]
+    reference: tuple[int, int] | None = None
+    scheduler: Callable[[], Any] | None = None
+
+
+def _published() -> Any:
+    """Return the scheduler of CogVideoX with the settings of the published weights."""
+    from diffusers import CogVideoXDDIMScheduler
+
+    return CogVideoXDDIMScheduler(
+        prediction_type="v_prediction",
+        snr_shift_scale=1.0,
+        rescale_betas_zero_snr=True,
+        timestep_spacing="trailing",
+        clip_sample=False,
+    )
+
+
+def _euler() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=5.0)
+
+
+def _dynamic_shift() -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+
+
+_COG = (9, 48, 80)  # the transformers' sample size, and three latent frames: version 1.5 adds one
+CASES = {
+    "flux": Case("flux", "flux", PICTURE),
+    "flux_dynamic_shift": Case("flux", "flux", PICTURE, scheduler=_dynamic_shift),
+    "flux_without_guidance": Case("flux", "flux_true_cfg", PICTURE),
+    "flux_kontext": Case("flux", "flux_kontext", PICTURE, reference=(24, 16)),
+    "wan": Case("wan", "wan", VIDEO),
+    "wan_two_experts": Case("wan", "wan_two_experts", VIDEO),
+    "wan_time_per_token": Case("wan", "wan_per_token_timestep", VIDEO),
+    "wan_image": Case("wan", "wan_image_to_video", VIDEO),
+    "wan_image_two_experts": Case("wan", "wan_image_to_video_two_experts", VIDEO),
+    "wan_image_time_per_token": Case("wan", "wan_image_to_video_per_token_timestep", VIDEO, scheduler=_euler),
+    "cogvideox": Case("cogvideox", "cogvideox", VIDEO),
+    "cogvideox_sincos": Case("cogvideox", "cogvideox_sincos", VIDEO),
+    "cogvideox_v_prediction": Case("cogvideox", "cogvideox", VIDEO, scheduler=_published),
+    "cogvideox_1_5": Case("cogvideox", "cogvideox_1_5", _COG),
+    "cogvideox_image": Case("cogvideox", "cogvideox_image_to_video", _COG),
+    "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
+    "sd3": Case("sd3", "sd3", (1, 12, 20)),
+    "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
+}
+
+
+@functools.cache
+def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    """Return a case's pipeline, with equal random weights each time. Tests must not change it."""
+    case = CASES[name]
+    torch.manual_seed(0)
+    pipe = table(case.file)[case.pipe].make()
+    if case.scheduler is not None:
+        pipe.register_modules(scheduler=case.scheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(dtype)
+
+
+def media(name: str, samples: int = len(CAPTIONS)) -> Media:
+    """Return random pixels on the 8-bit grid, in [-1, 1], computed as the pipelines do."""
+    case, generator = CASES[name], torch.Generator().manual_seed(1)
+    sizes = {"pixels": case.size}
+    if case.reference is not None:
+        sizes["reference"] = (1, *case.reference)
+    return {
+        key: torch.randint(256, (samples, 3, *size), generator=generator).float() / 255 * 2 - 1
+        for key, size in sizes.items()
+    }

@@ -1,0 +1,182 @@
+"""Families with one mistake each, and the proofs that must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.families import Family, ObjectiveDefaults, Sample, TextStorage
+
+Make = Callable[[type[Family]], type[Family]]
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake in one case's family.
+
+    Args:
+        case: name in `tests.families.cases.CASES`.
+        make: derives the wrong class from the right one.
+        found_by: names of the proofs that must fail; all others must pass.
+    """
+
+    case: str
+    make: Make
+    found_by: set[str]
+
+
+def _inputs(change: Callable[[Family, dict[str, Any]], dict[str, Any]]) -> Make:
+    """Change the transformer's arguments."""
+
+    def make(base: type[Family]) -> type[Family]:
+        class Wrong(base):  # type: ignore[valid-type, misc]
+            def inputs(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+                arguments = super().inputs(*args, **kwargs)
+                return {**arguments, **change(self, arguments)}
+
+        return Wrong
+
+    return make
+
+
+def _times(scale: float, *, offset: float = 0.0) -> Make:
+    return _inputs(lambda _, arguments: {"timestep": arguments["timestep"] * scale + offset})
+
+
+def _prediction(change: Callable[[Tensor], Tensor]) -> Make:
+    def make(base: type[Family]) -> type[Family]:
+        class Wrong(base):  # type: ignore[valid-type, misc]
+            def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+                return change(super().prediction(output, noisy))
+
+        return Wrong
+
+    return make
+
+
+def _facts(**changed: Any) -> Make:
+    def make(base: type[Family]) -> type[Family]:
+        class Wrong(base):  # type: ignore[valid-type, misc]
+            @classmethod
+            def read_facts(cls, pipe: Any) -> dict[str, Any]:
+                return {**super().read_facts(pipe), **changed}
+
+        return Wrong
+
+    return make
+
+
+def _transposed_tokens(base: type[Family]) -> type[Family]:
+    """Order tokens by column, row: the transposed picture is packed. Inputs and prediction fit together."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def inputs(self, noisy: Tensor, *args: Any) -> dict[str, Any]:
+            arguments = super().inputs(noisy, *args)
+            rows, columns = noisy.shape[-2] // 2, noisy.shape[-1] // 2
+            tokens = arguments["hidden_states"].unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
+            return {**arguments, "hidden_states": tokens}
+
+        def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+            rows, columns = noisy.shape[-2] // 2, noisy.shape[-1] // 2
+            return super().prediction(output.unflatten(1, (columns, rows)).transpose(1, 2).flatten(1, 2), noisy)
+
+    return Wrong
+
+
+def _values_in_another_order(base: type[Family]) -> type[Family]:
+    """Order the values of a token by row, column, channel. Inputs and prediction fit together."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def inputs(self, noisy: Tensor, *args: Any) -> dict[str, Any]:
+            arguments = super().inputs(noisy, *args)
+            tokens = arguments["hidden_states"].unflatten(2, (-1, 4)).transpose(2, 3).flatten(2)
+            return {**arguments, "hidden_states": tokens}
+
+        def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+            return super().prediction(output.unflatten(2, (4, -1)).transpose(2, 3).flatten(2), noisy)
+
+    return Wrong
+
+
+def _cut_text(base: type[Family]) -> type[Family]:
+    """Pad text to 8 positions, not to the full length."""
+
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        @property
+        def text(self) -> TextStorage:
+            return replace(super().text, length=8)
+
+    return Wrong
+
+
+def _other_prediction(base: type[Family]) -> type[Family]:
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        @property
+        def objective(self) -> ObjectiveDefaults:
+            right = super().objective
+            return replace(right, prediction="epsilon" if right.prediction == "v_prediction" else "v_prediction")
+
+    return Wrong
+
+
+def _frames_put_last(base: type[Family]) -> type[Family]:
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def clean(self, *args: Any) -> Tensor:
+            x0: Tensor = super().clean(*args)
+            return torch.cat([x0[:, 1:], x0[:, -1:]], dim=1)
+
+    return Wrong
+
+
+def _without_reference_ids(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    ids = arguments["img_ids"].clone()
+    ids[:, 0] = 0
+    return {"img_ids": ids}
+
+
+def _mask_of_the_last_frame(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    hidden = arguments["hidden_states"].clone()
+    hidden[:, 4:8] = hidden[:, 4:8].flip(2)
+    return {"hidden_states": hidden}
+
+
+def _times_without_zeros(_: Family, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"timestep": arguments["timestep"].amax(dim=1, keepdim=True).expand_as(arguments["timestep"])}
+
+
+def _text_from_another_encoder(base: type[Family]) -> type[Family]:
+    class Wrong(base):  # type: ignore[valid-type, misc]
+        def encode_text(self, *args: Any) -> list[Sample]:
+            return [{**x, "pooled_embeds": x["pooled_embeds"].roll(16)} for x in super().encode_text(*args)]
+
+    return Wrong
+
+
+CAPTURE, ORACLE, BATCH = {"capture"}, {"oracle"}, {"batch"}
+MISTAKES = {
+    "token_order": Mistake("flux", _transposed_tokens, CAPTURE | ORACLE),
+    "order_of_values": Mistake("qwen_image", _values_in_another_order, CAPTURE | ORACLE),
+    "sign": Mistake("flux", _prediction(torch.neg), ORACLE),
+    "sign_of_v": Mistake("cogvideox_v_prediction", _prediction(torch.neg), ORACLE),
+    "time_scale": Mistake("flux", _times(1000.0), CAPTURE | ORACLE),
+    "time_not_scaled": Mistake("sd3", _times(1 / 1000), CAPTURE | ORACLE),
+    "time_plus_one": Mistake("wan", _times(1.0, offset=1.0), CAPTURE),
+    "normalisation": Mistake("sd3", _facts(shift_factor=0.0), ORACLE),
+    "normalisation_of_the_reference": Mistake("flux_kontext", _facts(scaling_factor=1.0), CAPTURE | ORACLE),
+    "normalisation_of_the_condition": Mistake("cogvideox_image_1_5", _facts(invert_scale=True), CAPTURE),
+    "mask_of_the_text": Mistake("qwen_image", _inputs(lambda *_: {"encoder_hidden_states_mask": None}), BATCH),
+    "mask_of_the_frames": Mistake("wan_image", _inputs(_mask_of_the_last_frame), CAPTURE),
+    "times_of_the_known_frame": Mistake("wan_image_time_per_token", _inputs(_times_without_zeros), CAPTURE),
+    "guidance": Mistake("flux", _inputs(lambda _, x: {"guidance": 1000 * x["guidance"]}), CAPTURE),
+    "guidance_left_out": Mistake("flux", _facts(guidance_embeds=False), CAPTURE),
+    "text_length": Mistake("wan", _cut_text, CAPTURE),
+    "pooled_text": Mistake("sd3", _text_from_another_encoder, CAPTURE),
+    "positions_of_the_reference": Mistake("flux_kontext", _inputs(_without_reference_ids), CAPTURE),
+    "positions": Mistake("cogvideox", _facts(sample_size=[12, 20]), CAPTURE),
+    "prediction_type": Mistake("cogvideox_v_prediction", _other_prediction, ORACLE),
+    "extra_frames": Mistake("cogvideox_1_5", _frames_put_last, ORACLE),
+}
