@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
 from lightning_cp.compat.fabric_names import optimizers_to_device
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
@@ -96,6 +97,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
         assert self.accelerator is not None, "chosen by the Trainer"
         assert self.lightning_module is not None, "connected before"
         assert self.model is not None, "connected before"
+        check_unchanged(ModelParallelStrategy.setup, TRAINER_SETUP)
         self.accelerator.setup(trainer)
         self._refuse_what_needs_whole_weights(trainer)
         self._divides_batches = leave_samplers(trainer, data_size=self.data_size)

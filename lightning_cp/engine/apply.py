@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.compat.check import check_private_uses
+from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
 from lightning_cp.engine.attention_dispatch import kernel_for
 from lightning_cp.engine.compiling import compile_rules
@@ -62,6 +64,7 @@ def parallelize(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, got a {type(module).__name__}")
+    check_private_uses("model")
     module = unwrapped(module)  # without torch.compile's wrapper
     _check_untouched(module)
     check_kernel(kernel)
@@ -102,8 +105,8 @@ def _check_untouched(module: nn.Module) -> None:
     if any(installed_on(inner) is not None for inner in module.modules()):
         raise PlanError(f"{name} is already context-parallel: call remove_context_parallel first")
     for inner in module.modules():
-        hooks = getattr(getattr(inner, "_diffusers_hook", None), "hooks", {})
-        if getattr(inner, "_parallel_config", None) is not None or any(key.startswith("cp_") for key in hooks):
+        is_parallel = any(kind == "parallel" for kind, _ in hooks_of(inner))
+        if is_parallel or getattr(inner, "_parallel_config", None) is not None:
             raise PlanError(
                 f"diffusers' own parallelism is enabled on {name}, which cannot be undone: load the model without "
                 "parallel_config and without enable_parallelism, then call apply_context_parallel"

@@ -10,12 +10,14 @@ from torch import nn
 
 def dispatcher_of(module: nn.Module) -> Any:
     """Return diffusers' `dispatch_attention_fn`; None for a model without any module of diffusers."""
-    return getattr(_dispatch_module(module), "dispatch_attention_fn", None)
+    found = _dispatch_module(module)
+    return None if found is None else found.dispatch_attention_fn
 
 
 def backends_of(module: nn.Module) -> Any:
     """Return diffusers' registry of attention backends; None for a model without any module of diffusers."""
-    return getattr(_dispatch_module(module), "_AttentionBackendRegistry", None)
+    found = _dispatch_module(module)
+    return None if found is None else found._AttentionBackendRegistry
 
 
 def _dispatch_module(module: nn.Module) -> Any:

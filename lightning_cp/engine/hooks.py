@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
 from lightning_cp.engine.rules import Rules
@@ -179,3 +180,15 @@ def refuse_caches(module: nn.Module) -> None:
             f"{type(cache).__name__}: diffusers' caches compare and store the tokens of one rank only, so they cannot "
             "be used context-parallel: call disable_cache()"
         )
+
+
+def refuse_cache_hooks(module: nn.Module) -> None:
+    """Raises: PlanError: a step cache of diffusers was put on a model without `enable_cache`."""
+    for inner in module.modules():
+        for kind, hook in hooks_of(inner):
+            if kind == "cache":
+                raise PlanError(
+                    f"{type(hook).__name__}: diffusers' step caches decide by, and keep, the tokens of one rank, so "
+                    "they cannot be used context-parallel: remove its hooks "
+                    "(diffusers.hooks.HookRegistry.remove_hook), or load the model again without the cache"
+                )

@@ -16,7 +16,7 @@ from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.forwards import Around, Function, own_forward
-from lightning_cp.engine.hooks import ModelHook
+from lightning_cp.engine.hooks import ModelHook, refuse_cache_hooks
 from lightning_cp.engine.install import Patches, install, strip
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
@@ -110,6 +110,7 @@ class Installed(Around):
         return self.original(*args, **kwargs)
 
     def _install(self) -> None:
+        refuse_cache_hooks(self.module)
         self._hook = install(
             *(self.module, self.rules, self.session),
             patches=self._patches,
@@ -135,6 +136,7 @@ class Installed(Around):
         follow()
 
     def _follow_eagerly(self) -> None:
+        refuse_cache_hooks(self.module)
         try:
             found = Structure(self.module, self.rules)
         except PlanError:  # planned modules are missing

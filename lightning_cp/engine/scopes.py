@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.stats import STATS
+from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.lengths import candidates
 from lightning_cp.engine.session import Session
@@ -83,8 +84,7 @@ class BypassHook(EngineHook):
 
 def _skips_attention(block: nn.Module) -> bool:
     """Return True if a diffusers guider skips the block or attention in it, so that tokens do not interact."""
-    registries = [getattr(inner, "_diffusers_hook", None) for inner in block.modules()]
-    hooks = [hook for registry in registries if registry is not None for hook in registry.hooks.values()]
+    hooks = [hook for inner in block.modules() for kind, hook in hooks_of(inner) if kind == "guider"]
     return any(type(hook).__name__ in _SKIPS and hook.dropout == 1 for hook in hooks)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
@@ -97,6 +98,7 @@ def parallelize_pipeline(
     Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
         unless layers were already sharded: it then raises at every call.
     """
+    check_private_uses("pipeline")
     components = components_of(pipe)
     if parallel_pipeline(pipe) is not None:
         raise PlanError(f"{type(pipe).__name__} is context-parallel already: call unparallelize_pipeline first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
-
-# Name prefixes of diffusers' hooks that cache the outputs of blocks between denoising steps.
-_CACHES = ("fbc_", "mag_cache", "faster_cache", "pyramid_attention_broadcast", "taylorseer", "sea_cache")
 
 _OF_WHOLE_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
 
@@ -96,15 +94,8 @@ def _cache_on(module: nn.Module) -> str | None:
     config = getattr(module, "_cache_config", None)
     if config is not None:
         return type(config).__name__
-    return next((name for name in _hooks(module) if name.startswith(_CACHES)), None)
-
-
-def _hooks(module: nn.Module) -> Iterator[str]:
-    """Yield the names of diffusers' hooks in a model."""
-    for inner in module.modules():
-        registry = getattr(inner, "_diffusers_hook", None)
-        if registry is not None:
-            yield from registry.hooks
+    hooks = (found for inner in module.modules() for found in hooks_of(inner))
+    return next((type(hook).__name__ for kind, hook in hooks if kind == "cache"), None)
 
 
 def _mover(module: object) -> tuple[str, str] | None:
@@ -113,7 +104,7 @@ def _mover(module: object) -> tuple[str, str] | None:
         return None
     if any(hasattr(inner, "_hf_hook") for inner in module.modules()):
         return "accelerate (model or sequential CPU offload, or device_map)", "pipe.remove_all_hooks()"
-    if any(name.startswith(("group_offloading", "lazy_prefetch_group_offloading")) for name in _hooks(module)):
+    if has_hook(module, "offload"):
         return "group offloading", "load it again without enable_group_offload"
     return None
 
@@ -161,7 +152,7 @@ def _check_can_shard(name: str, module: nn.Module) -> None:
 def _check_weights(name: str, module: nn.Module) -> None:
     if any(_is_quantised(x) for x in module.parameters()):
         raise PlanError(f"shard={name!r}: quantised weights cannot be spread over ranks: leave {name} out of shard")
-    if any(hook.startswith("layerwise_casting") for hook in _hooks(module)):
+    if has_hook(module, "cast"):
         raise PlanError(
             f"shard={name!r}: weights that layerwise casting stores in another type cannot be spread over ranks: "
             f"leave {name} out of shard, or load it without enable_layerwise_casting"

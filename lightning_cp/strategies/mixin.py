@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.comm.stall import stop_watch
+from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, share_random_state
@@ -81,6 +82,8 @@ class ContextParallelMixin:
         **kwargs: Any,
     ) -> None:
         given = locals()  # before other names are bound: a setting of StrategySettings is only added to the signature
+        uses_trainer = any(kind.__module__.startswith("lightning.pytorch") for kind in type(self).__mro__)
+        check_private_uses("trainer" if uses_trainer else "fabric")
         _check_known(type(self), kwargs)
         check_start_method(start_method)
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]

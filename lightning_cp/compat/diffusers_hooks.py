@@ -1,0 +1,61 @@
+"""Hooks that diffusers puts on modules, by the feature that uses them. Nothing here imports diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from lightning_cp.compat.versions import incompatible
+
+HookKind = Literal["parallel", "cache", "offload", "cast", "guider"]
+
+_FOLDER = "diffusers.hooks."
+# Module of diffusers.hooks -> what its hooks are for. A module that is not here is refused: its hooks may keep or
+# compare the tokens of one rank, which would change the result without an error.
+KINDS: dict[str, HookKind] = {
+    "context_parallel": "parallel",
+    "tensor_parallel": "parallel",
+    "tensor_parallel_neuron": "parallel",
+    "faster_cache": "cache",
+    "first_block_cache": "cache",
+    "mag_cache": "cache",
+    "pyramid_attention_broadcast": "cache",
+    "sea_cache": "cache",
+    "taylorseer_cache": "cache",
+    "text_kv_cache": "cache",
+    "group_offloading": "offload",
+    "layerwise_casting": "cast",
+    "layer_skip": "guider",
+    "smoothed_energy_guidance_utils": "guider",
+}
+WITHOUT_HOOKS = ("hooks", "utils", "_common", "_helpers")  # modules of diffusers.hooks that define no hook of their own
+
+
+def hooks_of(module: Any) -> Iterator[tuple[HookKind | None, Any]]:
+    """Yield the kind and the object of each diffusers hook on a module; kind None: a hook of the user's own class.
+
+    Args: module: one torch module, without the modules inside it.
+    Raises: IncompatibleVersionError: a hook of diffusers of an unknown kind.
+    """
+    registry = getattr(module, "_diffusers_hook", None)
+    for hook in () if registry is None else registry.hooks.values():
+        yield _kind_of(type(hook)), hook
+
+
+def has_hook(module: Any, kind: HookKind) -> bool:
+    """Return True if a module, or a module inside it, has a diffusers hook of this kind."""
+    return any(found == kind for inner in module.modules() for found, _ in hooks_of(inner))
+
+
+def _kind_of(kind: type) -> HookKind | None:
+    for base in kind.__mro__:
+        if base.__module__.startswith("diffusers."):
+            name = base.__module__.removeprefix(_FOLDER)
+            if name in KINDS:
+                return KINDS[name]
+            if name in WITHOUT_HOOKS:
+                return None  # the base class of all hooks
+            raise incompatible(
+                "diffusers", f"{base.__module__}.{base.__name__} is a hook that lightning_cp was not tested with"
+            )
+    return None

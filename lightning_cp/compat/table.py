@@ -1,0 +1,234 @@
+"""Private attributes and methods of other packages' objects that lightning_cp reads, calls or overrides."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+Feature = Literal["model", "pipeline", "fabric", "trainer"]
+
+
+class PrivateUse(NamedTuple):
+    """A name of an object of another package. The tested versions are those of its package, in `versions.TESTED`.
+
+    Attributes:
+        feature: what needs it: a parallel model, a parallel pipeline, or the strategies for Fabric or the Trainer.
+        owner: module, or "module:class" or "module:function", that has the name or sets it.
+        name: the attribute, method, class or variable.
+        purpose: what it is used for, as the end of "used to …".
+    """
+
+    feature: Feature
+    owner: str
+    name: str
+    purpose: str
+
+    @property
+    def package(self) -> str:
+        """Name of the package."""
+        return self.owner.partition(":")[0].split(".")[0]
+
+    def __str__(self) -> str:
+        return f"{self.owner.replace(':', '.')} has no {self.name}, used to {self.purpose}"
+
+
+def _uses(feature: Feature, owner: str, **purposes: str) -> list[PrivateUse]:
+    return [PrivateUse(feature, owner, name, purpose) for name, purpose in purposes.items()]
+
+
+_REMOVE_HOOKS = "remove the engine's hooks from a module"
+_COMPILED = "find out whether a module is compiled"
+_LAUNCHERS = "lightning.{}.strategies.launchers."
+
+_MODEL = [
+    *_uses(
+        "model",
+        "torch.nn:Module",
+        _modules="walk through a model, and notice replaced modules",
+        _forward_pre_hooks=_REMOVE_HOOKS,
+        _forward_pre_hooks_with_kwargs=_REMOVE_HOOKS,
+        _forward_hooks=_REMOVE_HOOKS,
+        _forward_hooks_with_kwargs=_REMOVE_HOOKS,
+        _forward_hooks_always_called=_REMOVE_HOOKS,
+        _compiled_call_impl=_COMPILED,
+    ),
+    *_uses("model", "torch.library:CustomOpDef", _qualname="find the adjoint of an operator"),
+    *_uses(
+        "model",
+        "diffusers.models.modeling_utils:ModelMixin",
+        _parallel_config="recognise diffusers' own parallelism, and keep it from being enabled",
+        _gradient_checkpointing_func="run recomputed blocks in the call that they belong to",
+    ),
+    *_uses("model", "diffusers.models.cache_utils:CacheMixin", _cache_config="refuse step caches"),
+    *_uses(
+        "model",
+        "diffusers.models.attention_dispatch",
+        dispatch_attention_fn="replace attention calls",
+        _AttentionBackendRegistry="follow the chosen attention backend",
+    ),
+    *_uses(
+        "model",
+        "diffusers.models.attention_dispatch:_AttentionBackendRegistry",
+        _active_backend="follow the chosen attention backend",
+    ),
+    *_uses(
+        "model",
+        "diffusers.models.attention:AttentionModuleMixin",
+        _attention_backend="follow the attention backend of a processor",
+    ),
+    *_uses(
+        "model",
+        "diffusers.hooks.hooks:HookRegistry",
+        _diffusers_hook="find the hooks of a module",
+        hooks="find the hooks of a module",
+        _fn_refs="put the engine inside wrappers of a forward",
+        function_reference="put the engine inside wrappers of a forward",
+        original_forward="put the engine inside wrappers of a forward",
+    ),
+    *_uses(
+        "model",
+        "diffusers.hooks.layer_skip",
+        AttentionScoreSkipFunctionMode="return the values where a guider skips attention scores",
+        AttentionProcessorSkipHook="allow a guider to skip the attention of a block",
+        TransformerBlockSkipHook="allow a guider to skip a block",
+    ),
+    *_uses(
+        "model",
+        "accelerate.hooks:add_hook_to_module",
+        _old_forward="put the engine inside accelerate's wrapper of a forward",
+        _hf_hook="find out whether accelerate moves a module",
+    ),
+]
+
+_PIPELINE = [
+    *_uses(
+        "pipeline",
+        "torch.nn:Module",
+        _call_impl="intercept the calls of a component",
+        _compiled_call_impl="intercept the calls of a component",
+    ),
+    *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED),
+    *_uses(
+        "pipeline",
+        "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
+        _execution_device="set the device of a pipeline with components in host memory",
+        _progress_bar_config="show the progress bar on one rank only",
+    ),
+    *_uses(
+        "pipeline",
+        "diffusers.guiders.classifier_free_guidance:ClassifierFreeGuidance",
+        _start="find out whether guidance begins after the first step",
+    ),
+]
+
+
+def _strategies(feature: Feature) -> list[PrivateUse]:
+    """Return what the strategies of Fabric ("fabric") or of the Trainer ("trainer") use."""
+    folder = "fabric" if feature == "fabric" else "pytorch"
+    both = {
+        "_configure_launcher": "start ranks that listen on the loopback interface only, with the checked degrees",
+        "_launcher": "start ranks that listen on the loopback interface only",
+        "_timeout": "report a stalled collective before it times out",
+    }
+    return [
+        *_uses(
+            feature,
+            f"lightning.{folder}.strategies.ddp:DDPStrategy",
+            _ddp_kwargs="turn on find_unused_parameters for models that need it",
+            **both,
+        ),
+        *_uses(
+            feature,
+            f"lightning.{folder}.strategies.model_parallel:ModelParallelStrategy",
+            _data_parallel_size="make Lightning's device mesh span all ranks",
+            _save_distributed_checkpoint="choose between one checkpoint file and one for each rank",
+            **both,
+        ),
+        *_uses(
+            feature,
+            f"{_LAUNCHERS.format(folder)}multiprocessing:_MultiProcessingLauncher",
+            _strategy="prepare the process that starts ranks",
+            _start_method="prepare the process that starts ranks",
+        ),
+        *_uses(
+            feature,
+            f"{_LAUNCHERS.format(folder)}subprocess_script:_SubprocessScriptLauncher",
+            _call_children_scripts="pass the listening socket to rank 0",
+        ),
+        *_uses(
+            feature,
+            "lightning.fabric.plugins.environments.lightning:LightningEnvironment",
+            _main_port="use the port of the socket that is already open",
+        ),
+        *_uses(
+            feature,
+            "torch.nn:Module",
+            _parameters="create weights on the meta device",
+            _apply="allocate weights that are on the meta device",
+        ),
+        *_uses(
+            feature,
+            "torch.nn.parallel:DistributedDataParallel",
+            _ddp_params_and_buffers_to_ignore="leave out tensors that DDP ignores when ranks' weights are compared",
+        ),
+        *_uses(feature, "torch.distributed:Reducer", _rebuild_buckets="fix the order in which gradients are summed"),
+        *_uses(
+            feature,
+            "torch:Tensor",
+            _backward_hooks="leave out parameters with hooks when DDP's buckets are built early",
+            _post_accumulate_grad_hooks="leave out parameters with hooks when DDP's buckets are built early",
+        ),
+        *_uses(feature, "torch.utils.data:DataLoader", _iterator="copy a data loader with another sampler"),
+    ]
+
+
+_FABRIC = [
+    *_strategies("fabric"),
+    *_uses(
+        "fabric",
+        "lightning.fabric.strategies.model_parallel:ModelParallelStrategy",
+        _backward_sync_control="average gradients once per accumulated batch",
+    ),
+]
+
+_TRAINER = [
+    *_strategies("trainer"),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.strategies.ddp:DDPStrategy",
+        _setup_model="fix the order in which gradients are summed",
+    ),
+    *_uses(
+        "trainer",
+        f"{_LAUNCHERS.format('pytorch')}multiprocessing:_MultiProcessingLauncher",
+        _collect_rank_zero_results="return whole weights from sharded ones",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.trainer.trainer:Trainer",
+        _data_connector="keep the user's samplers",
+        _accelerator_connector="read use_distributed_sampler",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.trainer.connectors.data_connector:_DataConnector",
+        _requires_distributed_sampler="keep the user's samplers",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.trainer.connectors.accelerator_connector:_AcceleratorConnector",
+        use_distributed_sampler="read use_distributed_sampler",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper",
+        _batch_sampler="find the batch sampler inside Lightning's wrapper",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.callbacks.weight_averaging:WeightAveraging",
+        _average_model="use the weights that Lightning's callback averages",
+        _swap_models="use the weights that Lightning's callback averages",
+    ),
+]
+
+TABLE = (*_MODEL, *_PIPELINE, *_FABRIC, *_TRAINER)
