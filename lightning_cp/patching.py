@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.errors import PlanError
+
 Undo = Callable[[], None]
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -24,7 +26,8 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     """Make `thing(...)` run `around(call, args, kwargs)`, where `call` is the original call; return an undo function.
 
     A module keeps its class, because diffusers identifies components by class: torch lets a module instance override
-    its call (`_compiled_call_impl`). Any other object gets a subclass of its class.
+    its call (`_compiled_call_impl`). `module.compile()` sets it too, so it raises until
+    the undo. Any other object gets a subclass of its class.
 
     Args:
         thing: module or other callable object.
@@ -41,9 +44,11 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
         return state.run(call, args, kwargs)
 
     thing.__dict__["_compiled_call_impl"] = intercepted
+    allow_compile = intercept_method(thing, "compile", partial(_refuse_compile, thing))  # it would drop `intercepted`
 
     def undo() -> None:
         state.around = None
+        allow_compile()
         if thing.__dict__.get("_compiled_call_impl") is not intercepted:
             return  # a later wrapper must be undone first; until then this one only forwards
         if before is None:
@@ -52,6 +57,15 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
             thing.__dict__["_compiled_call_impl"] = before
 
     return undo
+
+
+def _refuse_compile(module: nn.Module, *_: object) -> Any:
+    """Raises: PlanError: always."""
+    raise PlanError(
+        f"{type(module).__name__}.compile() would drop the wrapper that parallelize_pipeline put around its calls: "
+        "compile it before parallelize_pipeline, or, if it is a transformer, compile its blocks "
+        "(compile_repeated_blocks())"
+    )
 
 
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:

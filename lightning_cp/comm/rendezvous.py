@@ -20,6 +20,8 @@ from typing import Any
 
 from typing_extensions import override
 
+from lightning_cp.compat.versions import incompatible
+
 LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening socket in rank 0, -1 in the others
 _MODULE = "torch.distributed.rendezvous"
 _HOST = "127.0.0.1"
@@ -129,8 +131,15 @@ class _Rendezvous:
         return self._address if self._listener >= 0 and self._process == os.getpid() else None
 
     def install(self, module: ModuleType) -> None:
-        """Replace the handler of `env://`."""
-        handlers = getattr(module, "_rendezvous_handlers", {})
+        """Replace the handler of `env://`.
+
+        Raises: IncompatibleVersionError: torch has no table of handlers; it would listen on every network interface.
+        """
+        handlers = getattr(module, "_rendezvous_handlers", None)
+        if handlers is None:
+            raise incompatible(
+                "torch", f"{_MODULE} has no _rendezvous_handlers, used to listen on the loopback interface"
+            )
         self._default = handlers.get("env")
         if self._default is not None:
             handlers["env"] = self

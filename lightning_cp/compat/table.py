@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-Feature = Literal["model", "pipeline", "fabric", "trainer"]
+Feature = Literal["model", "pipeline", "fabric", "trainer", "benchmark"]
 
 
 class PrivateUse(NamedTuple):
     """A name of an object of another package. The tested versions are those of its package, in `versions.TESTED`.
 
     Attributes:
-        feature: what needs it: a parallel model, a parallel pipeline, or the strategies for Fabric or the Trainer.
+        feature: what needs it: a parallel model, a parallel pipeline, the strategies for Fabric or the Trainer, or the
+            benchmark.
         owner: module, or "module:class" or "module:function", that has the name or sets it.
         name: the attribute, method, class or variable.
         purpose: what it is used for, as the end of "used to …".
@@ -177,6 +178,11 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             _backward_hooks="leave out parameters with hooks when DDP's buckets are built early",
             _post_accumulate_grad_hooks="leave out parameters with hooks when DDP's buckets are built early",
         ),
+        *_uses(
+            feature,
+            "torch.distributed.rendezvous",
+            _rendezvous_handlers="let ranks of one machine meet on the loopback interface only",
+        ),
         *_uses(feature, "torch.utils.data:DataLoader", _iterator="copy a data loader with another sampler"),
     ]
 
@@ -231,4 +237,8 @@ _TRAINER = [
     ),
 ]
 
-TABLE = (*_MODEL, *_PIPELINE, *_FABRIC, *_TRAINER)
+_BENCHMARK = _uses(
+    "benchmark", "diffusers.models.modeling_utils:ModelMixin", _cp_plan="measure diffusers' own context parallelism"
+)
+
+TABLE = (*_MODEL, *_PIPELINE, *_FABRIC, *_TRAINER, *_BENCHMARK)

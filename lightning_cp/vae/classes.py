@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_cp.compat.versions import incompatible
+
 
 @dataclass(frozen=True)
 class VaeClass:
@@ -16,24 +18,28 @@ class VaeClass:
         halos: True if an untiled decode or encode can be split by rows, with halos.
         caches: True if encoder and decoder return a feature cache with the result.
         patched: True if patches of `config.patch_size` pixels are packed before the encoder, not in it.
+        loops: its methods that loop over tiles.
     """
 
     halos: bool = True
     caches: bool = False
     patched: bool = False
+    loops: tuple[str, ...] = ("tiled_encode", "tiled_decode")
 
 
+_IMAGE_LOOPS = ("_tiled_encode", "tiled_encode", "tiled_decode")
+_VIDEO_LOOPS = ("tiled_encode", "_temporal_tiled_encode", "tiled_decode", "_temporal_tiled_decode")
 _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
-    "AutoencoderKL": VaeClass(),
+    "AutoencoderKL": VaeClass(loops=_IMAGE_LOOPS),
     "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # frame chunks depend on the local size
-    "AutoencoderKLFlux2": VaeClass(),
+    "AutoencoderKLFlux2": VaeClass(loops=_IMAGE_LOOPS),
     "AutoencoderKLHunyuanImage": VaeClass(),
-    "AutoencoderKLHunyuanVideo": VaeClass(),
+    "AutoencoderKLHunyuanVideo": VaeClass(loops=_VIDEO_LOOPS),
     "AutoencoderKLHunyuanVideo15": VaeClass(),
-    "AutoencoderKLLTX2Video": VaeClass(),
-    "AutoencoderKLLTXVideo": VaeClass(),
+    "AutoencoderKLLTX2Video": VaeClass(loops=_VIDEO_LOOPS),
+    "AutoencoderKLLTXVideo": VaeClass(loops=_VIDEO_LOOPS),
     "AutoencoderKLQwenImage": VaeClass(),
     "AutoencoderKLQwenImage21": VaeClass(patched=True),
     "AutoencoderKLWan": VaeClass(patched=True),
@@ -50,6 +56,7 @@ def class_of(vae: nn.Module) -> VaeClass:
             f"{name} cannot be decoded over several ranks; leave it alone, then every rank decodes the whole. "
             f"Supported: {', '.join(CLASSES)}"
         )
+    _check_loops(vae, found)
     for path, module in vae.named_modules():
         if getattr(module, "per_channel_scale1", None) is not None:
             raise ValueError(
@@ -65,6 +72,17 @@ def class_of(vae: nn.Module) -> VaeClass:
                 "so that it goes through F.scaled_dot_product_attention"
             )
     return found
+
+
+def _check_loops(vae: nn.Module, kind: VaeClass) -> None:
+    """Check the names of the loops over tiles. A loop that is not known would compute every tile on every rank.
+
+    Raises: IncompatibleVersionError: the installed version has other loops.
+    """
+    loops = {name for name in dir(type(vae)) if "tiled_" in name and name.endswith(("encode", "decode"))}
+    changed = sorted(loops ^ set(kind.loops))
+    if changed:
+        raise incompatible("diffusers", f"{type(vae).__name__} differs in its loops over tiles: {', '.join(changed)}")
 
 
 def compression_of(vae: Any, kind: VaeClass) -> int:

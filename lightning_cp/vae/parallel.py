@@ -18,15 +18,6 @@ from lightning_cp.vae.deferred import Batch, settle
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
-_TILE_LOOPS = (
-    "tiled_encode",
-    "_tiled_encode",
-    "_temporal_tiled_encode",
-    "tiled_decode",
-    "_tiled_decode",
-    "_temporal_tiled_decode",
-)
-
 
 def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     """Distribute a VAE's decode and encode over the ranks of `groups.context`.
@@ -62,9 +53,8 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
         module = getattr(vae, name)
         undo.append(intercept_method(module, "forward", _CoderCall(session, module, step, reach_of(module))))
-    for name in _TILE_LOOPS:
-        if hasattr(vae, name):
-            undo.append(intercept_method(vae, name, _TileLoop(session)))
+    for name in session.kind.loops:
+        undo.append(intercept_method(vae, name, _TileLoop(session)))
     undo.append(set_attribute(vae, "_parallel_vae", session))
     return partial(undo_all, undo)
 

@@ -14,6 +14,7 @@ from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, shard_sizes
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
+from lightning_cp.vae.row_local import check_row_local
 from lightning_cp.vae.statistics import group_norm_of_all_rows
 
 
@@ -23,7 +24,8 @@ class RowShardedOps(TorchFunctionMode):
     Functions that need more than one row are replaced; all others run unchanged on the local rows. Nothing is patched:
     the mode is active in this thread and this `with` block only.
 
-    Raises: NotImplementedError: a function in `_REFUSED`, which needs other rows and has no sharded version.
+    Raises: NotImplementedError: a function that is not known to work on each row, or on channels and frames alone
+        (`row_local`), and has no sharded version.
     Ranks: all of the context group. Gradient: none, sampling only.
     """
 
@@ -34,13 +36,9 @@ class RowShardedOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _REFUSED:
-            raise NotImplementedError(
-                f"{getattr(func, '__name__', func)} looks beyond one rank's rows of a VAE's image: use "
-                "vae.enable_tiling(), or leave this VAE alone"
-            )
         if func in _REPLACED:
             return _REPLACED[func](self, func, *args, **(kwargs or {}))
+        check_row_local(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     @property
@@ -212,19 +210,4 @@ _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     F.interpolate: _interpolate,
     F.group_norm: _group_norm,
     F.scaled_dot_product_attention: _attend,
-}
-_REFUSED: set[Callable[..., Any]] = {
-    torch.conv_transpose2d,
-    torch.conv_transpose3d,
-    F.avg_pool2d,
-    F.avg_pool3d,
-    F.max_pool2d,
-    F.max_pool3d,
-    torch.bmm,
-    torch.baddbmm,
-    torch.matmul,
-    torch.einsum,
-    torch.rand,
-    torch.randn,
-    torch.randn_like,
 }

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional as F
 from typing_extensions import override
 
+from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.torch_names import aten
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -167,6 +168,7 @@ def _enabled(model: Any, device: torch.device, *, ring: int, ulysses: int) -> nn
         model.set_attention_backend("_native_cudnn")
         model.enable_parallelism(config=ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses))
         return model  # type: ignore[no-any-return]
+    check_private_uses("benchmark")
     config = _diffusers_config(device, ring=ring, ulysses=ulysses)
     for module in model.modules():
         if hasattr(getattr(module, "processor", None), "_parallel_config"):
