@@ -1,4 +1,7 @@
-"""Private attributes and methods of other packages' objects that lightning_cp reads, calls or overrides."""
+"""Private attributes and methods of other packages' objects that lightning_cp reads, calls or overrides.
+
+Public ones are here too where a renamed one would change results or checks without an error.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,7 @@ def _uses(feature: Feature, owner: str, **purposes: str) -> list[PrivateUse]:
 
 
 _REMOVE_HOOKS = "remove the engine's hooks from a module"
+_RANDOM_GUIDANCE = "refuse guiders that skip layers at random"
 _COMPILED = "find out whether a module is compiled"
 _LAUNCHERS = "lightning.{}.strategies.launchers."
 
@@ -92,6 +96,7 @@ _MODEL = [
         AttentionProcessorSkipHook="allow a guider to skip the attention of a block",
         TransformerBlockSkipHook="allow a guider to skip a block",
     ),
+    *_uses("model", "diffusers.hooks.layer_skip:TransformerBlockSkipHook", dropout="allow a guider to skip a block"),
     *_uses(
         "model",
         "accelerate.hooks:add_hook_to_module",
@@ -119,6 +124,14 @@ _PIPELINE = [
         "diffusers.guiders.classifier_free_guidance:ClassifierFreeGuidance",
         _start="find out whether guidance begins after the first step",
     ),
+    *_uses("pipeline", "diffusers.guiders.guider_utils:BaseGuidance", prepare_models=_RANDOM_GUIDANCE),
+    *_uses(
+        "pipeline",
+        "diffusers.hooks.layer_skip:LayerSkipConfig",
+        skip_attention_scores=_RANDOM_GUIDANCE,
+        dropout=_RANDOM_GUIDANCE,
+    ),
+    *_uses("pipeline", "diffusers.pipelines.pag.pag_utils:PAGMixin", set_pag_applied_layers="refuse PAG pipelines"),
 ]
 
 

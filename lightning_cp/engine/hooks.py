@@ -183,7 +183,9 @@ def refuse_caches(module: nn.Module) -> None:
 
 
 def refuse_cache_hooks(module: nn.Module) -> None:
-    """Raises: PlanError: a step cache of diffusers was put on a model without `enable_cache`."""
+    """Raises: PlanError: a step cache of diffusers was put on a model without `enable_cache`; see `refuse_caches`."""
+    if getattr(module, "_cache_config", None) is not None:
+        return  # refused by the next forward, unless it is disabled before
     for inner in module.modules():
         for kind, hook in hooks_of(inner):
             if kind == "cache":

@@ -231,7 +231,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]
     "first block cache by its hooks": (
         lambda pipe: apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1)),
         {},
-        ("fbc_", "on transformer", "step caches"),
+        ("FBC", "on transformer", "step caches"),
     ),
     "mag cache": (
         lambda pipe: pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=2, mag_ratios=[1.0, 1.0])),

@@ -5,13 +5,26 @@ from __future__ import annotations
 import ast
 
 import pytest
+import torch
 
+from lightning_cp.compat.torch_names import aten
+from lightning_cp.compat.versions import IncompatibleVersionError
 from tests.unit.compat.private_uses import private_names, sources
 
 
 def test_only_compat_uses_private_names_of_other_packages() -> None:
     found = [f"{path}:{line}: {name}" for path, tree in sources() for line, name in private_names(tree)]
     assert not found, "import these through lightning_cp.compat:\n" + "\n".join(found)
+
+
+def test_every_private_operator_exists() -> None:
+    calls = [node for _, tree in sources() for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    names = {node.args[0].value for node in calls if ast.unparse(node.func) == "aten"}  # type: ignore[attr-defined]
+    assert len(names) >= 8
+    for name in names:
+        assert aten(name) is getattr(torch.ops.aten, name)
+    with pytest.raises(IncompatibleVersionError, match=r"torch .* it has no operator aten\._gone"):
+        aten("_gone")
 
 
 @pytest.mark.parametrize(
