@@ -26,8 +26,8 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     """Make `thing(...)` run `around(call, args, kwargs)`, where `call` is the original call; return an undo function.
 
     A module keeps its class, because diffusers identifies components by class: torch lets a module instance override
-    its call (`_compiled_call_impl`). `module.compile()` sets it too, so it raises until
-    the undo. Any other object gets a subclass of its class.
+    its call (`_compiled_call_impl`). `module.compile()` sets it too, so it raises until the undo. Any other object gets
+    a subclass of its class.
 
     Args:
         thing: module or other callable object.

@@ -7,8 +7,9 @@ from itertools import permutations
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import nn, zeros
 
+from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, intercept_calls, intercept_method, set_attribute, undo_all
 
 
@@ -78,3 +79,21 @@ def test_calls_of_an_object_are_wrapped_and_its_class_is_not_changed(thing: Any)
     undo()
     assert thing(1) == expected
     assert type(thing) is type(other)
+
+
+def test_compile_cannot_drop_a_wrapper_of_calls() -> None:
+    module, calls = nn.Linear(2, 2), []
+
+    def around(call: object, args: object, kwargs: object) -> object:
+        calls.append(args)
+        return call(*args, **kwargs)  # type: ignore[operator, misc]
+
+    undo = intercept_calls(module, around)
+    with pytest.raises(PlanError, match=r"Linear\.compile\(\) would drop the wrapper .* before parallelize_pipeline"):
+        module.compile(backend="eager")
+    module(zeros(1, 2))
+    assert len(calls) == 1
+    undo()
+    module.compile(backend="eager")
+    assert module._compiled_call_impl is not None
+    assert "compile" not in vars(module)
