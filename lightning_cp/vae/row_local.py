@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from torch import Tensor
 
 # By name, without underscores at its ends: `mul` is also `mul_` and `__mul__`. All supported VAEs were run with these.
 _ELEMENTWISE = """
@@ -22,7 +24,7 @@ _TYPE_AND_DEVICE = """
     to type type_as float double half bfloat16 int long bool cpu cuda pin_memory is_pinned record_stream data_ptr
     requires_grad size dim ndimension numel nelement stride storage_offset element_size len bool item get set delete
     is_contiguous is_floating_point is_complex is_nonzero is_same_size get_device untyped_storage has_names hash
-    has_compatible_shallow_copy_type is_tensor is_quantized is_conj is_neg is_inference repr format dir
+    has_compatible_shallow_copy_type parse_to is_tensor is_quantized is_conj is_neg is_inference repr format dir
 """
 _NEW = """
     zeros ones empty full arange linspace tensor as_tensor zeros_like ones_like empty_like full_like new_zeros new_ones
@@ -34,14 +36,15 @@ ROW_LOCAL = frozenset(" ".join((_ELEMENTWISE, _CHANNELS_OR_FRAMES, _LAYOUT, _TYP
 def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Check that a function of torch may run on one rank's rows.
 
-    `mean` must reduce one dim, and `layer_norm` and `rms_norm` the last one: VAEs reduce channels or frames with them.
+    A function without a tensor among its arguments may run, unless it draws random numbers. `mean` must reduce
+    one dim, and `layer_norm` and `rms_norm` the last one: VAEs reduce channels or frames with them.
 
     Args: function, args, kwargs: as in `__torch_function__`.
     Raises: NotImplementedError: it may need the rows of other ranks.
     """
     name = getattr(function, "__name__", str(function))
     plain = name.strip("_")
-    if plain in ROW_LOCAL:
+    if plain in ROW_LOCAL or not (_holds_tensor((*args, *kwargs.values())) or plain.startswith(("rand", "normal"))):
         second = args[1] if len(args) > 1 else None
         if plain == "mean" and not isinstance(kwargs.get("dim", second), int):
             name = f"{name} over {kwargs.get('dim', second) or 'all dims'}"
@@ -53,3 +56,7 @@ def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         f"{name} is not known to give the same result on one rank's rows of a VAE's image as on the whole image: use "
         "vae.enable_tiling(), or leave this VAE alone (vae=False)"
     )
+
+
+def _holds_tensor(values: Iterable[Any]) -> bool:
+    return any(isinstance(x, Tensor) or (isinstance(x, (list, tuple)) and _holds_tensor(x)) for x in values)

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, ones
+from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
+from torch import Tensor, nn, ones
 
 from lightning_cp.mesh import ALONE
 from lightning_cp.vae.rows import RowShardedOps
@@ -60,3 +61,16 @@ def test_what_works_on_each_row_is_unchanged(function: Callable[[Tensor], Tensor
     with RowShardedOps(replace(ALONE, context_shape=(2, 1)), -2):
         found = function(_X)
     assert torch.equal(found, function(_X))
+
+
+@pytest.mark.parametrize("offload", ["leaf_level", "block_level", ""])
+def test_offloading_and_casting_of_weights_work_inside(offload: str) -> None:
+    cpu = torch.device("cpu")
+    module = nn.Sequential(nn.ModuleList([nn.Conv2d(3, 3, 1)])[0], nn.SiLU())
+    if offload:
+        blocks = {"num_blocks_per_group": 1} if offload == "block_level" else {}
+        apply_group_offloading(module, onload_device=cpu, offload_device=cpu, offload_type=offload, **blocks)
+    else:
+        apply_layerwise_casting(module, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=())
+    with torch.no_grad(), RowShardedOps(replace(ALONE, context_shape=(2, 1)), -2):
+        module(_X)
