@@ -68,7 +68,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
     *saved, mask, agreed = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
-    with STATS.again_in(ctx.module):
+    with STATS.inside_module(ctx.module):
         if transforms_are_on():
             grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, mask, agreed, ctx.key_shape, *ctx.settings)  # type: ignore[no-untyped-call]
         else:

@@ -83,16 +83,16 @@ def gather_in_background(values: Tensor, *, group: dist.ProcessGroup) -> Backgro
     Ranks: all of `group`, with equally many values, on `gather_device`.
     """
     ranks = dist.get_world_size(group)
-    everyone = values.new_empty(ranks * values.numel())
-    work = all_gather_tensor(everyone, values, group=group, async_op=True)
+    gathered = values.new_empty(ranks * values.numel())
+    work = all_gather_tensor(gathered, values, group=group, async_op=True)
     if values.device.type != "cuda":
-        return BackgroundGather(work, everyone.view(ranks, -1), (values,))
-    host = torch.empty(everyone.shape, dtype=everyone.dtype, device="cpu", pin_memory=True)
+        return BackgroundGather(work, gathered.view(ranks, -1), (values,))
+    host = torch.empty(gathered.shape, dtype=gathered.dtype, device="cpu", pin_memory=True)
     copied, side = torch.cuda.Event(), torch.cuda.Stream(values.device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(side):
         work.wait()  # only the side stream waits
-        host.copy_(everyone, non_blocking=True)
+        host.copy_(gathered, non_blocking=True)
         copied.record(side)
-    for x in (values, everyone):  # a gather may be dropped before it is read; its memory is then still in use here
+    for x in (values, gathered):  # a gather may be dropped before it is read; its memory is then still in use here
         x.record_stream(side)
-    return BackgroundGather(work, host.view(ranks, -1), (values, everyone), copied)
+    return BackgroundGather(work, host.view(ranks, -1), (values, gathered), copied)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 CHANNEL = "LIGHTNING_CP_CHANNEL"  # environment variable: descriptor of the pipe's write end
-_PATIENCE_S = 5.0  # wait for a launcher that does not read, for instance because it is stopped
+_SEND_TIMEOUT_S = 5.0  # wait for a launcher that does not read, for instance because it is stopped
 _HIGHEST = 4095  # highest descriptor number of the pipe
 _MAX_LINE = 1 << 20  # bytes; longer messages are dropped by the reader
 
@@ -28,16 +28,16 @@ class Channel:
     """
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = _moved_up(descriptor)
+        self._descriptor = _move_to_high_number(descriptor)
         os.set_blocking(self._descriptor, False)
         self._lock = threading.Lock()
 
-    def send(self, message: Mapping[str, Any], *, patience_s: float = _PATIENCE_S, wait: bool = True) -> bool:
+    def send(self, message: Mapping[str, Any], *, timeout_s: float = _SEND_TIMEOUT_S, wait: bool = True) -> bool:
         """Write one message.
 
         Args:
             message: JSON-serializable mapping.
-            patience_s: seconds to wait for space in the pipe.
+            timeout_s: seconds to wait for space in the pipe.
             wait: True: block while another thread writes a message. Use False in a signal handler: it may have
                 interrupted that write in its own thread.
         Returns: True if the message was written; False if not, for instance because the launcher has ended.
@@ -45,7 +45,7 @@ class Channel:
         if not self._lock.acquire(blocking=wait):
             return False
         try:
-            return self._write(f"{json.dumps(message)}\n".encode(), time.monotonic() + patience_s)
+            return self._write(f"{json.dumps(message)}\n".encode(), time.monotonic() + timeout_s)
         finally:
             self._lock.release()
 
@@ -58,10 +58,10 @@ class Channel:
             try:
                 data = data[os.write(self._descriptor, data) :]
             except BlockingIOError:
-                room = select.poll()
-                room.register(self._descriptor, select.POLLOUT)
+                poll = select.poll()
+                poll.register(self._descriptor, select.POLLOUT)
                 left_s = deadline - time.monotonic()
-                if left_s <= 0 or not room.poll(1000 * left_s):
+                if left_s <= 0 or not poll.poll(1000 * left_s):
                     return False
             except OSError:  # the read end is closed
                 return False
@@ -77,7 +77,7 @@ class Inbox:
     def __init__(self, descriptor: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
-        self._rest = b""
+        self._incomplete_line = b""
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Read without blocking. Returns: the messages, and True if the write end is closed."""
@@ -87,10 +87,10 @@ class Inbox:
                 data = os.read(self.descriptor, 1 << 16)
             except BlockingIOError:
                 return messages, False
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            messages += [message for line in lines if (message := _parsed(line)) is not None]
-            if len(self._rest) > _MAX_LINE:
-                self._rest = b""
+            *lines, self._incomplete_line = (self._incomplete_line + data).split(b"\n")
+            messages += [message for line in lines if (message := _parse(line)) is not None]
+            if len(self._incomplete_line) > _MAX_LINE:
+                self._incomplete_line = b""
             if not data:
                 return messages, True
 
@@ -104,21 +104,21 @@ def open_channel(environ: MutableMapping[str, str]) -> None:
         os.register_at_fork(after_in_child=_close_in_child)
 
 
-def send(message: Mapping[str, Any], *, patience_s: float = _PATIENCE_S, wait: bool = True) -> bool:
+def send(message: Mapping[str, Any], *, timeout_s: float = _SEND_TIMEOUT_S, wait: bool = True) -> bool:
     """Send a message to the launcher of this process, see `Channel.send`. Returns: False if there is no launcher."""
-    return _channel is not None and _channel.send(message, patience_s=patience_s, wait=wait)
+    return _channel is not None and _channel.send(message, timeout_s=timeout_s, wait=wait)
 
 
-def _moved_up(descriptor: int) -> int:
+def _move_to_high_number(descriptor: int) -> int:
     """Move a descriptor to a number above those of sockets and files opened later. Returns: the new number."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_HIGHEST, most - 1 if most > 0 else _HIGHEST))
+        high = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, min(_HIGHEST, limit - 1 if limit > 0 else _HIGHEST))
     except OSError:  # no free number: the launcher may then see ends in the wrong order
         os.set_inheritable(descriptor, False)
         return descriptor
     os.close(descriptor)
-    return moved
+    return high
 
 
 def _close_in_child() -> None:
@@ -129,7 +129,7 @@ def _close_in_child() -> None:
         _channel = None
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> dict[str, Any] | None:
     try:
         message = json.loads(line)
     except ValueError:

@@ -20,8 +20,8 @@ def sum_operator(x: Tensor, groups: str) -> Tensor:
         return x.clone(memory_format=torch.contiguous_format)
     mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
     packets = all_gather_packets(mine, [mine.numel()] * group.context_size, group=group.context)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    total = torch.zeros(x.shape, dtype=wide, device=x.device)
+    accumulation_dtype = torch.promote_types(x.dtype, torch.float32)
+    total = torch.zeros(x.shape, dtype=accumulation_dtype, device=x.device)
     for buffer in packets:
         total += unpack(buffer, [piece])[0]
     return total.to(x.dtype)
@@ -44,57 +44,57 @@ def sum_over_ranks(x: Tensor, groups: str) -> Tensor:
     return call_linear(sum_operator, x, groups)
 
 
-def margins(sizes: list[int], reach: int) -> list[tuple[int, int]]:
+def halo_ranges(sizes: list[int], reach: int) -> list[tuple[int, int]]:
     """Return each rank's global range (start, end): its shard plus `reach` on both sides; empty for an empty shard."""
-    total, seen, start = sum(sizes), [], 0
+    total, ranges, start = sum(sizes), [], 0
     for size in sizes:
-        seen.append((max(0, start - reach), min(total, start + size + reach)) if size else (start, start))
+        ranges.append((max(0, start - reach), min(total, start + size + reach)) if size else (start, start))
         start += size
-    return seen
+    return ranges
 
 
 @torch.library.custom_op("lightning_cp::halo_exchange", mutates_args=())
-def margin_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+def halo_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     """Custom operator of `halo_exchange`, without a forward derivative."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    parts = _swap(x, dim, *_overlaps(sizes, reach, group), group=group)
-    first = margins(sizes, reach)[group.context_rank][0]
+    parts = _exchange_slices(x, dim, *_overlaps(sizes, reach, group), group=group)
+    first = halo_ranges(sizes, reach)[group.context_rank][0]
     parts.append((sum(sizes[: group.context_rank]) - first, x))
     return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim)
 
 
-@margin_operator.register_fake
+@halo_operator.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    first, last = margins(sizes, reach)[groups_by_name(groups).context_rank]
+    first, last = halo_ranges(sizes, reach)[groups_by_name(groups).context_rank]
     shape = list(x.shape)
     shape[dim] = last - first
     return x.new_empty(shape)
 
 
-@torch.library.custom_op("lightning_cp::without_margin", mutates_args=())
-def margin_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
-    """Adjoint of `margin_operator`, same arguments: send halos back to their owners, and add them there."""
+@torch.library.custom_op("lightning_cp::reduce_halo", mutates_args=())
+def halo_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
+    """Adjoint of `halo_operator`, same arguments: send halos back to their owners, and add them there."""
     group = groups_by_name(groups)
     if group.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     receives, sends = _overlaps(sizes, reach, group)
-    first, own = margins(sizes, reach)[group.context_rank][0], sum(sizes[: group.context_rank])
+    first, own = halo_ranges(sizes, reach)[group.context_rank][0], sum(sizes[: group.context_rank])
     total = x.narrow(dim, own - first, sizes[group.context_rank]).clone(memory_format=torch.contiguous_format)
-    for start, part in _swap(x, dim, sends, receives, group=group):
+    for start, part in _exchange_slices(x, dim, sends, receives, group=group):
         total.narrow(dim, start, part.shape[dim]).add_(part)
     return total
 
 
-@margin_adjoint.register_fake
+@halo_adjoint.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     shape = list(x.shape)
     shape[dim] = sizes[groups_by_name(groups).context_rank]
     return x.new_empty(shape)
 
 
-register_adjoint(margin_operator, margin_adjoint)
+register_adjoint(halo_operator, halo_adjoint)
 
 
 def halo_exchange(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
@@ -109,7 +109,7 @@ def halo_exchange(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str
     Ranks: all of the context group. Forward: exchange of halos. Backward: gradients of halos are sent to their owners
         and added. Forward derivative: halo exchange of the tangent.
     """
-    return call_linear(margin_operator, x, dim, sizes, reach, groups)
+    return call_linear(halo_operator, x, dim, sizes, reach, groups)
 
 
 def fetch_halo(
@@ -127,45 +127,45 @@ def fetch_halo(
     Ranks: all of the context group, with equal `before` and `after`. Gradient: none, sampling only.
     Raises: NotImplementedError: `x` has a tangent.
     """
-    refuse_tangents("the exchange of rows of a parallel VAE", x)
+    refuse_tangents("the halo exchange of a parallel VAE", x)
     rank, last, rows = groups.context_rank, groups.context_size - 1, x.shape[dim]
-    assert rows >= max(before, after), f"{rows} rows cannot give {max(before, after)} to a neighbour"
+    assert rows >= max(before, after), f"a shard of {rows} rows is smaller than the halo of {max(before, after)}"
     sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
     receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from the previous rank, 1: from the next rank
-    there = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
-    found = dict(_swap(x, dim, *there, group=groups)) if groups.context is not None else {}
+    valid = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
+    found = dict(_exchange_slices(x, dim, *valid, group=groups)) if groups.context is not None else {}
     return found.get(0), found.get(1)
 
 
-_Part = tuple[int, int, int]  # peer, start, length
+_Slice = tuple[int, int, int]  # peer, start, length
 
 
-def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Part], list[_Part]]:
+def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Slice], list[_Slice]]:
     """Return the slices to send and to receive for a halo exchange.
 
     Sends: parts of the local shard in a peer's halo, start relative to the shard. Receives: parts of a peer's shard in
     the local halo, start relative to the extended shard.
     """
-    rank, seen = group.context_rank, margins(sizes, reach)
+    rank, ranges = group.context_rank, halo_ranges(sizes, reach)
     own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
-    sends: list[_Part] = []
-    receives: list[_Part] = []
+    sends: list[_Slice] = []
+    receives: list[_Slice] = []
     for peer in (r for r in range(len(sizes)) if r != rank):
         for parts, owner, viewer, origin in (
             (sends, rank, peer, own[rank][0]),
-            (receives, peer, rank, seen[rank][0]),
+            (receives, peer, rank, ranges[rank][0]),
         ):
-            start, stop = max(own[owner][0], seen[viewer][0]), min(own[owner][1], seen[viewer][1])
+            start, stop = max(own[owner][0], ranges[viewer][0]), min(own[owner][1], ranges[viewer][1])
             if start < stop:
                 parts.append((peer, start - origin, stop - start))
     return sends, receives
 
 
-def _swap(
-    x: Tensor, dim: int, sends: list[_Part], receives: list[_Part], *, group: MeshGroups
+def _exchange_slices(
+    x: Tensor, dim: int, sends: list[_Slice], receives: list[_Slice], *, group: MeshGroups
 ) -> list[tuple[int, Tensor]]:
     """Exchange slices of `x` with peers. Returns: (start, tensor) for each of `receives`."""
-    assert group.context is not None, "a group of one has no neighbours"
+    assert group.context is not None, "slices are exchanged only between several ranks"
     pieces = [piece_of(x, dim, n) for _, _, n in receives]
     out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
     buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]

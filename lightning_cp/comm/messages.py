@@ -45,24 +45,24 @@ def start_all_to_all(
         taken.append(BUFFERS.take(x.numel() * x.element_size(), x))
         return taken[-1].view(x.dtype).view(x.shape)
 
-    sends, receives, scattered = [], [], []
+    sends, receives, copies = [], [], []
     for target, source in peers:
         for x in messages[target]:
             sent = contiguous(x)
             sends.append((target, as_bytes(sent if sent is x else sent.copy_(x))))
-        for landing in recv_buffers[source]:
-            arrived = contiguous(landing)
-            receives.append((source, as_bytes(arrived)))
-            if arrived is not landing:
-                scattered.append((landing, arrived))
+        for recv_buffer in recv_buffers[source]:
+            staging = contiguous(recv_buffer)
+            receives.append((source, as_bytes(staging)))
+            if staging is not recv_buffer:
+                copies.append((recv_buffer, staging))
     pending = exchange(sends, receives, group=group)
-    for landing, x in zip(recv_buffers[rank], messages[rank], strict=True):
-        landing.copy_(x)
+    for recv_buffer, x in zip(recv_buffers[rank], messages[rank], strict=True):
+        recv_buffer.copy_(x)
 
     def finish() -> None:
         pending.wait()
-        for landing, arrived in scattered:
-            landing.copy_(arrived)
+        for recv_buffer, staging in copies:
+            recv_buffer.copy_(staging)
         BUFFERS.give(*taken)
 
     return finish

@@ -85,16 +85,16 @@ def use_inherited_listener(environ: MutableMapping[str, str]) -> None:
 
     Args: environ: environment variables of this process; the variable with the descriptor is removed.
     """
-    given = environ.pop(LISTENER, None)
-    if given is not None:
-        meet_at(environ["MASTER_ADDR"], environ["MASTER_PORT"], listener=int(given))
+    descriptor = environ.pop(LISTENER, None)
+    if descriptor is not None:
+        rendezvous_at(environ["MASTER_ADDR"], environ["MASTER_PORT"], listener=int(descriptor))
 
 
-def meet_at(host: str, port: str, *, listener: int) -> None:
+def rendezvous_at(host: str, port: str, *, listener: int) -> None:
     """Make `env://` use a listening socket at `host` and `port`, now or once torch is imported.
 
     Args:
-        host, port: where the ranks meet, as in `MASTER_ADDR` and `MASTER_PORT`.
+        host, port: address of the rendezvous, as in `MASTER_ADDR` and `MASTER_PORT`.
         listener: descriptor of the listening socket in rank 0, which serves the store; -1 in the other ranks.
     """
     if listener >= 0:
@@ -106,10 +106,10 @@ def meet_at(host: str, port: str, *, listener: int) -> None:
         sys.meta_path.insert(0, _AtImport(handler))
 
 
-def served_here() -> tuple[str, str] | None:
+def served_address() -> tuple[str, str] | None:
     """Return host and port of the store that this process serves for `env://`; None if it serves none."""
     handler = getattr(sys.modules.get(_MODULE), "_rendezvous_handlers", {}).get("env")
-    return handler.served_here() if isinstance(handler, _Rendezvous) else None
+    return handler.served_address() if isinstance(handler, _Rendezvous) else None
 
 
 class _Rendezvous:
@@ -126,7 +126,7 @@ class _Rendezvous:
         self._uses = 0
         self._default: Any = None
 
-    def served_here(self) -> tuple[str, str] | None:
+    def served_address(self) -> tuple[str, str] | None:
         """Return the address if this process serves the store. A forked process has this object, but not the server."""
         return self._address if self._listener >= 0 and self._process == os.getpid() else None
 
@@ -153,14 +153,14 @@ class _Rendezvous:
 
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-        asked = parse_qs(urlparse(url).query)
+        query = parse_qs(urlparse(url).query)
         rank, world = (
-            int(asked[name][0] if name in asked else os.environ[name.upper()]) for name in ("rank", "world_size")
+            int(query[name][0] if name in query else os.environ[name.upper()]) for name in ("rank", "world_size")
         )
         store = self._connect(rank, world, timeout)
         self._uses += 1  # a new prefix gives each process group an empty store
         yield PrefixStore(f"group_{self._uses}", store), rank, world
-        raise RuntimeError("the ranks of a local job cannot meet again")
+        raise RuntimeError("the ranks of a local job cannot repeat their rendezvous: start a new job")
 
     def _connect(self, rank: int, world: int, timeout: timedelta) -> Any:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]

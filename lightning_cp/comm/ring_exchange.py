@@ -66,30 +66,30 @@ class RingGradReducer:
         layout = self._layout(owner)
         if self._pending is None:
             buffer = _take(layout, grads[0])
-            for place, share in zip(unpack(buffer, layout), grads, strict=True):
-                place.copy_(share)
+            for view, grad in zip(unpack(buffer, layout), grads, strict=True):
+                view.copy_(grad)
         else:
-            buffer = self._arrive(owner)
-            for total, share in zip(unpack(buffer, layout), grads, strict=True):
-                total.add_(share)
+            buffer = self._receive(owner)
+            for total, grad in zip(unpack(buffer, layout), grads, strict=True):
+                total.add_(grad)
         expected = (owner - 1) % self._size
         incoming = _take(self._layout(expected), buffer)
-        towards, source = (self._rank + 1) % self._size, (self._rank - 1) % self._size
-        pending = exchange([(towards, buffer)], [(source, incoming)], group=self._group)
+        target, source = (self._rank + 1) % self._size, (self._rank - 1) % self._size
+        pending = exchange([(target, buffer)], [(source, incoming)], group=self._group)
         self._pending = (pending, buffer, incoming, expected)
 
     def finish(self, totals: Sequence[Tensor]) -> None:
         """Add the other ranks' gradients of this rank's chunk to `totals`."""
-        buffer = self._arrive(self._rank)
-        for total, theirs in zip(totals, unpack(buffer, self._layout(self._rank)), strict=True):
-            total.add_(theirs)
+        buffer = self._receive(self._rank)
+        for total, partial in zip(totals, unpack(buffer, self._layout(self._rank)), strict=True):
+            total.add_(partial)
         BUFFERS.give(buffer)
 
-    def _arrive(self, owner: int) -> Tensor:
+    def _receive(self, owner: int) -> Tensor:
         """Wait for the partial sum of `owner`'s chunk. Returns: the buffer that holds it."""
-        assert self._pending is not None, "a transfer was started"
+        assert self._pending is not None, "no transfer was started: call `add` first"
         pending, outgoing, incoming, expected = self._pending
-        assert expected == owner, f"the sum for chunk {expected} arrived where {owner} was due"
+        assert expected == owner, f"received the sum for chunk {expected}, expected chunk {owner}"
         pending.wait()
         BUFFERS.give(outgoing)
         self._pending = None

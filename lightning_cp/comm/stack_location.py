@@ -15,11 +15,11 @@ from types import FrameType
 import torch.distributed as dist
 from torch import nn
 
-_OURS = str(Path(__file__).parent)
-_TORCHS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).parent))
-_PACKAGE, _STDLIB = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
+_COMM_DIR = str(Path(__file__).parent)
+_TORCH_DIRS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).parent))
+_PACKAGE_DIR, _STDLIB_DIR = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
 BACKWARD = "_engine_run_backward"  # calls C++ code, which averages gradients
-_DETOURS = ("wrapper", "inner", "_call_impl", "_wrapped_call_impl")
+_WRAPPERS = ("wrapper", "inner", "_call_impl", "_wrapped_call_impl")
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class StackLocation:
 
     def describe(self) -> str:
         """Return the text that follows "rank 1 is" or "rank 1 waits" in a message."""
-        where = f", {self.module}" if self.module else ""
+        module = f", {self.module}" if self.module else ""
         if self.collective:
-            return f"in {self.collective}{where} ({self.line})"
-        return f"in no collective{where} ({self.line})"
+            return f"in {self.collective}{module} ({self.line})"
+        return f"in no collective{module} ({self.line})"
 
 
 def locate_stack(frame: FrameType, module: str) -> StackLocation:
@@ -46,14 +46,14 @@ def locate_stack(frame: FrameType, module: str) -> StackLocation:
         module: description of the last module it entered.
     """
     collective = _collective_of(frame)
-    at = next((outer for outer in _outward(frame) if collective and _is_users(outer)), frame)
+    at = next((outer for outer in _frames_outward(frame) if collective and _is_user_code(outer)), frame)
     line = f"{'/'.join(Path(at.f_code.co_filename).parts[-2:])}:{at.f_lineno} in {at.f_code.co_name}"
     return StackLocation(line, module, collective)
 
 
 def _collective_of(frame: FrameType) -> str:
     name = name_of_collective(frame)
-    backward = any(outer.f_code.co_name == BACKWARD for outer in _outward(frame))
+    backward = any(outer.f_code.co_name == BACKWARD for outer in _frames_outward(frame))
     if not name and frame.f_code.co_name == BACKWARD:
         return "backward, where gradients are averaged"
     return f"{name} in backward" if name and backward else name
@@ -61,24 +61,24 @@ def _collective_of(frame: FrameType) -> str:
 
 def name_of_collective(frame: FrameType) -> str:
     """Return the `torch.distributed` function in progress and the function here that called it; "" if there is none."""
-    torchs = ours = ""
-    for outer in _outward(frame):
+    torch_name = comm_name = ""
+    for outer in _frames_outward(frame):
         file, name = outer.f_code.co_filename, outer.f_code.co_name
-        if file.startswith(_OURS):
-            ours = outer.f_code.co_qualname
-        elif file.startswith(_TORCHS) and not ours:
-            torchs = torchs if name in _DETOURS else name
+        if file.startswith(_COMM_DIR):
+            comm_name = outer.f_code.co_qualname
+        elif file.startswith(_TORCH_DIRS) and not comm_name:
+            torch_name = torch_name if name in _WRAPPERS else name
         else:
             break
-    return f"{ours} ({torchs})" if ours and torchs else ours or torchs
+    return f"{comm_name} ({torch_name})" if comm_name and torch_name else comm_name or torch_name
 
 
-def _is_users(frame: FrameType) -> bool:
+def _is_user_code(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
-    return not file.startswith((_PACKAGE, _STDLIB, "<")) and "site-packages" not in file
+    return not file.startswith((_PACKAGE_DIR, _STDLIB_DIR, "<")) and "site-packages" not in file
 
 
-def _outward(frame: FrameType | None) -> Iterator[FrameType]:
+def _frames_outward(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -27,18 +27,18 @@ from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_sta
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import moves_cuda_by
 
-_PATIENCE = timedelta(seconds=10)  # time-out of a request to the store
+_REQUEST_TIMEOUT = timedelta(seconds=10)  # time-out of a request to the store
 
 
 @dataclass
 class Status:
     """State of one rank, as it reports it. `beat` is incremented with each report."""
 
-    place: StackLocation
-    for_s: float
+    location: StackLocation
+    unchanged_s: float
     waits: bool
     beat: int = 0
-    heard_at: float = field(default_factory=time.monotonic)  # monotonic time on the reading rank
+    received_at: float = field(default_factory=time.monotonic)  # monotonic time on the reading rank
 
     def to_text(self) -> str:
         """Serialize for the store."""
@@ -46,9 +46,9 @@ class Status:
 
     @classmethod
     def from_text(cls, text: bytes) -> Status:
-        """Parse the output of `to_text`; `heard_at` is set to the current time."""
+        """Parse the output of `to_text`; `received_at` is set to the current time."""
         fields = json.loads(text)
-        return cls(StackLocation(**fields["place"]), fields["for_s"], fields["waits"], fields["beat"])
+        return cls(StackLocation(**fields["location"]), fields["unchanged_s"], fields["waits"], fields["beat"])
 
 
 class _WatchThread(threading.Thread):
@@ -59,9 +59,9 @@ class _WatchThread(threading.Thread):
         self._watch_ended = ended
 
     def stop(self) -> None:
-        """End the watch and wait for this thread, at most `_PATIENCE` in case the network hangs."""
+        """End the watch and wait for this thread, at most `_REQUEST_TIMEOUT` in case the network hangs."""
         self._watch_ended.set()
-        self.join(_PATIENCE.total_seconds())
+        self.join(_REQUEST_TIMEOUT.total_seconds())
 
 
 class StallWatch:
@@ -73,7 +73,7 @@ class StallWatch:
         after_s: seconds without progress in one collective after which a rank counts as waiting.
         timeout_s: time-out of collectives in seconds, printed in the message.
         store: store shared by all ranks and used only by the watch; None: only this rank is reported.
-        tell: callback for the message; None: print it on the launcher's terminal, or to stderr without a launcher.
+        report: callback for the message; None: print it on the launcher's terminal, or to stderr without a launcher.
     """
 
     def __init__(
@@ -84,23 +84,23 @@ class StallWatch:
         after_s: float,
         timeout_s: float,
         store: TCPStore | None = None,
-        tell: Callable[[str], None] | None = None,
+        report: Callable[[str], None] | None = None,
     ) -> None:
         self._rank, self._world, self._store = rank, world, store
         self._after_s, self._timeout_s = after_s, timeout_s
-        self._tell = tell or self._warn
+        self._report = report or self._warn
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
         # With NCCL a collective returns at once on the host, which blocks later, when it needs a GPU result.
         self._gpu = torch.cuda.current_device() if moves_cuda_by("nccl") else None
-        self._own = Status(StackLocation("starting"), 0.0, waits=False)
+        self._status = Status(StackLocation("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []
 
     def start(self) -> None:
         """Start to watch the calling thread."""
-        watched = threading.get_ident()
-        jobs = [(self._observe, (watched,))] + ([(self._exchange, ())] if self._store is not None else [])
+        thread_id = threading.get_ident()
+        jobs = [(self._observe, (thread_id,))] + ([(self._exchange, ())] if self._store is not None else [])
         self._threads = [_WatchThread(self._ended, job, args) for job, args in jobs]
         for thread in self._threads:
             thread.start()
@@ -111,26 +111,26 @@ class StallWatch:
         for thread in self._threads:
             thread.stop()
 
-    def _observe(self, watched: int) -> None:
+    def _observe(self, thread_id: int) -> None:
         seen: Hashable = None
-        since, told = time.monotonic(), False
+        since, reported = time.monotonic(), False
         while not self._ended.wait(self._tick_s) and dist.is_initialized():
-            frame = _waiting_frame(watched)
+            frame = _waiting_frame(thread_id)
             if frame is None:
                 break
-            place = locate_stack(frame, STATS.describe_module())
-            now = (id(frame), frame.f_lasti, STATS.collectives, self._worked(watched))
+            location = locate_stack(frame, STATS.describe_module())
+            now = (id(frame), frame.f_lasti, STATS.collectives, self._cpu_time_count(thread_id))
             del frame  # it keeps its local variables alive
             if now != seen:
                 seen, since = now, time.monotonic()
-            for_s, before = time.monotonic() - since, self._own
-            waits = for_s >= self._after_s and (bool(place.collective) or self._gpu_is_busy())
-            self._own = Status(place, for_s, waits, before.beat + 1)
+            unchanged_s, before = time.monotonic() - since, self._status
+            waits = unchanged_s >= self._after_s and (bool(location.collective) or self._gpu_is_busy())
+            self._status = Status(location, unchanged_s, waits, before.beat + 1)
             # Report one tick after the wait began, so that the statuses of the other ranks have arrived.
-            stalls = before.waits if waits else self._rank == 0 and any(x.waits for x in self._fresh().values())
-            if stalls and not told:
-                self._tell(self._message())
-            told = stalls
+            stalls = before.waits if waits else self._rank == 0 and any(x.waits for x in self._recent_peers().values())
+            if stalls and not reported:
+                self._report(self._message())
+            reported = stalls
         self._ended.set()
 
     def _warn(self, message: str) -> None:
@@ -139,17 +139,17 @@ class StallWatch:
         The launcher's terminal may differ from this rank's stderr, which goes to its log.
         """
         warning = {"kind": "stall", "text": message, "after_s": self._after_s}
-        if not channel.send(warning, patience_s=1) or self._rank > 0:
+        if not channel.send(warning, timeout_s=1) or self._rank > 0:
             print(message, file=sys.stderr, flush=True)
 
-    def _worked(self, watched: int) -> int:
+    def _cpu_time_count(self, thread_id: int) -> int:
         """Return a counter that grows with the thread's CPU time; 0 with NCCL, or if it cannot be measured.
 
         Frame and instruction are not enough: frames of a loop often have the same address and the same instruction.
         """
         if self._gpu is not None or not hasattr(time, "pthread_getcpuclockid"):
             return 0
-        return int(time.clock_gettime(time.pthread_getcpuclockid(watched)) / (0.02 * self._tick_s))
+        return int(time.clock_gettime(time.pthread_getcpuclockid(thread_id)) / (0.02 * self._tick_s))
 
     def _gpu_is_busy(self) -> bool:
         """Return True if the GPU has unfinished work.
@@ -159,11 +159,11 @@ class StallWatch:
         return self._gpu is not None and not torch.cuda.default_stream(self._gpu).query()
 
     def _exchange(self) -> None:
-        assert self._store is not None, "only started with one"
+        assert self._store is not None, "the thread is started only with a store"
         names = [str(rank) for rank in range(self._world)]
         while not self._ended.wait(self._tick_s):
             try:
-                self._store.set(str(self._rank), self._own.to_text())
+                self._store.set(str(self._rank), self._status.to_text())
                 for rank, data in enumerate(self._store.multi_get(names)):
                     status = Status.from_text(data) if data else None
                     known = self._peers.get(rank)
@@ -172,37 +172,44 @@ class StallWatch:
             except (RuntimeError, ValueError):  # no connection to the store: the message lists the missing ranks
                 continue
 
-    def _fresh(self) -> dict[int, Status]:
+    def _recent_peers(self) -> dict[int, Status]:
         now = time.monotonic()
         peers = dict(self._peers)  # copy: the exchange thread adds entries
-        return {rank: x for rank, x in peers.items() if now - x.heard_at < 4 * self._tick_s}
+        return {rank: x for rank, x in peers.items() if now - x.received_at < 4 * self._tick_s}
 
     def _message(self) -> str:
-        known = {**self._fresh(), self._rank: self._own}
+        known = {**self._recent_peers(), self._rank: self._status}
         waiting: dict[str, list[int]] = {}
-        elsewhere: dict[str, list[int]] = {}
+        running: dict[str, list[int]] = {}
         for rank, status in sorted(known.items()):
-            (waiting if status.waits else elsewhere).setdefault(status.place.describe(), []).append(rank)
-        longest = max((x.for_s for x in known.values() if x.waits), default=0.0)
+            (waiting if status.waits else running).setdefault(status.location.describe(), []).append(rank)
+        longest = max((x.unchanged_s for x in known.values() if x.waits), default=0.0)
         lines = [
             f"warning: a collective has not ended for {longest:.0f} s (time-out: {self._timeout_s:.0f} s)",
-            *(f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} {where}" for where, ranks in waiting.items()),
-            *(f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {where}" for where, ranks in elsewhere.items()),
+            *(
+                f"{_ranks(ranks)} wait{'s' if len(ranks) == 1 else ''} {location}"
+                for location, ranks in waiting.items()
+            ),
+            *(
+                f"{_ranks(ranks)} {'is' if len(ranks) == 1 else 'are'} {location}"
+                for location, ranks in running.items()
+            ),
         ]
-        silent = [rank for rank in range(self._world) if rank not in known]
-        if silent:
-            lines.append(f"{_ranks(silent)} cannot be heard: gone, hanging as a whole, or cut off from here")
+        missing = [rank for rank in range(self._world) if rank not in known]
+        if missing:
+            verb = "has" if len(missing) == 1 else "have"
+            lines.append(f"{_ranks(missing)} {verb} no heartbeat: exited, frozen or unreachable")
         return "\n  ".join(lines)
 
 
 def watch_stalls(
-    *, host: str, after_s: float, timeout_s: float, tell: Callable[[str], None] | None = None
+    *, host: str, after_s: float, timeout_s: float, report: Callable[[str], None] | None = None
 ) -> StallWatch | None:
     """Start the watch of this process, which replaces an earlier one. Returns: the watch; None if the world size is 1.
 
     Args:
         host: address of rank 0 that all ranks can reach.
-        after_s, timeout_s, tell: see `StallWatch`.
+        after_s, timeout_s, report: see `StallWatch`.
     Ranks: all ranks of the world.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -210,21 +217,21 @@ def watch_stalls(
         return None
     store, port = None, [0]
     if rank == 0:
-        store = host_store(host, timeout=_PATIENCE)
+        store = host_store(host, timeout=_REQUEST_TIMEOUT)
         for each in range(world):
             store.set(str(each), "")
         port = [store.port]
     dist.broadcast_object_list(port, src=0)
     if store is None:
         try:
-            store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+            store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=_REQUEST_TIMEOUT)
         except RuntimeError:  # for instance a firewall: this rank then reports only itself
             store = None
     dist.all_gather_object([False] * world, True)  # barrier: rank 0 may exit right after, and its store with it
     stop_watch()
     global _watch
-    _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, tell=tell)
-    STATS.wanted = True
+    _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, report=report)
+    STATS.records_modules = True
     _watch.start()
     return _watch
 
@@ -234,17 +241,17 @@ def stop_watch() -> None:
     global _watch
     if _watch is not None:
         _watch.stop()
-    _watch, STATS.wanted = None, False
+    _watch, STATS.records_modules = None, False
 
 
 _watch: StallWatch | None = None
 atexit.register(stop_watch)
 
 
-def _waiting_frame(watched: int) -> FrameType | None:
+def _waiting_frame(thread_id: int) -> FrameType | None:
     """Return the innermost frame of the watched thread, or of an autograd thread that is in a collective for it."""
     frames = sys._current_frames()
-    main = frames.pop(watched, None)
+    main = frames.pop(thread_id, None)
     frames.pop(threading.get_ident(), None)
     if main is None or name_of_collective(main):
         return main

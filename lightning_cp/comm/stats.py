@@ -40,7 +40,7 @@ class CommStats:
     """Communication statistics of one process.
 
     Attributes:
-        wanted: True while a stall watch runs; modules are recorded only then.
+        records_modules: True while a stall watch runs; modules are recorded only then.
         collectives: number of calls of `comm.transfer.exchange`.
         sent_bytes: bytes sent to other ranks by `comm.transfer.exchange`.
         waited_s: seconds that the host waited for these transfers.
@@ -48,7 +48,7 @@ class CommStats:
         module: module that the thread is in; None: no module.
     """
 
-    wanted: bool = False
+    records_modules: bool = False
     collectives: int = 0
     sent_bytes: int = 0
     waited_s: float = 0.0
@@ -60,18 +60,18 @@ class CommStats:
 
         Args: model: model that contains it; None: the model recorded before.
         """
-        if not self.wanted or torch.compiler.is_compiling():
+        if not self.records_modules or torch.compiler.is_compiling():
             return
         outer = weakref.ref(model) if model is not None else None if self.module is None else self.module.outer
         self.module = None if outer is None else Module(weakref.ref(module), outer)
 
     def leave(self) -> None:
         """Record that the thread left the model."""
-        if self.wanted and not torch.compiler.is_compiling():
+        if self.records_modules and not torch.compiler.is_compiling():
             self.module = None
 
     @contextmanager
-    def again_in(self, module: Module | None) -> Iterator[None]:
+    def inside_module(self, module: Module | None) -> Iterator[None]:
         """Record `module` for the duration of a backward. Args: module: module recorded in the forward."""
         self.module = module
         try:

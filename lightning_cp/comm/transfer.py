@@ -39,11 +39,11 @@ class Pending:
         """Block until done (on CUDA with NCCL: make the current stream wait)."""
         if not self.works:
             return
-        began = time.perf_counter()
+        started = time.perf_counter()
         with _marked(WAIT, self.number):
             for work in self.works:
                 work.wait()
-        STATS.waited_s += time.perf_counter() - began
+        STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
         self.works, self.recv_buffers, self.held = [], [], []
@@ -67,10 +67,10 @@ def exchange(
             operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
     for peer, buffer in receives:
         if buffer.numel():
-            landing = _recv_buffer(buffer, group)
-            if landing is not buffer:
-                pending.recv_buffers.append((landing, buffer))
-            operations.append(dist.P2POp(dist.irecv, landing, group=group, group_peer=peer))
+            recv_buffer = _recv_buffer(buffer, group)
+            if recv_buffer is not buffer:
+                pending.recv_buffers.append((recv_buffer, buffer))
+            operations.append(dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=peer))
     if operations:
         with _marked(EXCHANGE, pending.number):
             pending.works = dist.batch_isend_irecv(operations)
@@ -87,10 +87,10 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
     Ranks: all of `group`.
     """
     device = "cuda" if moves_cuda_by("nccl", group) else "cpu"
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    everyone = mine.new_empty(dist.get_world_size(group) * len(values))
-    all_gather_tensor(everyone, mine, group=group)
-    gathered: list[list[int]] = everyone.view(-1, len(values)).tolist()
+    local = torch.tensor(values, dtype=torch.int64, device=device)
+    all_values = local.new_empty(dist.get_world_size(group) * len(values))
+    all_gather_tensor(all_values, local, group=group)
+    gathered: list[list[int]] = all_values.view(-1, len(values)).tolist()
     return gathered
 
 

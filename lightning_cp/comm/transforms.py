@@ -38,7 +38,7 @@ def transforms_are_on() -> bool:
     if tangents:
         raise NotImplementedError(
             "torch.compile with forward derivatives (torch.func.jvp, torch.autograd.forward_ad) is not implemented for "
-            "context-parallel models: call the model that is not compiled where tangents are needed"
+            "context-parallel models: where tangents are needed, call the model without torch.compile"
         )
     return False
 
@@ -49,18 +49,18 @@ def primal_of(x: Tensor) -> Tensor:
     return primal
 
 
-def refuse_tangents(what: str, *tensors: Tensor | None) -> None:
+def refuse_tangents(function: str, *tensors: Tensor | None) -> None:
     """Raise NotImplementedError if one of the tensors has a tangent.
 
-    Args: what: name of the function without a forward derivative, for the message.
+    Args: function: name of the function without a forward derivative, for the message.
     """
     if forward_ad_level() < 0:
         return
     duals = [forward_ad.unpack_dual(x) for x in tensors if x is not None]  # type: ignore[no-untyped-call]
     if any(x.tangent is not None for x in duals):
         raise NotImplementedError(
-            f"{what} has no forward derivative: call it outside of torch.func.jvp and torch.autograd.forward_ad, or "
-            "detach its inputs"
+            f"{function} has no forward derivative: call it outside of torch.func.jvp and torch.autograd.forward_ad, "
+            "or detach its inputs"
         )
 
 
@@ -81,8 +81,8 @@ def call_linear(operator: Any, x: Tensor, *arguments: Any) -> Tensor:
     all ranks or no rank have a tangent.
     """
     if not transforms_are_on():
-        found: Tensor = operator(x, *arguments)
-        return found
+        output: Tensor = operator(x, *arguments)
+        return output
     result: Tensor = apply_eagerly(_Linear, x, operator._qualname, *arguments)
     return result
 
@@ -93,7 +93,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward_of(operator: Any) -> Callable[..., tuple[Tensor | None, ...]]:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        with STATS.again_in(ctx.module):
+        with STATS.inside_module(ctx.module):
             _, adjoint = _ADJOINTS[operator._qualname]
             return call_linear(adjoint, grad, *ctx.arguments), *[None] * len(ctx.arguments)
 
@@ -114,7 +114,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        with STATS.again_in(ctx.module):
+        with STATS.inside_module(ctx.module):
             return call_linear(_ADJOINTS[ctx.name][1], grads[0], *ctx.arguments), *[None] * (1 + len(ctx.arguments))
 
     @staticmethod
@@ -153,16 +153,16 @@ def loop_over_batch(function: Any, info: Any, in_dims: tuple[Any, ...], argument
         pairs = zip(arguments, in_dims, strict=True)
         return [x.select(dim, index) if isinstance(x, Tensor) and dim is not None else x for x, dim in pairs]
 
-    found = [function.apply(*sample(index)) for index in range(info.batch_size)]
-    if isinstance(found[0], Tensor):
-        return torch.stack(found), 0
-    return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(found[0])
+    results = [function.apply(*sample(index)) for index in range(info.batch_size)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results), 0
+    return tuple(torch.stack(each) for each in zip(*results, strict=True)), (0,) * len(results[0])
 
 
-def refuse(what: str) -> Callable[..., NoReturn]:
-    """Return a backward or jvp function that raises NotImplementedError. Args: what: the error message."""
+def refuse(message: str) -> Callable[..., NoReturn]:
+    """Return a backward or jvp function that raises NotImplementedError. Args: message: the error message."""
 
     def raise_it(ctx: Any, *_: object) -> NoReturn:
-        raise NotImplementedError(what)
+        raise NotImplementedError(message)
 
     return raise_it

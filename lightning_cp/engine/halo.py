@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_cp.comm.halo import halo_exchange, margins
+from lightning_cp.comm.halo import halo_exchange, halo_ranges
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.rules import Halo
 from lightning_cp.engine.session import Session
@@ -36,5 +36,5 @@ class HaloHook(EngineHook):
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         call, rule = self.session.current(), self.rule
         sizes, rank = list(call.row_lengths(rule.modality)), call.groups.context_rank
-        before = sum(sizes[:rank]) - margins(sizes, rule.reach)[rank][0]
+        before = sum(sizes[:rank]) - halo_ranges(sizes, rule.reach)[rank][0]
         return output.narrow(rule.dim, before, sizes[rank])

@@ -24,22 +24,22 @@ class LauncherEnv:
 
 def launcher_env(environ: Mapping[str, str]) -> LauncherEnv | None:
     """Read rank and world size from the launcher's environment variables; None if no launcher started this process."""
-    rank, size = whole_number(environ, "RANK"), whole_number(environ, "WORLD_SIZE")
+    rank, size = read_count(environ, "RANK"), read_count(environ, "WORLD_SIZE")
     if rank is not None and size is not None and "LOCAL_RANK" in environ:
-        return LauncherEnv("torchrun", rank, size, whole_number(environ, "LOCAL_WORLD_SIZE") or size)
+        return LauncherEnv("torchrun", rank, size, read_count(environ, "LOCAL_WORLD_SIZE") or size)
     interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
-    rank, tasks = whole_number(environ, "SLURM_PROCID"), whole_number(environ, "SLURM_NTASKS") or 1
+    rank, tasks = read_count(environ, "SLURM_PROCID"), read_count(environ, "SLURM_NTASKS") or 1
     if rank is not None and tasks > 1 and not interactive:
-        return LauncherEnv("SLURM", rank, tasks, tasks // (whole_number(environ, "SLURM_NNODES") or 1))
+        return LauncherEnv("SLURM", rank, tasks, tasks // (read_count(environ, "SLURM_NNODES") or 1))
     return None
 
 
-def is_first(place: LauncherEnv | None) -> bool:
+def is_first(env: LauncherEnv | None) -> bool:
     """Return True if this process writes files and prints: it is rank 0, or it starts the ranks itself."""
-    return place is None or place.rank == 0
+    return env is None or env.rank == 0
 
 
-def whole_number(environ: Mapping[str, str], name: str) -> int | None:
+def read_count(environ: Mapping[str, str], name: str) -> int | None:
     """Read an environment variable as a non-negative integer; None if it is missing or not one."""
     value = environ.get(name, "")
     return int(value) if value.isdecimal() else None
@@ -49,19 +49,19 @@ def whole_number(environ: Mapping[str, str], name: str) -> int | None:
 class ExternalLauncher(Launcher):
     """Run the job's target in this process, as its rank; the external launcher watches the processes."""
 
-    place: LauncherEnv
+    env: LauncherEnv
 
     @override
     def launch(self, job: Job) -> Result:
         try:
-            with _surroundings_kept():
+            with _environment_restored():
                 if _ports:
                     os.environ.update(MASTER_PORT=str(_ports[-1]), TORCHELASTIC_USE_AGENT_STORE="False")
                 port = run_target(job.target, job.config, more_to_come=True)
             if port is not None:
                 _ports.append(port)
         except Exception as error:
-            return Result(failure_of(error, self.place.rank))
+            return Result(failure_of(error, self.env.rank))
         return Result()
 
 
@@ -69,7 +69,7 @@ _ports: list[int] = []  # ports for this process's later jobs; the first job use
 
 
 @contextmanager
-def _surroundings_kept() -> Iterator[None]:
+def _environment_restored() -> Iterator[None]:
     """Restore the environment variables and torch's thread count afterwards, for the next job in this process."""
     environment, torch = dict(os.environ), sys.modules.get("torch")
     threads = torch.get_num_threads() if torch is not None else None

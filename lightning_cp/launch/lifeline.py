@@ -10,7 +10,7 @@ import signal
 import threading
 
 
-def hold_on_to_launcher(read_end: int) -> None:
+def end_with_launcher(read_end: int) -> None:
     """Kill this process and its process group when the launcher has ended.
 
     Args:

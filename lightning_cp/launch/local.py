@@ -19,7 +19,7 @@ from lightning_cp.comm.rendezvous import listen, loopback_environment, rendezvou
 from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import Processes
-from lightning_cp.launch.stopping import ASKING
+from lightning_cp.launch.stopping import STOP_SIGNALS
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -45,14 +45,14 @@ class LocalLauncher(Launcher):
         settle_s: seconds that other ranks get to end and write their logs after the first failure. Also the largest
             time between ranks that call `sys.exit(0)` instead of returning from the target; a longer gap is a failure.
         terminate_s: seconds between SIGTERM and SIGKILL.
-        hear_s: seconds for a rank to confirm a stop request (SIGTERM, SIGINT or SIGUSR1 to this process).
+        confirm_stop_s: seconds for a rank to confirm a stop request (SIGTERM, SIGINT or SIGUSR1 to this process).
         checkpoint_s: seconds for ranks to write a checkpoint after that; a second signal ends them at once.
         limit_s: time limit of a job, in seconds.
     """
 
     settle_s: float = 2.0
     terminate_s: float = 2.0
-    hear_s: float = 10.0
+    confirm_stop_s: float = 10.0
     checkpoint_s: float = 60.0
     limit_s: float = math.inf
 
@@ -60,8 +60,8 @@ class LocalLauncher(Launcher):
     def launch(self, job: Job) -> Result:
         job.log_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
-            lifeline, held_end = os.pipe()
-            stack.callback(os.close, held_end)
+            lifeline, lifeline_writer = os.pipe()
+            stack.callback(os.close, lifeline_writer)
             stack.callback(os.close, lifeline)
             ranks, history = Processes(), History()
             stack.callback(ranks.close)
@@ -71,7 +71,7 @@ class LocalLauncher(Launcher):
                         _start(job, lifeline, ranks)
                         return _with_log_end(self._watch(ranks, history), job.log_dir)
                     except StoppedBySignal as stop:
-                        message = self._ask_to_stop(ranks, history, stop) if stop.number in ASKING else str(stop)
+                        message = self._request_stop(ranks, history, stop) if stop.number in STOP_SIGNALS else str(stop)
                         return Result(Failure(-1, FailureKind.STOPPED, message, exit_code=128 + stop.number))
                     finally:
                         ignore_signals()  # cleanup must not be interrupted; it takes at most `terminate_s`
@@ -84,7 +84,7 @@ class LocalLauncher(Launcher):
         while True:
             _wait(ranks, history, min(_LONGEST_WAIT_S, deadline - time.monotonic()))
             codes = ranks.codes()
-            if history.has_trouble(codes):
+            if history.has_failure(codes):
                 self._settle(ranks, history)
                 cause = history.first_cause(ranks.codes())
                 if cause is not None:
@@ -94,19 +94,19 @@ class LocalLauncher(Launcher):
                 return Result()
             if time.monotonic() > deadline:
                 slow = codes.index(None)
-                return Result(Failure(slow, FailureKind.TIMEOUT, f"not done after {self.limit_s:.0f} s"))
+                return Result(Failure(slow, FailureKind.TIMEOUT, f"the job did not end within {self.limit_s:.0f} s"))
 
-    def _ask_to_stop(self, ranks: Processes, history: History, stop: StoppedBySignal) -> str:
+    def _request_stop(self, ranks: Processes, history: History, stop: StoppedBySignal) -> str:
         """Forward the signal to the ranks and wait for their checkpoint. Returns: the stop message to report."""
         ranks.signal(stop.number)
         started = time.monotonic()
         while ranks.are_running():
-            left_s = started + (self.checkpoint_s if history.heard else self.hear_s) - time.monotonic()
+            left_s = started + (self.checkpoint_s if history.stop_confirmed else self.confirm_stop_s) - time.monotonic()
             if left_s <= 0:
                 break
             _wait(ranks, history, left_s)
-        said = [report.message for report in history.reports() if report.kind is FailureKind.STOPPED]
-        return said[0] if said else str(stop)
+        messages = [report.message for report in history.reports() if report.kind is FailureKind.STOPPED]
+        return messages[0] if messages else str(stop)
 
     def _settle(self, ranks: Processes, history: History) -> None:
         """Give the other ranks time to end and write their logs after the first failure."""
@@ -175,19 +175,19 @@ def _signals_raise() -> Iterator[Callable[[], None]]:
 
     Yields: a function that makes these signals be ignored from then on.
     """
-    heeds = True
+    active = True
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if heeds:
+        if active:
             raise StoppedBySignal(number)
 
     def ignore() -> None:
-        nonlocal heeds
-        heeds = False
+        nonlocal active
+        active = False
 
-    wanted = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+    handled = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
     try:
-        before = {number: signal.signal(number, stop) for number in wanted}
+        before = {number: signal.signal(number, stop) for number in handled}
     except ValueError:  # not the main thread, where Python cannot set signal handlers
         yield ignore
         return

@@ -19,7 +19,7 @@ _TICK_S = 0.05  # polling interval on systems without pidfd
 class EventKind(Enum):
     """The kinds of events of a rank."""
 
-    SAID = auto()  # the rank sent a message
+    MESSAGE = auto()  # the rank sent a message
     CLOSED = auto()  # the rank's pipe was closed: the rank is ending
     ENDED = auto()  # the rank's process has ended
 
@@ -95,7 +95,7 @@ class Processes:
             if self._has_polling():
                 # Polling does not give the order within one interval: put ended ranks before messages of other ranks.
                 events += [event for rank in range(len(self._ranks)) for event in self._look_at(rank)]
-                events.sort(key=lambda event: event.kind is EventKind.SAID)
+                events.sort(key=lambda event: event.kind is EventKind.MESSAGE)
             if events or time.monotonic() >= deadline:
                 return events
 
@@ -179,7 +179,7 @@ class Processes:
         if inbox is None:
             return []
         messages, closed = inbox.read()
-        events = [Event(number, EventKind.SAID, message) for message in messages]
+        events = [Event(number, EventKind.MESSAGE, message) for message in messages]
         if closed:
             self._forget(inbox.descriptor)
             self._ranks[number].inbox = None

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from lightning_cp.comm import channel
 from lightning_cp.comm.rendezvous import use_inherited_listener
 from lightning_cp.launch.job import Failure, FailureKind
-from lightning_cp.launch.lifeline import hold_on_to_launcher
+from lightning_cp.launch.lifeline import end_with_launcher
 from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
 
@@ -31,8 +31,8 @@ PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 def load_target(target: str) -> Target:
     """Import the function named by `package.module:function` or `/path/to/file.py:function`."""
-    place, _, name = target.rpartition(":")
-    module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    location, _, name = target.rpartition(":")
+    module = _load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     function: Target = getattr(module, name)
     return function
 
@@ -50,20 +50,20 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     from omegaconf import OmegaConf
 
     load_target(target)(OmegaConf.load(config))
-    channel.send({"kind": "done"})  # must be sent before other ranks can notice that this rank leaves the group
+    channel.send({"kind": "returned"})  # must be sent before other ranks can notice that this rank leaves the group
     torch = sys.modules.get("torch")
     if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    agreed = [free_port()]
+    ports = [free_port()]
     if more_to_come:
-        torch.distributed.broadcast_object_list(agreed, src=0)
+        torch.distributed.broadcast_object_list(ports, src=0)
     from lightning_cp.comm.background import wait_for_gathers
     from lightning_cp.comm.stall import stop_watch
 
     stop_watch()
     wait_for_gathers(within_s=_GATHERS_S)
     torch.distributed.destroy_process_group()
-    return agreed[0] if more_to_come else None
+    return ports[0] if more_to_come else None
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
@@ -74,23 +74,26 @@ def failure_of(error: BaseException, rank: int) -> Failure:
     cause = _root(error)
     if isinstance(cause, SystemExit) and isinstance(cause.code, int):
         return Failure(rank, FailureKind.EXIT, f"rank {rank} ended with exit code {cause.code}", exit_code=cause.code)
-    said, name = _text_of(cause), type(cause).__name__
+    message, name = _text_of(cause), type(cause).__name__
     try:
         text = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__))
-    except BaseException as second:  # a `__cause__` or notes that cannot be formatted
-        text = "".join(traceback.format_tb(cause.__traceback__)) + f"(no more is known: {type(second).__name__})"
+    except BaseException as format_error:  # a `__cause__` or notes that cannot be formatted
+        text = (
+            "".join(traceback.format_tb(cause.__traceback__))
+            + f"(the rest cannot be formatted: {type(format_error).__name__})"
+        )
     if isinstance(cause, Stopped):
-        return Failure(rank, FailureKind.STOPPED, said, text, exit_code=cause.exit_code)
+        return Failure(rank, FailureKind.STOPPED, message, text, exit_code=cause.exit_code)
     if was_raised_for_the_user(cause):
-        return Failure(rank, FailureKind.REFUSED, " ".join(said.split()) or name, text)
-    return Failure(rank, FailureKind.RAISED, f"{name}: {said}", text)
+        return Failure(rank, FailureKind.REFUSED, " ".join(message.split()) or name, text)
+    return Failure(rank, FailureKind.RAISED, f"{name}: {message}", text)
 
 
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except BaseException as second:
-        return f"(its __str__ raises {type(second).__name__})"
+    except BaseException as format_error:
+        return f"(its __str__ raises {type(format_error).__name__})"
 
 
 def was_raised_for_the_user(error: BaseException) -> bool:
@@ -103,29 +106,29 @@ def was_raised_for_the_user(error: BaseException) -> bool:
     if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
-    meant = ours and (frames[-1].line or "raise").startswith("raise")  # not a bug in that line
-    return meant and kind in (ValueError, TypeError, FileNotFoundError)
+    is_in_package = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
+    is_raise = is_in_package and (frames[-1].line or "raise").startswith("raise")  # not a bug in that line
+    return is_raise and kind in (ValueError, TypeError, FileNotFoundError)
 
 
 def main(spec: str) -> None:
     """Run a rank that `LocalLauncher` started. Args: spec: `target`, `config` and `log_dir` as JSON."""
     complete: list[bool] = []
     atexit.register(_end_process, complete)  # first, so that it runs last
-    given = json.loads(spec)
+    settings = json.loads(spec)
     with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is no file
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
-    hold_on_to_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
+    end_with_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
     use_inherited_listener(os.environ)
     rank = int(os.environ["RANK"])
     try:
-        run_target(given["target"], Path(given["config"]))
+        run_target(settings["target"], Path(settings["config"]))
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
-            channel.send({"kind": "left"})  # sent instead of "done": a failure, unless all ranks exit this way
+            channel.send({"kind": "exited"})  # sent instead of "returned": a failure, unless all ranks exit this way
         else:
-            _leave(failure_of(error, rank), Path(given["log_dir"]))
+            _report_and_exit(failure_of(error, rank), Path(settings["log_dir"]))
     complete.append(True)
 
 
@@ -147,7 +150,7 @@ def _end_process(complete: list[bool]) -> None:
     os._exit(0)
 
 
-def _leave(failure: Failure, log_dir: Path) -> NoReturn:
+def _report_and_exit(failure: Failure, log_dir: Path) -> NoReturn:
     """Report a failure and end this process without waiting for other ranks, which may be waiting for this rank."""
     try:
         channel.send({"kind": "failure", "failure": failure.to_fields()})
@@ -162,7 +165,7 @@ def _leave(failure: Failure, log_dir: Path) -> NoReturn:
 def _load_file(path: Path) -> ModuleType:
     module_spec = importlib.util.spec_from_file_location(f"_lightning_cp_target_{path.stem}", path)
     if module_spec is None or module_spec.loader is None:
-        raise ImportError(f"{path} is no python file")
+        raise ImportError(f"{path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # so that its classes and functions can be pickled for DataLoader workers
     module_spec.loader.exec_module(module)

@@ -16,9 +16,9 @@ _PREFIX = "lightning_cp_run_"
 def temporary_folder() -> Iterator[Path]:
     """Create a temporary folder, and remove leftovers of this user's killed launchers."""
     sweep(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
-    folder, held = hold(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    folder, lock = hold(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os.close(held)
+        os.close(lock)

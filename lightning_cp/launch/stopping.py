@@ -10,7 +10,7 @@ from lightning_cp.comm import channel
 
 # SIGTERM: from a launcher or a cluster. SIGINT: from the keyboard. SIGUSR1: from SLURM, before the job's time limit
 # (sbatch --signal=USR1@60).
-ASKING = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Stopped(Exception):
@@ -33,7 +33,7 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         try:
-            self._before = {number: signal.signal(number, self._note) for number in ASKING}
+            self._before = {number: signal.signal(number, self._record) for number in STOP_SIGNALS}
         except ValueError:  # not the main thread, where Python cannot set signal handlers
             self._before = {}
         return self
@@ -44,6 +44,6 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def _record(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
-        channel.send({"kind": "heard"}, patience_s=0, wait=False)  # the launcher then waits for the checkpoint
+        channel.send({"kind": "stop_confirmed"}, timeout_s=0, wait=False)  # the launcher then waits for the checkpoint

@@ -19,8 +19,8 @@ from lightning_cp.comm.rendezvous import (
     LISTENER,
     listen_on_loopback,
     loopback_environment,
-    meet_at,
-    served_here,
+    rendezvous_at,
+    served_address,
     use_inherited_listener,
 )
 
@@ -95,7 +95,7 @@ class LocalRanks:
             self.close()
             return
         alone = self._listener is None and LISTENER not in os.environ
-        if alone and (address := served_here()) is not None:
+        if alone and (address := served_address()) is not None:
             if not environment.creates_processes_externally:  # one rank in this process, once more
                 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
             return
@@ -110,4 +110,4 @@ class LocalRanks:
             return
         descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
         self.close()  # in the other ranks, whose copy would keep the port open
-        meet_at(environment.main_address, str(environment.main_port), listener=descriptor)
+        rendezvous_at(environment.main_address, str(environment.main_port), listener=descriptor)

@@ -14,7 +14,7 @@ import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
-from lightning_cp.comm.rendezvous import served_here
+from lightning_cp.comm.rendezvous import served_address
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
@@ -87,7 +87,7 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
         dist.destroy_process_group()
         os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
     _LEFT.extend(built_groups())  # includes a process group that the user has destroyed
-    if (served := served_here()) is not None and os.environ.get("MASTER_PORT") == served[1]:
+    if (served := served_address()) is not None and os.environ.get("MASTER_PORT") == served[1]:
         del os.environ["MASTER_PORT"]  # the store of an earlier run with one rank in this process still listens there
     before = os.environ.get("MASTER_PORT")
     if before is None and isinstance(environment, LightningEnvironment):

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import gathered
-from lightning_cp.comm.halo import halo_exchange, margins, sum_over_ranks
+from lightning_cp.comm.halo import halo_exchange, halo_ranges, sum_over_ranks
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import groups_for
@@ -162,16 +162,16 @@ def test_every_way_of_asking_for_tangents_gives_the_same(
 
 
 def _linear(rank: int, world: int) -> None:
-    """The tangents of the cubes of a shard, gathered, summed or with a margin, and the gradients through them."""
+    """The tangents of the cubes of a shard, gathered, summed or with a halo, and the gradients through them."""
     groups = groups_for(ContextParallelConfig(ring_degree=world)).name
     for tokens, reach in ((7, 2), (world - 1, 1)):  # the second leaves the last rank without tokens
         sizes, own = list(shard_sizes(tokens, world)), shard_range(tokens, world, rank)
         x, change = (torch.linspace(a, b, 6 * tokens).double().view(2, tokens, 3) for a, b in ((-1, 2), (3, -1)))
-        first, last = margins(sizes, reach)[rank]
-        cubes, seen = 3 * x.square() * change, {"gather": slice(None), "margin": slice(first, last)}
+        first, last = halo_ranges(sizes, reach)[rank]
+        cubes, seen = 3 * x.square() * change, {"gather": slice(None), "halo": slice(first, last)}
         for name, parallel in {
             "gather": lambda y: gather(y, 1, sizes, groups),  # noqa: B023 - called within this pass
-            "margin": lambda y: halo_exchange(y, 1, sizes, reach, groups),  # noqa: B023
+            "halo": lambda y: halo_exchange(y, 1, sizes, reach, groups),  # noqa: B023
             "sum": lambda y: sum_over_ranks(y.sum(1), groups),
         }.items():
             shard = x[:, own.start : own.stop].clone().requires_grad_()
@@ -180,7 +180,7 @@ def _linear(rank: int, world: int) -> None:
             expected = cubes.sum(1) if name == "sum" else cubes[:, seen[name]]
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
             found.sum().backward()
-            holders = [name != "margin" or a <= token < b for token in own for a, b in margins(sizes, reach)]
+            holders = [name != "halo" or a <= token < b for token in own for a, b in halo_ranges(sizes, reach)]
             counts = torch.tensor(holders).view(len(own), world).sum(1)  # ranks that see each token
             second = 6 * (x * change)[:, own.start : own.stop] * counts[:, None]
             assert shard.grad is not None
@@ -188,7 +188,7 @@ def _linear(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_tangents_pass_through_gathers_sums_and_margins_and_have_gradients(run_ranks: RankPool, world: int) -> None:
+def test_tangents_pass_through_gathers_sums_and_halos_and_have_gradients(run_ranks: RankPool, world: int) -> None:
     run_ranks(world, _linear)
 
 

@@ -1,4 +1,4 @@
-"""Sums over all ranks, and margins of neighbours' tokens: values, adjoints, and what the operators promise."""
+"""Sums over all ranks, and halo exchange: values, adjoints, and operator checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.comm.halo import halo_exchange, margin_operator, margins, sum_operator, sum_over_ranks
+from lightning_cp.comm.halo import halo_exchange, halo_operator, halo_ranges, sum_operator, sum_over_ranks
 from lightning_cp.mesh import groups_for
 from tests.harness import RankPool
 
@@ -23,25 +23,25 @@ def _whole(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 
-def _margins(rank: int, world: int) -> None:
+def _halos(rank: int, world: int) -> None:
     groups = groups_for(ContextParallelConfig(ring_degree=world)).name
     for tokens, reach in _UNEVEN:
         sizes = _sizes(tokens, world)
-        first, last = margins(sizes, reach)[rank]
+        first, last = halo_ranges(sizes, reach)[rank]
         start = sum(sizes[:rank])
         whole = _whole(2, tokens, 3)
         shard = whole[:, start : start + sizes[rank]].clone().requires_grad_()
         out = halo_exchange(shard, 1, sizes, reach, groups)
         assert torch.equal(out, whole[:, first:last])
         # The adjoint: what every rank makes of a token comes back to its owner.
-        weights = [_whole(2, b - a, 3) * (r + 1) for r, (a, b) in enumerate(margins(sizes, reach))]
+        weights = [_whole(2, b - a, 3) * (r + 1) for r, (a, b) in enumerate(halo_ranges(sizes, reach))]
         (out * weights[rank]).sum().backward()
         expected = torch.zeros_like(whole)
-        for (a, b), weight in zip(margins(sizes, reach), weights, strict=True):
+        for (a, b), weight in zip(halo_ranges(sizes, reach), weights, strict=True):
             expected[:, a:b] += weight
         assert shard.grad is not None
         torch.testing.assert_close(shard.grad, expected[:, start : start + sizes[rank]])
-        torch.library.opcheck(margin_operator, (shard, 1, sizes, reach, groups), test_utils="test_schema")
+        torch.library.opcheck(halo_operator, (shard, 1, sizes, reach, groups), test_utils="test_schema")
 
 
 def _sums(rank: int, world: int) -> None:
@@ -60,8 +60,8 @@ def _sums(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_a_margin_holds_the_neighbours_tokens_and_sends_their_gradients_back(run_ranks: RankPool, world: int) -> None:
-    run_ranks(world, _margins)
+def test_a_halo_holds_the_neighbours_tokens_and_sends_their_gradients_back(run_ranks: RankPool, world: int) -> None:
+    run_ranks(world, _halos)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])

@@ -25,7 +25,7 @@ def _told_while(step: Callable[[], object], *, world: int, after_s: float = AFTE
     """What this rank's watch says during a step."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     messages: list[str] = []
-    watch = watch_stalls(host="127.0.0.1", after_s=after_s, timeout_s=60, tell=messages.append)
+    watch = watch_stalls(host="127.0.0.1", after_s=after_s, timeout_s=60, report=messages.append)
     assert (watch is None) == (world == 1)
     step()
     dist.barrier()
@@ -113,7 +113,7 @@ def test_collectives_that_end_are_no_stall(run_ranks: RankPool) -> None:
 def _watched_training(rank: int, world: int, seconds: float) -> list[str]:
     """Steps under a watch that looks 500 times a second: what it reads must be safe while the thread runs on."""
     messages: list[str] = []
-    watch = watch_stalls(host="127.0.0.1", after_s=60, timeout_s=60, tell=messages.append)
+    watch = watch_stalls(host="127.0.0.1", after_s=60, timeout_s=60, report=messages.append)
     assert watch is not None
     watch._tick_s = 0.002
     _, step = _wan(world, "nowhere", sleeps=False)

@@ -12,9 +12,9 @@ from lightning_cp.launch import FailureKind, Job, LocalLauncher
 
 TARGETS = Path(__file__).with_name("ending.py")
 ENDINGS = {
-    "_exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work"),
-    "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks still waited for it"),
-    "exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work"),
+    "_exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running"),
+    "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks were still waiting for it"),
+    "exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running"),
     "_exit 7": (FailureKind.EXIT, "rank {} ended with exit code 7"),
     f"signal {signal.SIGABRT:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 6 (SIGABRT)"),
     f"signal {signal.SIGKILL:d}": (FailureKind.SIGNAL, "rank {} was ended by signal 9 (SIGKILL)"),

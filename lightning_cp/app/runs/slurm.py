@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.run_folder import not_writable
 from lightning_cp.app.settings.table import SettingsError, read
-from lightning_cp.launch.external import whole_number
+from lightning_cp.launch.external import read_count
 
 _NOTES = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
 
@@ -66,7 +66,7 @@ def earlier_runs(environ: Mapping[str, str], output_root: Path, run: str) -> lis
 
 
 def _restarts(environ: Mapping[str, str]) -> int:
-    return whole_number(environ, "SLURM_RESTART_COUNT") or 0
+    return read_count(environ, "SLURM_RESTART_COUNT") or 0
 
 
 def check_sweep(config: DictConfig) -> None:

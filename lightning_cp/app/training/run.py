@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.errors import DataError
-from lightning_cp.launch.stopping import ASKING, Stopped, StopRequest
+from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest
 from lightning_cp.training.ranks import DataShard, Ranks
 
 
@@ -68,12 +68,12 @@ class Run:
 
         Returns: the means, and the number of a stop signal received by any rank (0: none).
         """
-        asked = torch.tensor([float(self.request.number == number) for number in ASKING], dtype=torch.float64)
+        asked = torch.tensor([float(self.request.number == number) for number in STOP_SIGNALS], dtype=torch.float64)
         device = self.ranks.device
         both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), asked.to(device)])
         found = self.ranks.all_reduce(both, reduce_op="mean").tolist()
         means, asking = found[: len(values)], found[len(values) :]
-        return means, next((number for number, share in zip(ASKING, asking, strict=True) if share), 0)
+        return means, next((number for number, share in zip(STOP_SIGNALS, asking, strict=True) if share), 0)
 
     def raise_if_stop_requested(self) -> None:
         """Check for stop requests during long work. Call it on every rank. Raises: Stopped: a rank has a request."""

@@ -68,5 +68,5 @@ def test_jacobians_and_maps_over_samples_are_exact(operator: Callable[[Tensor], 
 def test_an_exchange_without_a_derivative_refuses_tangents() -> None:
     x, tangent = _pair()
     fetch_halo(x, 1, 1, 1, groups=ALONE)
-    with pytest.raises(NotImplementedError, match="the exchange of rows of a parallel VAE has no forward derivative"):
+    with pytest.raises(NotImplementedError, match="the halo exchange of a parallel VAE has no forward derivative"):
         torch.func.jvp(lambda y: fetch_halo(y, 1, 1, 1, groups=ALONE)[0] or y, (x,), (tangent,))

@@ -20,7 +20,7 @@ from lightning_cp.launch.stalls import is_stopped
 RANK = int(os.environ.get("RANK", "-1"))
 
 
-def tell(config: DictConfig) -> None:
+def write_environment(config: DictConfig) -> None:
     names = ("RANK", "LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
     Path(config.folder, f"{RANK}.txt").write_text(" ".join(os.environ[name] for name in names))
     print(f"rank {RANK} speaks")

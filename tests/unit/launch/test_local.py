@@ -49,11 +49,11 @@ def test_ranks_know_their_place_and_only_the_first_speaks(
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = dict(os.environ)
-    assert launch("tell", tmp_path).exit_code == 0
-    told = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
-    assert [fields[:5] for fields in told] == [[str(r), str(r), "0", "3", "127.0.0.1"] for r in range(3)]
-    assert len({fields[5] for fields in told}) == 1
-    assert {fields[6] for fields in told} == {"2"}
+    assert launch("write_environment", tmp_path).exit_code == 0
+    written = [(tmp_path / f"{rank}.txt").read_text().split() for rank in range(3)]
+    assert [fields[:5] for fields in written] == [[str(r), str(r), "0", "3", "127.0.0.1"] for r in range(3)]
+    assert len({fields[5] for fields in written}) == 1
+    assert {fields[6] for fields in written} == {"2"}
     assert capfd.readouterr() == ("rank 0 speaks\n", "rank 0 warns\n")
     assert (tmp_path / "logs" / "rank_2.log").read_text() == "rank 2 speaks\nrank 2 warns\n"
     assert dict(os.environ) == before
@@ -63,7 +63,7 @@ def test_two_jobs_one_after_the_other_have_worlds_of_their_own(tmp_path: Path) -
     for ranks in (2, 3, 1):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        assert launch("tell", folder, ranks=ranks).exit_code == 0
+        assert launch("write_environment", folder, ranks=ranks).exit_code == 0
         assert len(list(folder.glob("*.txt"))) == ranks
 
 
@@ -76,7 +76,7 @@ def test_a_refusal_is_one_line_and_ends_the_others(tmp_path: Path) -> None:
     assert "Traceback" in (tmp_path / "logs" / "rank_1.traceback.txt").read_text()
 
 
-def test_the_first_cause_is_told_with_its_traceback_not_what_followed(tmp_path: Path) -> None:
+def test_the_first_cause_is_reported_with_its_traceback_not_its_consequences(tmp_path: Path) -> None:
     failure = failure_of(launch("raise_on_one_then_everywhere", tmp_path))
     assert (failure.rank, failure.kind) == (1, FailureKind.RAISED)
     text = failure.describe()
@@ -91,11 +91,11 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
     "signal 11": (FailureKind.SIGNAL, "rank {} was ended by signal 11 (SIGSEGV)", 139),
     "abort": (FailureKind.SIGNAL, "rank {} was ended by signal 6 (SIGABRT)", 134),
     "_exit 7": (FailureKind.EXIT, "rank {} ended with exit code 7", 7),
-    "_exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work", 1),
-    "exit 0": (FailureKind.EARLY, "rank {} ended with exit code 0 while other ranks were still at work", 1),
+    "_exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running", 1),
+    "exit 0": (FailureKind.EARLY, "rank {} exited with code 0 while other ranks were still running", 1),
     "exit 3": (FailureKind.EXIT, "rank {} ended with exit code 3", 3),
     "raise": (FailureKind.RAISED, "Unspeakable: (its __str__ raises ValueError)", 1),
-    "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks still waited for it", 1),
+    "return": (FailureKind.EARLY, "rank {} returned from the target while other ranks were still waiting for it", 1),
     "workers": (FailureKind.EXIT, "rank {} ended with exit code 9", 9),
 }
 
@@ -160,7 +160,7 @@ def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: py
         folder = tmp_path / str(number)
         folder.mkdir()
         test_the_rank_that_ended_first_is_named(how, 2 * (number % 2), folder)
-    assert launch("tell", tmp_path).exit_code == 0
+    assert launch("write_environment", tmp_path).exit_code == 0
 
 
 def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Which exceptions are told in one line, and which with their traceback."""
+"""Test which exceptions are reported in one line, and which with their traceback."""
 
 import pytest
 

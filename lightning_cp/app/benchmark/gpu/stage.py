@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu import errors, main_job, memory, speed, suites
 from lightning_cp.app.benchmark.gpu.results import Measurement, read_results, run_measurements, write_results
-from lightning_cp.launch.lifeline import hold_on_to_launcher
+from lightning_cp.launch.lifeline import end_with_launcher
 
 STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
     "tests": suites.run_tests,
@@ -33,5 +33,5 @@ def main(name: str, settings: str, results: str) -> None:
 
 
 if __name__ == "__main__":
-    hold_on_to_launcher(sys.stdin.fileno())
+    end_with_launcher(sys.stdin.fileno())
     main(*sys.argv[1:])

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from lightning_cp.app.benchmark.gpu.results import Check, StageResult, read_results, run_measurements, write_results
-from lightning_cp.launch.lifeline import hold_on_to_launcher
+from lightning_cp.launch.lifeline import end_with_launcher
 
 
 def _measure(folder: Path, name: str, result: StageResult) -> None:
@@ -37,5 +37,5 @@ def main(name: str, path: Path) -> None:
 
 
 if __name__ == "__main__":
-    hold_on_to_launcher(sys.stdin.fileno())
+    end_with_launcher(sys.stdin.fileno())
     main(sys.argv[1], Path(sys.argv[3]))
