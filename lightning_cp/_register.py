@@ -11,24 +11,27 @@ from types import ModuleType
 from typing import Any
 
 # Lightning's module -> (name of its registry, our module with the strategy for it).
-_HOMES = {
+_REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_cp.fabric"),
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_cp.pytorch"),
 }
-_NAMES = {"cp": None, "cp_ring": "ring", "cp_ulysses": "ulysses"}
+_WHOLE_WORLD = {"cp": None, "cp_ring": "ring", "cp_ulysses": "ulysses"}
 
 
-def _build(home: str, **settings: Any) -> Any:
-    return import_module(home).ContextParallelStrategy(**settings)
+def _build(module: str, **settings: Any) -> Any:
+    return import_module(module).ContextParallelStrategy(**settings)
 
 
 def _register(module: ModuleType) -> None:
-    registry_name, ours = _HOMES[module.__name__]
+    registry_name, module_name = _REGISTRIES[module.__name__]
     registry = getattr(module, registry_name)
-    for name, whole_world in _NAMES.items():
+    for name, whole_world in _WHOLE_WORLD.items():
         if name not in registry:
             registry.register(
-                name, partial(_build, ours), description="context parallelism of transformers", whole_world=whole_world
+                name,
+                partial(_build, module_name),
+                description="context parallelism of transformers",
+                whole_world=whole_world,
             )
 
 
@@ -39,7 +42,7 @@ class _AfterImport(MetaPathFinder, Loader):
         self._loaders: dict[str, Any] = {}
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname not in _HOMES or fullname in self._loaders:
+        if fullname not in _REGISTRIES or fullname in self._loaders:
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -47,8 +50,8 @@ class _AfterImport(MetaPathFinder, Loader):
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loaders[spec.name].create_module(spec)
-        return made
+        created: ModuleType | None = self._loaders[spec.name].create_module(spec)
+        return created
 
     def exec_module(self, module: ModuleType) -> None:
         self._loaders[module.__name__].exec_module(module)
@@ -57,8 +60,8 @@ class _AfterImport(MetaPathFinder, Loader):
 
 def register() -> None:
     """Register the strategies now if Lightning is imported; otherwise when it is imported."""
-    for name in _HOMES:
+    for name in _REGISTRIES:
         if name in sys.modules:
             _register(sys.modules[name])
-    if any(name not in sys.modules for name in _HOMES):
+    if any(name not in sys.modules for name in _REGISTRIES):
         sys.meta_path.insert(0, _AfterImport())

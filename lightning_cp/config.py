@@ -28,7 +28,7 @@ KERNEL_NAMES: tuple[str, ...] = (
 )
 CHECK_PEERS: tuple[str, ...] = ("sampled", "first", "always", "off")
 
-_WAY_OUT = (
+_NOT_FOR_DIFFUSERS = (
     "lightning_cp's settings are frozen and carry no run-time state, so diffusers' enable_parallelism and "
     "from_pretrained(parallel_config=...) cannot use them; call "
     "lightning_cp.apply_context_parallel(model, config) on the loaded model instead"
@@ -70,15 +70,15 @@ class ContextParallelConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, not {getattr(self, name)!r}")
         if self.rotate_method not in ROTATE_METHODS:
-            raise ValueError(f"rotate_method={self.rotate_method!r} is not one of {', '.join(ROTATE_METHODS)}")
+            raise ValueError(f"rotate_method={self.rotate_method!r} must be one of {', '.join(ROTATE_METHODS)}")
         axes = _mesh_axes(self.mesh)
         for axis in ("ring", "ulysses"):
             name = f"{axis}_degree"
             degree = check_degree(name, getattr(self, name), default=axes.get(axis, 1))
             if axis in axes and degree != axes[axis]:
                 raise ValueError(
-                    f"{name}={degree} contradicts the mesh, whose axis {axis!r} has size {axes[axis]}: "
-                    f"leave {name} out or give {axes[axis]}"
+                    f"{name}={degree} contradicts the mesh: its axis {axis!r} has size {axes[axis]}; "
+                    f"use {name}={axes[axis]}, or leave {name} out"
                 )
             object.__setattr__(self, name, degree)
 
@@ -119,7 +119,7 @@ class ParallelConfig:
     tensor_parallel_config: None = None
 
     def __post_init__(self) -> None:
-        _refuse_tensor_parallel(self.tensor_parallel_config)
+        _check_no_tensor_parallel(self.tensor_parallel_config)
         if self.context_parallel_config is not None:
             object.__setattr__(self, "context_parallel_config", context_config(self.context_parallel_config))
 
@@ -137,20 +137,20 @@ def context_config(config: object) -> ContextParallelConfig:
     if isinstance(config, ContextParallelConfig):
         return config
     kind = type(config)
-    is_theirs = kind.__module__.split(".")[0] == "diffusers"
-    if isinstance(config, ParallelConfig) or (is_theirs and kind.__name__ == "ParallelConfig"):
-        _refuse_tensor_parallel(getattr(config, "tensor_parallel_config", None))
+    is_diffusers = kind.__module__.split(".")[0] == "diffusers"
+    if isinstance(config, ParallelConfig) or (is_diffusers and kind.__name__ == "ParallelConfig"):
+        _check_no_tensor_parallel(getattr(config, "tensor_parallel_config", None))
         inner = getattr(config, "context_parallel_config", None)
         if inner is None:
-            raise ValueError("parallel_config has no context_parallel_config: give it one")
+            raise ValueError("parallel_config.context_parallel_config is None: set it to a ContextParallelConfig")
         return context_config(inner)
-    if is_theirs and kind.__name__ == "ContextParallelConfig":
-        theirs = {field.name: getattr(config, field.name) for field in fields(ContextParallelConfig)}
-        if theirs["mesh"] is not None:  # diffusers sets omitted degrees to 1; take them from the mesh
-            for axis, size in _mesh_axes(theirs["mesh"]).items():
-                if theirs.get(f"{axis}_degree") == 1:
-                    theirs[f"{axis}_degree"] = size
-        return ContextParallelConfig(**theirs)
+    if is_diffusers and kind.__name__ == "ContextParallelConfig":
+        values = {field.name: getattr(config, field.name) for field in fields(ContextParallelConfig)}
+        if values["mesh"] is not None:  # diffusers sets omitted degrees to 1; take them from the mesh
+            for axis, size in _mesh_axes(values["mesh"]).items():
+                if values.get(f"{axis}_degree") == 1:
+                    values[f"{axis}_degree"] = size
+        return ContextParallelConfig(**values)
     raise TypeError(
         f"parallel_config must be a ContextParallelConfig or ParallelConfig (lightning_cp's or diffusers'), "
         f"not {kind.__module__}.{kind.__qualname__}"
@@ -162,7 +162,7 @@ def check_degree(name: str, value: object, *, default: int) -> int:
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} must be a whole number of at least 1")
+        raise TypeError(f"{name}={value!r} must be an integer of at least 1")
     if value < 1:
         raise ValueError(f"{name}={value} must be at least 1")
     return value
@@ -178,23 +178,23 @@ def _mesh_axes(mesh: object) -> dict[str, int]:
     missing = [axis for axis in ("ring", "ulysses") if axis not in names]
     if missing:
         raise ValueError(
-            f"mesh has axes {names or 'without names'}; it needs 'ring' and 'ulysses' (size 1 for one not used), "
-            "others may stand beside them"
+            f"mesh has axes {names or 'without names'}: it must have the axes 'ring' and 'ulysses' (of size 1 if "
+            "unused); other axes are allowed"
         )
     if names.index("ring") > names.index("ulysses"):
-        raise ValueError(f"mesh has axes {names}: 'ring' must stand before 'ulysses', since rank order is ring-major")
+        raise ValueError(f"mesh has axes {names}: 'ring' must come before 'ulysses', because rank order is ring-major")
     return dict(zip(names, tuple(mesh.shape), strict=True))  # type: ignore[attr-defined]
 
 
-def _refuse_tensor_parallel(config: object) -> None:
+def _check_no_tensor_parallel(config: object) -> None:
     if config is not None:
         raise ValueError(
-            f"tensor_parallel_config={type(config).__name__}(...) is not supported: lightning_cp shards tokens, "
-            "not weights; leave it None (weights can be sharded with FSDP over the same ranks)"
+            f"tensor_parallel_config={type(config).__name__}(...) is not supported: set it to "
+            "None. To shard weights over the same ranks, use FSDP (ContextParallelFSDPStrategy)"
         )
 
 
 def _missing(kind: str, name: str) -> str:
     text = f"{kind!r} object has no attribute {name!r}"
     internal = name == "setup" or (name.startswith("_") and not name.startswith("__"))
-    return f"{text}: {_WAY_OUT}" if internal or name == "context_parallel_config" else text
+    return f"{text}: {_NOT_FOR_DIFFUSERS}" if internal or name == "context_parallel_config" else text

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from lightning_cp.checkpoint.folder import written_whole
+from lightning_cp.checkpoint.folder import atomic_folder
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 def save_pretrained(
-    transformer: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **how: Any
+    transformer: nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, **save_settings: Any
 ) -> None:
     """Save a model for `type(transformer).from_pretrained(folder)`. Call it on every rank; rank 0 writes.
 
@@ -28,7 +28,7 @@ def save_pretrained(
         transformer: a diffusers model.
         folder: output folder. An older model in it is replaced after all files are written; other files stay.
         dtype: dtype of the saved floating-point weights; None: the model's dtypes.
-        how: arguments of diffusers' `save_pretrained` (`max_shard_size`, `variant`).
+        save_settings: arguments of diffusers' `save_pretrained` (`max_shard_size`, `variant`).
     Raises:
         TypeError: `transformer` is not a diffusers model.
         ValueError: the model holds adapters: use `save_lora`, or merge them first.
@@ -38,17 +38,17 @@ def save_pretrained(
     model: Any = _unwrapped(transformer)
     if getattr(model, "peft_config", None):
         names = ", ".join(model.peft_config)
-        raise ValueError(f"{type(model).__name__} holds adapters ({names}): use save_lora, or merge them first")
-    state = _whole_state(model, dtype=dtype)
+        raise ValueError(f"{type(model).__name__} has adapters ({names}): use save_lora, or merge them first")
+    state = _full_state(model, dtype=dtype)
 
     def write() -> None:
         with torch.device("meta"):
             plain = type(model).from_config(model.config)
         plain.load_state_dict(state, strict=True, assign=True)
-        with written_whole(Path(folder), replaces="diffusion_pytorch_model*") as scratch:
-            plain.save_pretrained(scratch, safe_serialization=True, **how)
+        with atomic_folder(Path(folder), replaces="diffusion_pytorch_model*") as scratch:
+            plain.save_pretrained(scratch, safe_serialization=True, **save_settings)
 
-    _on_first_rank(write)
+    _on_rank_zero(write)
 
 
 def save_lora(
@@ -78,12 +78,14 @@ def save_lora(
     model: Any = _unwrapped(transformer)
     adapters = getattr(model, "peft_config", None) or {}
     if adapter not in adapters:
-        raise ValueError(f"adapter={adapter} is not valid: {type(model).__name__} has {', '.join(adapters) or 'none'}")
-    state = _whole_state(model, dtype=dtype)
+        raise ValueError(
+            f"adapter={adapter!r} must be an adapter of {type(model).__name__}: {', '.join(adapters) or 'it has none'}"
+        )
+    state = _full_state(model, dtype=dtype)
 
     def write() -> None:
         layers = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
-        with written_whole(Path(folder)) as scratch:
+        with atomic_folder(Path(folder)) as scratch:
             LoraBaseMixin.write_lora_layers(
                 state_dict={f"{component}.{name}": x.contiguous() for name, x in layers.items()},
                 save_directory=str(scratch),
@@ -94,7 +96,7 @@ def save_lora(
                 lora_adapter_metadata={f"{component}.{key}": x for key, x in adapters[adapter].to_dict().items()},
             )
 
-    _on_first_rank(write)
+    _on_rank_zero(write)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -105,12 +107,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     while not isinstance(found, ModelMixin):
         inner = getattr(found, "_orig_mod", None) or getattr(found, "module", None)
         if not isinstance(inner, nn.Module):
-            raise TypeError(f"{type(module).__name__} is no diffusers model: give the transformer itself")
+            raise TypeError(f"{type(module).__name__} is not a diffusers model: pass the transformer itself")
         found = inner
     return found  # type: ignore[no-any-return]
 
 
-def _on_first_rank(write: Callable[[], None]) -> None:
+def _on_rank_zero(write: Callable[[], None]) -> None:
     """Call `write` on rank 0 and wait for it on every rank. Raises, on every rank: RuntimeError: it failed."""
     if not dist.is_initialized():
         write()
@@ -123,10 +125,10 @@ def _on_first_rank(write: Callable[[], None]) -> None:
             failure = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise RuntimeError(f"the first rank could not export: {failure[0]}")
+        raise RuntimeError(f"rank 0 could not export: {failure[0]}")
 
 
-def _whole_state(model: nn.Module, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
+def _full_state(model: nn.Module, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Gather all weights on the CPU of rank 0; other ranks get an empty dict. Call it on every rank."""
     state: dict[str, Any] = get_model_state_dict(
         model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -25,11 +25,11 @@ from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.notebook import MultiProcessingLauncher, ScriptLauncher
 
 
-class _OfFabric(ContextParallelMixin):
+class _FabricMixin(ContextParallelMixin):
     """Common base of both strategies for Fabric."""
 
-    _starts_processes_with = MultiProcessingLauncher
-    _starts_scripts_with = ScriptLauncher
+    _process_launcher = MultiProcessingLauncher
+    _script_launcher = ScriptLauncher
 
     @property
     @override
@@ -38,7 +38,7 @@ class _OfFabric(ContextParallelMixin):
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
 
-class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
+class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
     """Context parallelism with DDP: `fabric.setup` makes the transformers of a module context-parallel.
 
     Example: `Fabric(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
@@ -76,7 +76,7 @@ class ContextParallelStrategy(_OfFabric, DDPMixin, DDPStrategy):
         return super().load_checkpoint(path, state, strict, self._check_checkpoint(path, weights_only))
 
 
-class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy):
     """Context parallelism with FSDP2: `fabric.setup` shards a module's weights, block by block, over all ranks.
 
     With `fabric.init_module(empty_init=True)` no rank ever holds the whole model; load weights after `fabric.setup`.
@@ -91,7 +91,7 @@ class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
         self, *, parallelize_fn: Callable[[nn.Module, DeviceMesh], nn.Module] | None = None, **settings: Any
     ) -> None:
         super().__init__(**settings, parallelize_fn=self._parallelize)
-        self._shards_by_hand = parallelize_fn
+        self._user_parallelize_fn = parallelize_fn
         self._backward_sync_control = _SyncControl()
 
     @override
@@ -116,11 +116,11 @@ class ContextParallelFSDPStrategy(_OfFabric, FSDPMixin, ModelParallelStrategy):
     def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         installed = self._wrap(module)
         parallel = module
-        if self._shards_by_hand is None:
+        if self._user_parallelize_fn is None:
             self._shard_weights(module, installed)
         else:
             with self._from_equal_weights(module):
-                parallel = self._shards_by_hand(module, mesh)
+                parallel = self._user_parallelize_fn(module, mesh)
             self._check_sharded(module)
         with self.precision.forward_context():
             self._log_layout(installed)

@@ -85,10 +85,10 @@ class Branches:
         return self.across.context_rank
 
 
-ALONE = MeshGroups("alone", None, None, None, None, (1, 1), 0, 0, 1)
+SINGLE_RANK = MeshGroups("single_rank", None, None, None, None, (1, 1), 0, 0, 1)
 
 
-class _Built:
+class _GroupCache:
     """Cache of the groups of one world. It is cleared at the first use of the next world: a mesh holds its world."""
 
     def __init__(self) -> None:
@@ -102,17 +102,17 @@ class _Built:
         return self.groups
 
 
-_built = _Built()
+_cache = _GroupCache()
 # Operators take the name of their groups, because a process group cannot be an operator's argument.
-_by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({ALONE.name: ALONE})
+_by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({SINGLE_RANK.name: SINGLE_RANK})
 # Part of the names: a name is a constant of compiled graphs, and torch's compile cache only finds a graph again if the
 # next process gives the same name.
 _numbers = itertools.count()
 
 
-def built_groups() -> tuple[object, ...]:
+def cached_groups() -> tuple[object, ...]:
     """Return the process group of the last world, which may be destroyed by now, and what was built for it."""
-    return (_built.world, *_built.groups.values())
+    return (_cache.world, *_cache.groups.values())
 
 
 def groups_by_name(name: str) -> MeshGroups:
@@ -127,14 +127,14 @@ def groups_for(config: ContextParallelConfig) -> MeshGroups:
     Raises: ValueError: the degrees do not fit the world, or there is no process group.
     """
     if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
-        return ALONE
+        return SINGLE_RANK
     if not dist.is_initialized():
         raise ValueError(
             f"ring={config.ring} x ulysses={config.ulysses} needs a process group: call "
             "torch.distributed.init_process_group first, start with torchrun, or use lightning_cp's strategy"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
-    built = _built.of(dist.group.WORLD)
+    built = _cache.of(dist.group.WORLD)
     key = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
@@ -157,13 +157,13 @@ def check_world(ring: int, ulysses: int, world: int) -> int:
     context = ring * ulysses
     if context > world:
         raise ValueError(
-            f"ring={ring} x ulysses={ulysses} needs {context} ranks, but the world has {world}: "
-            f"start {context} (or a multiple), or lower a degree"
+            f"ring={ring} x ulysses={ulysses} needs {context} ranks, but the world size is {world}: "
+            f"start {context} ranks (or a multiple), or lower a degree"
         )
     if world % context:
         raise ValueError(
-            f"ring={ring} x ulysses={ulysses} = {context} does not divide the world of {world} ranks: "
-            f"start a multiple of {context}"
+            f"ring={ring} x ulysses={ulysses} = {context} must divide the world size {world}: "
+            f"start a multiple of {context} ranks"
         )
     return world // context
 
@@ -184,23 +184,23 @@ def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
     groups = groups_for(config)
     names = () if config.mesh is None else tuple(config.mesh.mesh_dim_names or ())
     if "cfg" in names:
-        assert config.mesh is not None, "the axis is one of its"
+        assert config.mesh is not None, "its axes were read above"
         size = config.mesh.size(names.index("cfg"))
         if cfg not in (1, size):
-            raise ValueError(f"cfg={cfg} contradicts the mesh, whose axis 'cfg' has size {size}: leave cfg out")
+            raise ValueError(f"cfg={cfg} contradicts the mesh: its axis 'cfg' has size {size}; leave cfg out")
         cfg = size
-    if cfg == 1 and groups is ALONE:
-        return Branches(ALONE, ALONE, ALONE, 0, 1)
+    if cfg == 1 and groups is SINGLE_RANK:
+        return Branches(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1)
     if not dist.is_initialized():
         raise ValueError(f"cfg={cfg} needs a process group: call torch.distributed.init_process_group first")
     context = groups.context_size
     if groups.data_size % cfg:
         raise ValueError(
-            f"cfg={cfg} x ring={config.ring} x ulysses={config.ulysses} = {cfg * context} does not divide the "
-            f"{groups.data_size * context} ranks: start a multiple of {cfg * context}"
+            f"cfg={cfg} x ring={config.ring} x ulysses={config.ulysses} = {cfg * context} must divide the "
+            f"world size {groups.data_size * context}: start a multiple of {cfg * context} ranks"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
-    built = _built.of(dist.group.WORLD)
+    built = _cache.of(dist.group.WORLD)
     key = ("branches", cfg, config.mesh_shape if config.mesh is None else id(config.mesh))
     if key not in built:
         built[key] = _build_branches(groups, cfg)
@@ -214,29 +214,29 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
     names = tuple(mesh.mesh_dim_names or ())
     inner = [names.index(axis) for axis in ("cfg", "ring", "ulysses") if axis in names]
     others = [axis for axis in range(mesh.ndim) if axis not in inner]
-    rows = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, groups.context_size)  # [data, cfg, context]
-    data_rank, cfg_rank, context_rank = (rows == dist.get_rank()).nonzero()[0].tolist()
+    ranks = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, groups.context_size)  # [data, cfg, context]
+    data_rank, cfg_rank, context_rank = (ranks == dist.get_rank()).nonzero()[0].tolist()
     sample, group = groups.context, None
     if cfg > 1:  # collective: every rank creates all groups in the same order
-        group, _ = dist.new_subgroups_by_enumeration(rows.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
-        sample, _ = dist.new_subgroups_by_enumeration(rows.flatten(1).tolist())  # type: ignore[no-untyped-call]
+        group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
+        sample, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).tolist())  # type: ignore[no-untyped-call]
         _connect(group, sample)
-    place = cfg_rank * groups.context_size + context_rank
+    coordinates = cfg_rank * groups.context_size + context_rank
     return Branches(
         context=groups,
         across=_as_ring(groups, group, cfg, cfg_rank, name="across"),
-        sample=_as_ring(groups, sample, cfg * groups.context_size, place, name="sample"),
+        sample=_as_ring(groups, sample, cfg * groups.context_size, coordinates, name="sample"),
         data_rank=data_rank,
-        data_size=len(rows),
+        data_size=len(ranks),
     )
 
 
 def ring_groups(groups: MeshGroups) -> MeshGroups:
     """Return the ring of `groups` without its Ulysses group. Cached as long as the mesh."""
     if groups.ring is None:
-        return ALONE
+        return SINGLE_RANK
     assert dist.group.WORLD is not None, "a ring has a process group"
-    built, key = _built.of(dist.group.WORLD), ("ring", groups.name)
+    built, key = _cache.of(dist.group.WORLD), ("ring", groups.name)
     if key not in built:
         built[key] = _as_ring(groups, groups.ring, groups.context_shape[0], groups.ring_rank, name="ring")
     found: MeshGroups = built[key]
@@ -262,15 +262,18 @@ def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, ran
 
 def _build_groups(mesh: DeviceMesh) -> MeshGroups:
     names = mesh.mesh_dim_names
-    assert names is not None, "settings refuse a mesh without names"
+    assert names is not None, "ContextParallelConfig rejects a mesh without names"
     ring, ulysses = mesh.size(names.index("ring")), mesh.size(names.index("ulysses"))
     others = [axis for axis in range(mesh.ndim) if names[axis] not in ("ring", "ulysses")]
     order = (*others, names.index("ring"), names.index("ulysses"))
-    rows = mesh.mesh.permute(order).reshape(-1, ring * ulysses)
-    place = (rows == dist.get_rank()).nonzero()
-    if not len(place):
-        raise ValueError(f"mesh {dict(zip(names, mesh.shape, strict=True))} does not hold rank {dist.get_rank()}")
-    data_rank, context_rank = place[0].tolist()
+    ranks = mesh.mesh.permute(order).reshape(-1, ring * ulysses)
+    coordinates = (ranks == dist.get_rank()).nonzero()
+    if not len(coordinates):
+        raise ValueError(
+            f"mesh {dict(zip(names, mesh.shape, strict=True))} does not contain this rank, {dist.get_rank()}: every "
+            "rank must be in the mesh"
+        )
+    data_rank, context_rank = coordinates[0].tolist()
     context = None
     if ring * ulysses > 1:
         if ring == 1:
@@ -278,7 +281,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
         elif ulysses == 1:
             context = mesh.get_group("ring")
         else:  # collective: every rank creates the groups of all rows in the same order
-            context, _ = dist.new_subgroups_by_enumeration(rows.tolist())  # type: ignore[no-untyped-call]
+            context, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
     ring_group = mesh.get_group("ring") if ring > 1 else None
     ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
     _connect(ring_group, ulysses_group, context)
@@ -291,7 +294,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
         context_shape=(ring, ulysses),
         context_rank=context_rank,
         data_rank=data_rank,
-        data_size=len(rows),
+        data_size=len(ranks),
     )
 
 

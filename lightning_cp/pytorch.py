@@ -27,7 +27,7 @@ from lightning_cp.strategies.initial_weights import share_initial_weights
 from lightning_cp.strategies.meta import weights_on_meta
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
-from lightning_cp.strategies.trainer_samplers import leave_samplers
+from lightning_cp.strategies.trainer_samplers import keep_samplers
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -38,14 +38,14 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
     Example: `Trainer(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
     """
 
-    _starts_processes_with = MultiProcessingLauncher
-    _starts_scripts_with = ScriptLauncher
+    _process_launcher = MultiProcessingLauncher
+    _script_launcher = ScriptLauncher
 
     @override
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel, then run Lightning's setup."""
         assert self.lightning_module is not None, "connected before"
-        self._divides_batches = leave_samplers(trainer, data_size=self.data_size)
+        self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
         installed = self._wrap(self.lightning_module)
         with self._from_equal_weights(self.lightning_module):
             pass
@@ -79,8 +79,8 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
     Args: see `FSDPMixin`.
     """
 
-    _starts_processes_with = MultiProcessingLauncher
-    _starts_scripts_with = ScriptLauncher
+    _process_launcher = MultiProcessingLauncher
+    _script_launcher = ScriptLauncher
 
     @override
     @contextmanager
@@ -100,7 +100,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
         check_unchanged(ModelParallelStrategy.setup, TRAINER_SETUP)
         self.accelerator.setup(trainer)
         self._refuse_what_needs_whole_weights(trainer)
-        self._divides_batches = leave_samplers(trainer, data_size=self.data_size)
+        self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
         if any(isinstance(inner, FullyShardedDataParallel) for inner in self.model.modules()):
             raise TypeError(
                 f"found modules wrapped in FullyShardedDataParallel: {type(self).__name__} only supports the new FSDP2 "

@@ -13,7 +13,7 @@ from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
 from lightning_cp.config import ContextParallelConfig, context_config
-from lightning_cp.mesh import ALONE, groups_for
+from lightning_cp.mesh import SINGLE_RANK, groups_for
 
 
 @overload
@@ -112,7 +112,7 @@ def context_parallel_attention(
         arXiv:2405.07719 (unified).
     """
     config = context_config(parallel_config)
-    groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
+    groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config)
     try:
         check_kinds(query=query, key=key, value=value, attn_mask=attn_mask)
         check_settings(dropout_p, is_causal, scale, enable_gqa)

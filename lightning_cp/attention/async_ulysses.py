@@ -19,7 +19,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.config import ContextParallelConfig, context_config
 from lightning_cp.errors import PeerMismatchError, ShapeError
-from lightning_cp.mesh import ALONE, MeshGroups, groups_for, ring_groups
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for, ring_groups
 
 _Start = Callable[..., Callable[[], list[Tensor]]]
 
@@ -72,7 +72,7 @@ def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] 
     Gradient: exact.
     """
     config = context_config(parallel_config)
-    groups = ALONE if config.mesh_shape == (1, 1) else groups_for(config)
+    groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config)
     if groups.ulysses is None:
         return x
     if torch.compiler.is_compiling():

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.training.ema import WeightAverage, whole_of
+from lightning_cp.training.ema import WeightAverage, full_tensor
 
 
 class AveragingCallback(Callback):
@@ -27,14 +27,11 @@ class AveragingCallback(Callback):
     def __init__(self, setting: str, decay: float | None) -> None:
         is_number = isinstance(decay, (int, float)) and not isinstance(decay, bool)
         if decay is not None and not (is_number and 0 <= decay < 1):
-            raise ValueError(
-                f"{setting}={decay!r} must be a number from 0 to below 1, such as 0.999 (the weight of the past in "
-                "each step)"
-            )
+            raise ValueError(f"{setting}={decay!r} must be a number from 0 to below 1, for instance 0.999 (EMA decay)")
         self._setting, self._decay = setting, decay
         self._average: WeightAverage | None = None
         self._saved: dict[str, Any] | None = None
-        self._done = 0  # step of the last update
+        self._last_step = 0  # step of the last update
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -49,26 +46,26 @@ class AveragingCallback(Callback):
                 f"{type(self).__name__}({self._setting}={self._decay}) and {type(other).__name__} both average the "
                 "weights: use one of them"
             )
-        self._done = trainer.global_step
+        self._last_step = trainer.global_step
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the average after an optimizer step, not after a gradient accumulation step."""
-        if trainer.global_step != self._done and self._average is not None:
+        if trainer.global_step != self._last_step and self._average is not None:
             self._average.update(pl_module, step=trainer.global_step)
-        self._done = trainer.global_step
+        self._last_step = trainer.global_step
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return whole averages on the CPU, on rank 0 only. Call it on every rank: shards are all-gathered."""
+        """Return the full averages on the CPU of rank 0. Call it on every rank: shards are all-gathered."""
         if self._average is None:
             return self._saved or {}
         is_first = not dist.is_initialized() or dist.get_rank() == 0
         state: dict[str, Tensor] = {}
         for name, x in self._average.state_dict().items():
-            whole = whole_of(x)
+            full = full_tensor(x)
             if is_first:
-                state[name] = whole.cpu()
+                state[name] = full.cpu()
         return state
 
     @override
@@ -103,14 +100,14 @@ class AveragingCallback(Callback):
         self._average = WeightAverage(pl_module, self._decay)
         if self._saved is None:
             return
-        now = {name: tuple(x.shape) for name, x in self._average.state_dict().items()}
-        then = {name: tuple(x.shape) for name, x in self._saved.items()}
-        unlike = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
-        if unlike:
+        expected = {name: tuple(x.shape) for name, x in self._average.state_dict().items()}
+        saved = {name: tuple(x.shape) for name, x in self._saved.items()}
+        different = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
+        if different:
             raise ValueError(
-                f"{type(self).__name__}: the checkpoint's averages are not those of this module: {unlike[0]} has shape "
-                f"{then.get(unlike[0], 'none')} there and {now.get(unlike[0], 'none')} here ({len(unlike)} differ). "
-                "Resume with the same module and the same frozen weights"
+                f"{type(self).__name__}: the EMA weights in the checkpoint do not fit this module: {different[0]} has "
+                f"shape {saved.get(different[0], 'none')} in the checkpoint and {expected.get(different[0], 'none')} "
+                f"here ({len(different)} weights differ). Resume with the same module and the same frozen weights"
             )
         self._average.load_state_dict(self._saved)
         self._saved = None
@@ -132,7 +129,7 @@ class EMACallback(AveragingCallback):
 
     def __init__(self, decay: float = 0.999, *, evaluate: bool = True) -> None:
         if decay is None:
-            raise ValueError("decay=None must be a number from 0 to below 1, such as 0.999")
+            raise ValueError("decay=None must be a number from 0 to below 1, for instance 0.999 (EMA decay)")
         if not isinstance(evaluate, bool):
             raise TypeError(f"evaluate={evaluate!r} must be True or False")
         super().__init__("decay", decay)

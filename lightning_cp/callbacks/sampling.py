@@ -60,9 +60,13 @@ class SamplingCallback(AveragingCallback):
     ) -> None:
         super().__init__("ema_decay", ema_decay)
         if isinstance(every_n_train_steps, bool) or not isinstance(every_n_train_steps, int) or every_n_train_steps < 1:
-            raise ValueError(f"every_n_train_steps={every_n_train_steps!r} must be a number of steps, at least 1")
+            raise ValueError(
+                f"every_n_train_steps={every_n_train_steps!r} must be an integer of at least 1 (optimizer steps)"
+            )
         if len(value_range) != 2 or not value_range[0] < value_range[1]:
-            raise ValueError(f"value_range={value_range!r} must be black and white, as in (-1.0, 1.0)")
+            raise ValueError(
+                f"value_range={value_range!r} must be (black, white) with black < white, for instance (-1.0, 1.0)"
+            )
         self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
         self._range, self._folder, self._seed = value_range, folder, seed
         self._drawn = -1  # step of the last picture
@@ -75,7 +79,7 @@ class SamplingCallback(AveragingCallback):
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        before = self._done
+        before = self._last_step
         super().on_train_batch_end(trainer, pl_module)
         step = trainer.global_step
         if step != before and step % self._every == 0:
@@ -92,12 +96,12 @@ class SamplingCallback(AveragingCallback):
         with isolate_rng(), _evaluating(pl_module), self.averaged(trainer, pl_module), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + data_shard.rank)
             with trainer.precision_plugin.forward_context():
-                own = self._sample(pl_module, generator)
-        _check_alike(own)
-        samples = gather_shares(ranks, own.detach().float(), data_shard)
+                samples = self._sample(pl_module, generator)
+        _check_shapes(samples)
+        gathered = gather_shares(ranks, samples.detach().float(), data_shard)
         folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir broadcasts
         if trainer.is_global_zero:
-            self._write(trainer, tile(samples, value_range=self._range), folder)
+            self._write(trainer, tile(gathered, value_range=self._range), folder)
 
     def _write(self, trainer: Trainer, picture: Tensor, folder: Path) -> None:
         step = trainer.global_step
@@ -109,18 +113,19 @@ class SamplingCallback(AveragingCallback):
                 logger.log_image("samples", [picture.numpy()], step)
 
 
-def _check_alike(own: object) -> None:
+def _check_shapes(samples: object) -> None:
     """Compare sample shapes between ranks. Raises, on every rank: ValueError: no pictures, or different shapes."""
-    shape = tuple(own.shape) if isinstance(own, Tensor) else type(own).__name__
+    shape = tuple(samples.shape) if isinstance(samples, Tensor) else type(samples).__name__
     shapes = [shape]
     if dist.is_initialized():
         shapes = [shape] * dist.get_world_size()
         dist.all_gather_object(shapes, shape)
     valid = isinstance(shape, tuple) and len(shape) in (4, 5) and shape[1] in (1, 3, 4) and all(shape)
     if len(set(shapes)) > 1 or not valid:
-        told = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(shapes))
+        shapes_by_rank = ", ".join(f"rank {rank}: {one}" for rank, one in enumerate(shapes))
         raise ValueError(
-            f"sample(...) gave {told}; must be [n, c, h, w] or [n, c, f, h, w], c 1, 3 or 4, the same on all ranks"
+            f"sample(...) returned {shapes_by_rank}: it must return pictures [n, c, h, w] or clips [n, c, f, h, w] "
+            "with c = 1, 3 or 4, and the same shape on every rank"
         )
 
 

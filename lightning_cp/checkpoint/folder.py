@@ -143,7 +143,7 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def written_whole(folder: Path, *, replaces: str = "") -> Iterator[Path]:
+def atomic_folder(folder: Path, *, replaces: str = "") -> Iterator[Path]:
     """Yield a scratch folder; its files are moved into `folder` when the context ends without an error.
 
     Args: replaces: glob pattern of old files to remove if they were not written again; other files stay.

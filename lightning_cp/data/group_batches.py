@@ -49,11 +49,11 @@ class GroupBatches(WrappedSampler):
         batches = iter(self.order)
         first: list[Any] = []
         while True:
-            rounded = list(islice(batches, self.data_size))
-            first = first or rounded
-            if self.repeat and rounded:
-                while len(rounded) < self.data_size:
-                    rounded += first[: self.data_size - len(rounded)]
-            if len(rounded) <= self.data_rank:
+            one_round = list(islice(batches, self.data_size))
+            first = first or one_round
+            if self.repeat and one_round:
+                while len(one_round) < self.data_size:
+                    one_round += first[: self.data_size - len(one_round)]
+            if len(one_round) <= self.data_rank:
                 return
-            yield rounded[self.data_rank]
+            yield one_round[self.data_rank]

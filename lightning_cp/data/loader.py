@@ -25,16 +25,16 @@ class EndlessLoader(DataLoader[Any]):
             try:
                 batch = next(batches)
             except StopIteration as end:
-                raise DataError(f"the data ended after {count} batches of this run: {_cause(end)}") from end
+                raise DataError(f"the data loader ended after {count} batches of this run: {_cause(end)}") from end
             count += 1
             yield batch
 
 
 def _cause(end: StopIteration) -> str:
     """Describe the place where StopIteration was raised, and the fix."""
-    place = traceback.extract_tb(end.__traceback__)[-1]
-    where = f"StopIteration was raised in {place.name}, {place.filename}:{place.lineno}"
+    frame = traceback.extract_tb(end.__traceback__)[-1]
+    origin = f"StopIteration was raised in {frame.name}, {frame.filename}:{frame.lineno}"
     if isinstance(end.value, str) and end.value.startswith("Caught StopIteration"):  # worker traceback, as text
         lines = [line.strip() for line in end.value.splitlines() if line.strip().startswith("File ")]
-        where = f"StopIteration was raised in a worker: {lines[-1]}"
-    return f"{where}; a data set and its sampler must give a sample for every index, without end"
+        origin = f"StopIteration was raised in a worker: {lines[-1]}"
+    return f"{origin}; the data set must return a sample for every index, and its sampler must not end"

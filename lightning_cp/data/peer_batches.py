@@ -24,10 +24,10 @@ Order = Iterable[Any]
 _FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries per broadcast; each chunk is twice as large as the previous one
 _COMPARED = 8  # batches (or indices) compared between data groups
 _RECORDER = "_IndexBatchSamplerWrapper"  # matched by name: it is in lightning.pytorch, which Fabric does not import
-_SAME_EVERYWHERE = (GlobalBatchSampler, EndlessBatches)
+_SAME_ON_ALL_RANKS = (GlobalBatchSampler, EndlessBatches)
 
 
-def is_foreign(batch_sampler: object) -> bool:
+def is_custom(batch_sampler: object) -> bool:
     """Return True for a batch sampler without an inner index sampler: Lightning cannot shard it."""
     known = (type(None), BatchSampler)
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
@@ -48,15 +48,15 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
     """
     source = _source(loader)
     _check_replicas(loader.sampler, groups)
-    if isinstance(source, _SAME_EVERYWHERE):
+    if isinstance(source, _SAME_ON_ALL_RANKS):
         return loader
     if groups.data_size > 1 and not _is_divided(loader):
-        if divide and is_foreign(_unwrapped(loader.batch_sampler)):
-            whole, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
+        if divide and is_custom(_unwrapped(loader.batch_sampler)):
+            world, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
 
             def share(order: Order) -> Order:
                 return GroupBatches(
-                    FirstRanksOrder(order, whole, shares_states=False),
+                    FirstRanksOrder(order, world, shares_states=False),
                     groups.data_rank,
                     groups.data_size,
                     repeat=repeat,
@@ -64,11 +64,11 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
 
             return reordered(loader, share)
         return reordered(
-            loader, lambda order: DifferentOrders(_on_peers(order, groups), groups, length_or_none(loader.dataset))
+            loader, lambda order: DifferentOrders(_same_on_peers(order, groups), groups, length_or_none(loader.dataset))
         )
-    if _on_peers(source, groups) is source:
+    if _same_on_peers(source, groups) is source:
         return loader
-    return reordered(loader, lambda order: _on_peers(order, groups))
+    return reordered(loader, lambda order: _same_on_peers(order, groups))
 
 
 class FirstRanksOrder(WrappedSampler):
@@ -99,17 +99,17 @@ class FirstRanksOrder(WrappedSampler):
             yield from self.order
             return
         is_first = dist.get_rank(self.group) == 0
-        own = iter(self.order) if is_first else iter(())
+        entries = iter(self.order) if is_first else iter(())
         # Do not prefetch from a sampler with a state_dict: its saved position would be ahead of training.
         size, last = (1, 1) if hasattr(self.order, "state_dict") else (_FIRST_CHUNK, _LAST_CHUNK)
-        left = length_or_none(self.order) if is_first else None
+        remaining = length_or_none(self.order) if is_first else None
         while True:
             before = get_random_state() if is_first else {}
             message: list[Any] = [None]
             if is_first:
-                size = min(size, max(left, 1)) if left is not None else size
-                chunk, error = _next_chunk(own, size, type(self.order).__name__)
-                left = None if left is None else left - len(chunk)
+                size = min(size, max(remaining, 1)) if remaining is not None else size
+                chunk, error = _next_chunk(entries, size, type(self.order).__name__)
+                remaining = None if remaining is None else remaining - len(chunk)
                 after = get_random_state()
                 message = [(chunk, size, error, None if is_same_state(before, after) else after)]
             dist.broadcast_object_list(message, group=self.group, group_src=0)
@@ -151,14 +151,14 @@ class DifferentOrders(WrappedSampler):
             return
         order = iter(self.order)
         first = list(islice(order, 1 if hasattr(self.order, "state_dict") else _COMPARED))
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (first, self.length))
-        if first and all(theirs == everyone[0] for theirs in everyone):
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, (first, self.length))
+        if first and all(other == gathered[0] for other in gathered):
             raise DataError(
                 f"all {self.groups.data_size} data groups read the same batches: they begin with {str(first[0])[:60]}. "
                 "Leave use_distributed_sampler=True, or wrap the batch sampler: "
-                "lightning_cp.data.GroupBatches(batch_sampler, strategy.data_rank, strategy.data_size). If each data "
-                "group has other data behind these indices, set sharded_by_data_rank = True on the data set"
+                "lightning_cp.data.GroupBatches(batch_sampler, strategy.data_rank, strategy.data_size). If the "
+                "same indices are different samples on each data group, set sharded_by_data_rank = True on the data set"
             )
         yield from chain(first, order)
 
@@ -169,12 +169,12 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     Args:
         wrap: takes the old sampler (or batch sampler) and returns the new one.
     """
-    made = copy.copy(loader)
-    attributes = made.__dict__  # bypass DataLoader.__setattr__, which rejects these attributes
+    copied = copy.copy(loader)
+    attributes = copied.__dict__  # bypass DataLoader.__setattr__, which rejects these attributes
     attributes["_iterator"] = None
     if loader.batch_sampler is None:
         attributes["sampler"] = wrap(loader.sampler)
-        return made
+        return copied
     outer: Any = copy.copy(loader.batch_sampler)
     inner = _unwrapped(outer)
     if inner is not outer:
@@ -185,7 +185,7 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
         attributes["batch_sampler"] = _with_order(outer, wrap)
     if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
         attributes["sampler"] = attributes["batch_sampler"].sampler
-    return made
+    return copied
 
 
 def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
@@ -223,11 +223,11 @@ def _check_replicas(sampler: object, groups: MeshGroups) -> None:
 
 def _is_divided(loader: DataLoader[Any]) -> bool:
     batch_sampler = _unwrapped(loader.batch_sampler)
-    places = (loader, loader.dataset, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-    return any(isinstance(x, DistributedSampler) or getattr(x, "sharded_by_data_rank", False) for x in places)
+    holders = (loader, loader.dataset, loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+    return any(isinstance(x, DistributedSampler) or getattr(x, "sharded_by_data_rank", False) for x in holders)
 
 
-def _on_peers(order: Any, groups: MeshGroups) -> Any:
+def _same_on_peers(order: Any, groups: MeshGroups) -> Any:
     """Broadcast the order from the first rank of the context group, unless all ranks have the same order anyway."""
     if groups.context is None or type(order) in (SequentialSampler, DistributedSampler):
         return order

@@ -52,9 +52,9 @@ def share_random_state(groups: MeshGroups) -> None:
     """
     if groups.context is None:
         return
-    everyone: list[Any] = [None] * groups.context_size
-    dist.all_gather_object(everyone, _as_arrays(get_random_state()), group=groups.context)
-    set_random_state(_as_tensors(everyone[0]))
+    gathered: list[Any] = [None] * groups.context_size
+    dist.all_gather_object(gathered, _as_arrays(get_random_state()), group=groups.context)
+    set_random_state(_as_tensors(gathered[0]))
 
 
 def random_states(data_rank: int, data_size: int) -> list[State]:
@@ -65,9 +65,9 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
     """
     if not dist.is_initialized():
         return [get_random_state()]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (data_rank, _as_arrays(get_random_state())))
-    first = dict(reversed(everyone))  # keep the lowest rank of each data group
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (data_rank, _as_arrays(get_random_state())))
+    first = dict(reversed(gathered))  # keep the lowest rank of each data group
     return [_as_tensors(first[group]) for group in range(data_size)]
 
 

@@ -47,7 +47,7 @@ DIFFUSERS_BACKENDS: dict[str, str] = {
 def check_kernel(name: object) -> str:
     """Return `name` if it is a kernel name. Raises: KernelError (a ValueError) with the list of names."""
     if name not in KERNEL_NAMES:
-        raise KernelError(f"kernel={name!r} is not one of {', '.join(KERNEL_NAMES)}")
+        raise KernelError(f"kernel={name!r} must be one of {', '.join(KERNEL_NAMES)}")
     return str(name)
 
 
@@ -55,8 +55,8 @@ def kernel_of_backend(backend: str) -> str:
     """Return the kernel name for a diffusers backend. Raises: KernelError with the list of supported backends."""
     if backend not in DIFFUSERS_BACKENDS:
         raise KernelError(
-            f"attention backend {backend!r} gives no log-sum-exp and gradient that context parallelism could merge; "
-            f"choose one of {', '.join(DIFFUSERS_BACKENDS)} (set_attention_backend, attention_backend() or "
+            f"attention backend {backend!r} does not return the log-sum-exp and gradients that context parallelism "
+            f"needs: use one of {', '.join(DIFFUSERS_BACKENDS)} (set_attention_backend, attention_backend() or "
             "DIFFUSERS_ATTN_BACKEND)"
         )
     return DIFFUSERS_BACKENDS[backend]
@@ -79,7 +79,7 @@ def choose_kernel(name: str, query: Tensor, mask: Tensor | None) -> Kernel:
         if reason is None:
             return kernel
         reasons.append(reason)
-    raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. kernel='auto' finds one that can")
+    raise KernelError(f"kernel={name!r} cannot be used here: {'; '.join(reasons)}. Use kernel='auto'")
 
 
 def check_has_gradient(name: str) -> None:

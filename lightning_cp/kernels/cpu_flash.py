@@ -23,7 +23,7 @@ class CpuFlashKernel:
     native_gqa = True
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
-        return None if query.dtype in _DTYPES else f"dtype {query.dtype} is none of {_DTYPES}"
+        return None if query.dtype in _DTYPES else f"dtype {query.dtype} is not one of {_DTYPES}"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

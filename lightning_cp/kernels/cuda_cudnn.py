@@ -19,7 +19,7 @@ class CudnnKernel:
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
-            return "it is used without masks only"
+            return "it is used only without a mask"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 128:

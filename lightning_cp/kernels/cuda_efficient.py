@@ -23,7 +23,7 @@ class EfficientKernel:
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         dtypes = (torch.float32, torch.float16, torch.bfloat16)
-        return None if query.dtype in dtypes else f"dtype {query.dtype} is none of {dtypes}"
+        return None if query.dtype in dtypes else f"dtype {query.dtype} is not one of {dtypes}"
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, causal: bool, scale: float

@@ -19,7 +19,7 @@ class CudaFlashKernel:
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
-            return "it takes no mask"
+            return "it does not support masks"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         return None if query.shape[-1] <= 256 else f"head size {query.shape[-1]} is above 256"

@@ -1,4 +1,4 @@
-"""Kernels of the flash-attn packages 2, 3 and 4, if installed. Not measured: they have not run on a GPU yet."""
+"""Kernels of the packages flash-attn 2, 3 and 4, if installed. Not measured: they have not run on a GPU yet."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FlashAttnKernel:
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
-            return "it takes no mask"
+            return "it does not support masks"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 256:

@@ -102,8 +102,10 @@ def attend_tangents(
     """
     q, k, v = inputs
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
-        wide = accumulation_dtype_of(q.dtype)
-        return PartialAttention(q.new_zeros(q.shape, dtype=wide), q.new_zeros(q.shape[:3], dtype=wide))
+        accumulation_dtype = accumulation_dtype_of(q.dtype)
+        return PartialAttention(
+            q.new_zeros(q.shape, dtype=accumulation_dtype), q.new_zeros(q.shape[:3], dtype=accumulation_dtype)
+        )
     lse = lse.masked_fill(lse == float("-inf"), 0)  # no key: P = exp(-inf)
     inputs = Inputs(q, *_for_heads(kernel, q, k, v))
     tangents = Inputs(tangents.query, *_for_heads(kernel, *tangents))
@@ -118,18 +120,18 @@ def _dense(x: Tensor) -> Tensor:
 
 def _for_heads(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat the heads of K and V to one for each query head if the kernel has no native GQA."""
-    group = q.shape[2] // k.shape[2]
-    if group == 1 or kernel.native_gqa:
+    heads_per_kv_head = q.shape[2] // k.shape[2]
+    if heads_per_kv_head == 1 or kernel.native_gqa:
         return k, v
-    return k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    return k.repeat_interleave(heads_per_kv_head, 2), v.repeat_interleave(heads_per_kv_head, 2)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Convert a mask to an additive bias of the accumulation dtype; False, and values <= finfo.min / 2, become -inf."""
     if mask is None:
         return None
-    wide = accumulation_dtype_of(dtype)
+    accumulation_dtype = accumulation_dtype_of(dtype)
     if mask.dtype == torch.bool:
-        return torch.zeros(mask.shape, dtype=wide, device=mask.device).masked_fill_(~mask, float("-inf"))
-    never = mask <= torch.finfo(mask.dtype).min / 2
-    return mask.to(wide).masked_fill(never, float("-inf")).contiguous()
+        return torch.zeros(mask.shape, dtype=accumulation_dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
+    masked = mask <= torch.finfo(mask.dtype).min / 2
+    return mask.to(accumulation_dtype).masked_fill(masked, float("-inf")).contiguous()

@@ -43,44 +43,51 @@ class MathKernel:
         scale: float,
     ) -> Grads:
         scores = _scores(query, key, mask, causal, scale)
-        wide = scores.dtype
-        grad_out, delta = grad_out.to(wide), (grad_out.to(wide) * part.out.to(wide)).sum(-1)
-        weights = (scores - part.lse.to(wide).transpose(1, 2).unsqueeze(-1)).exp()
-        grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad_out, value.to(wide))
+        accumulation_dtype = scores.dtype
+        grad_out, delta = (
+            grad_out.to(accumulation_dtype),
+            (grad_out.to(accumulation_dtype) * part.out.to(accumulation_dtype)).sum(-1),
+        )
+        weights = (scores - part.lse.to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
+        grad_weights = torch.einsum("bqhd,bkhd->bhqk", grad_out, value.to(accumulation_dtype))
         grad_scores = weights * (grad_weights - delta.transpose(1, 2).unsqueeze(-1)) * scale
         return Grads(
-            torch.einsum("bhqk,bkhd->bqhd", grad_scores, key.to(wide)).to(query.dtype),
-            torch.einsum("bhqk,bqhd->bkhd", grad_scores, query.to(wide)).to(key.dtype),
+            torch.einsum("bhqk,bkhd->bqhd", grad_scores, key.to(accumulation_dtype)).to(query.dtype),
+            torch.einsum("bhqk,bqhd->bkhd", grad_scores, query.to(accumulation_dtype)).to(key.dtype),
             torch.einsum("bhqk,bqhd->bkhd", weights, grad_out).to(value.dtype),
         )
 
     def tangents(
         self, inputs: Inputs, tangents: Inputs, lse: Tensor, mask: Tensor | None, *, causal: bool, scale: float
     ) -> PartialAttention:
-        wide = torch.promote_types(inputs.query.dtype, torch.float32)
-        (q, k, v), (dq, dk, dv) = ([x.to(wide) for x in tensors] for tensors in (inputs, tangents))
+        accumulation_dtype = torch.promote_types(inputs.query.dtype, torch.float32)
+        (q, k, v), (dq, dk, dv) = ([x.to(accumulation_dtype) for x in tensors] for tensors in (inputs, tangents))
         outs, sums = [], []
         (b, sq, h, _), sk = q.shape, k.shape[1]
         step = max(1, _SCORES_AT_A_TIME // (b * h * sk))
         for first in range(0, sq, step):
             rows = slice(first, first + step)
-            seen = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-            scores = _scores(q[:, rows], k, seen, causal, scale, first=first)
-            weights = (scores - lse[:, rows].to(wide).transpose(1, 2).unsqueeze(-1)).exp()
-            changes = torch.einsum("bqhd,bkhd->bhqk", dq[:, rows], k) + torch.einsum("bqhd,bkhd->bhqk", q[:, rows], dk)
-            changes = weights * changes * scale
-            outs.append(torch.einsum("bhqk,bkhd->bqhd", changes, v) + torch.einsum("bhqk,bkhd->bqhd", weights, dv))
-            sums.append(changes.sum(-1).transpose(1, 2))
+            block_mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+            scores = _scores(q[:, rows], k, block_mask, causal, scale, first=first)
+            weights = (scores - lse[:, rows].to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
+            score_tangents = torch.einsum("bqhd,bkhd->bhqk", dq[:, rows], k) + torch.einsum(
+                "bqhd,bkhd->bhqk", q[:, rows], dk
+            )
+            score_tangents = weights * score_tangents * scale
+            outs.append(
+                torch.einsum("bhqk,bkhd->bqhd", score_tangents, v) + torch.einsum("bhqk,bkhd->bqhd", weights, dv)
+            )
+            sums.append(score_tangents.sum(-1).transpose(1, 2))
         return PartialAttention(torch.cat(outs, 1), torch.cat(sums, 1))
 
 
 def _scores(query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, scale: float, *, first: int = 0) -> Tensor:
     """Compute scores [b, h, sq, sk]. Args: first: position of the first query, for `causal`."""
-    wide = torch.promote_types(query.dtype, torch.float32)
-    scores = torch.einsum("bqhd,bkhd->bhqk", query.to(wide), key.to(wide)) * scale
+    accumulation_dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query.to(accumulation_dtype), key.to(accumulation_dtype)) * scale
     if mask is not None:
         scores = scores + mask
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
-        scores = scores.masked_fill(later, float("-inf"))
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1 + first)
+        scores = scores.masked_fill(future, float("-inf"))
     return scores

@@ -26,7 +26,7 @@ class SageKernel:
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
         if mask is not None:
-            return "it takes no mask"
+            return "it does not support masks"
         if query.dtype not in (torch.float16, torch.bfloat16):
             return f"dtype {query.dtype} is neither float16 nor bfloat16"
         if query.shape[-1] > 128:

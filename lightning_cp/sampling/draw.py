@@ -57,8 +57,8 @@ def draw_samples(
     """
     share = -(-settings.count // data_shard.size)
     first = data_shard.rank * share
-    everyones = torch.arange(settings.count) % num_classes if labels is None else labels
-    own = everyones[torch.arange(first, first + share) % settings.count]
+    all_labels = torch.arange(settings.count) % num_classes if labels is None else labels
+    own_labels = all_labels[torch.arange(first, first + share) % settings.count]
     noise = sample_noise(
         (share, *shape), seed=settings.seed, step=0, first_index=first, stream=RandomStream.SAMPLE, device=ranks.device
     )
@@ -67,7 +67,7 @@ def draw_samples(
     pixels = integrate_flow(
         model,
         noise,
-        own.to(ranks.device),
+        own_labels.to(ranks.device),
         null_label=num_classes,
         guidance=settings.guidance,
         num_steps=settings.num_steps,
@@ -75,7 +75,7 @@ def draw_samples(
     )
     model.train(was_training)
     gathered = gather_shares(ranks, pixels, data_shard)
-    return Samples(gathered[: settings.count].cpu(), everyones)
+    return Samples(gathered[: settings.count].cpu(), all_labels)
 
 
 def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
@@ -83,8 +83,8 @@ def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
 
     Ranks: the whole world, with shares of equal shape.
     """
-    everyone = torch.zeros(data_shard.size, *share.shape, device=ranks.device, dtype=share.dtype)
+    shares = torch.zeros(data_shard.size, *share.shape, device=ranks.device, dtype=share.dtype)
     if data_shard.is_first:  # one rank per context group contributes, so the sum is exact
-        everyone[data_shard.rank] = share
-    gathered: Tensor = ranks.all_reduce(everyone, reduce_op="sum")
+        shares[data_shard.rank] = share
+    gathered: Tensor = ranks.all_reduce(shares, reduce_op="sum")
     return gathered.flatten(0, 1)

@@ -36,8 +36,8 @@ def integrate_flow(
 
     def velocity(x: Tensor, time: float) -> Tensor:
         times = torch.full((2 * len(x),), time, device=x.device)
-        conditional, free = model(torch.cat([x, x]), times, both_labels).to(x.dtype).chunk(2)
-        return free + guidance * (conditional - free)
+        conditional, unconditional = model(torch.cat([x, x]), times, both_labels).to(x.dtype).chunk(2)
+        return unconditional + guidance * (conditional - unconditional)
 
     x = noise
     for step in range(num_steps):

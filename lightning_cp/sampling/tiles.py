@@ -19,7 +19,7 @@ def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), mar
     """
     if samples.ndim not in (4, 5) or samples.shape[1] not in (1, 3, 4) or not samples.numel():
         raise ValueError(
-            f"samples of shape {tuple(samples.shape)} are neither [n, c, h, w] nor [n, c, f, h, w], c 1, 3, 4"
+            f"samples of shape {tuple(samples.shape)} must be [n, c, h, w] or [n, c, f, h, w] with c = 1, 3 or 4"
         )
     low, high = value_range
     pixels = ((samples.detach().float().cpu() - low) / (high - low)).nan_to_num(0).clamp(0, 1)

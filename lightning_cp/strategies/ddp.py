@@ -21,14 +21,15 @@ class DDPMixin(ContextParallelMixin):
     Args: see `ContextParallelMixin`. Settings of Lightning's DDPStrategy and PyTorch's DDP are accepted too.
     """
 
-    _passes_on = (DistributedDataParallel,)
+    _kwargs_targets = (DistributedDataParallel,)
 
     def _refuse_shards(self, path: Any) -> None:
         """Reject distributed checkpoints. Raises: CheckpointError: a folder in DCP's format, for sharded weights."""
         if (Path(path) / ".metadata").is_file():
             raise CheckpointError(
-                f"{path} holds a file a rank, which ContextParallelFSDPStrategy reads: save it there with "
-                "save_distributed_checkpoint=False, or make one file of it with `fabric consolidate`"
+                f"{path} is a sharded checkpoint (one file per rank), and ContextParallelStrategy reads single files: "
+                "save it with ContextParallelFSDPStrategy(save_distributed_checkpoint=False), or convert it with "
+                "`fabric consolidate`"
             )
 
     def _check_checkpoint(self, path: Any, weights_only: bool | None) -> bool | None:

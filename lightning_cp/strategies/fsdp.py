@@ -60,11 +60,11 @@ class FSDPMixin(ContextParallelMixin):
         check_degree("replicate", replicate, default=1)
         if tensor_parallel_size not in (1, "auto"):
             raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size!r}: its ranks would get different samples; leave it at 1, "
-                "and spread a sample with ring or ulysses"
+                f"tensor_parallel_size={tensor_parallel_size!r} must be 1: tensor parallelism is not supported; to "
+                "shard a sample over ranks, set ring or ulysses"
             )
-        taken = known_settings(type(self)) & settings.keys() & _PLUGINS
-        plugins = {name: settings.pop(name) for name in taken}
+        names = known_settings(type(self)) & settings.keys() & _PLUGINS
+        plugins = {name: settings.pop(name) for name in names}
         super().__init__(
             **settings,
             data_parallel_size=data_parallel_size,
@@ -74,7 +74,9 @@ class FSDPMixin(ContextParallelMixin):
         for name, value in plugins.items():
             setattr(self, name, value)
         if replicate > 1 and "fsdp" in (getattr(self.context.settings.mesh, "mesh_dim_names", None) or ()):
-            raise ValueError(f"replicate={replicate} and a mesh with an axis `fsdp` both say how weights are sharded")
+            raise ValueError(
+                f"replicate={replicate} must be 1 with a mesh that has an axis `fsdp`: that axis defines how weights are sharded"
+            )
         self._replicate = replicate
         self._weights_mesh: DeviceMesh | None = None
         self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
@@ -82,7 +84,7 @@ class FSDPMixin(ContextParallelMixin):
     def setup_environment(self) -> None:
         """Initialise the process group and build the context mesh and the weights mesh."""
         if self._planned_world % self._replicate:
-            raise ValueError(f"replicate={self._replicate} must divide the world of {self._planned_world} ranks")
+            raise ValueError(f"replicate={self._replicate} must divide the world size {self._planned_world}")
         if self._lightning._data_parallel_size == "auto":
             self._lightning._data_parallel_size = self._planned_world
         super().setup_environment()
@@ -91,7 +93,7 @@ class FSDPMixin(ContextParallelMixin):
 
     @property
     def weights_mesh(self) -> DeviceMesh:
-        """Mesh along which weights are sharded. Raises: RuntimeError: the ranks are not up yet."""
+        """Mesh along which weights are sharded. Raises: RuntimeError: the process groups are not initialized yet."""
         if self._weights_mesh is None:
             raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
         return self._weights_mesh
@@ -112,8 +114,8 @@ class FSDPMixin(ContextParallelMixin):
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
         """Yield a scratch path to write a checkpoint to, then replace `path` with it. Call it on every rank."""
         target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
-        theirs = target.is_dir() and not all(map(_is_of_dcp, target.iterdir()))
-        if theirs or not dist.is_initialized():
+        has_other_files = target.is_dir() and not all(map(_is_dcp_file, target.iterdir()))
+        if has_other_files or not dist.is_initialized():
             yield target  # a folder with other files: Lightning writes into it or raises; or a single process
             return
         scratch = scratch_folder_for(target)
@@ -144,7 +146,7 @@ class FSDPMixin(ContextParallelMixin):
         return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
-        """Shard the weights of each block, then the rest. Frozen children stay whole: any method of theirs may be used.
+        """Shard the weights of each block, then the rest. Frozen children stay unsharded: any method may be called.
 
         A module that is already sharded, by an earlier fit or by itself, is only checked.
 
@@ -159,18 +161,18 @@ class FSDPMixin(ContextParallelMixin):
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # outputs stay unmodified
         frozen = frozen_children(module, installed)
-        whole = {parameter for child in frozen for parameter in child.parameters()}
+        unsharded = {parameter for child in frozen for parameter in child.parameters()}
         for child in frozen:
             move_values(child, self._lightning.root_device)
         units = find_fsdp_units(module, installed, frozen, by_child=bool(steps))
         for unit in units:
-            _check_one_dtype(unit, without=whole)
+            _check_one_dtype(unit, without=unsharded)
             fully_shard(
                 unit,
                 mesh=self.weights_mesh,
                 reshard_after_forward=self._reshard,
                 mp_policy=self._mp_policy,
-                ignored_params=whole,
+                ignored_params=unsharded,
             )
         if module in units:
             for name in steps:
@@ -183,24 +185,25 @@ class FSDPMixin(ContextParallelMixin):
             ranks = x.device_mesh.size() if isinstance(x, DTensor) else 1
             if x.requires_grad and ranks != world:
                 raise ValueError(
-                    f"{name} is sharded over {ranks} of {world} ranks by {type(module).__name__} itself: its gradient "
-                    "would not be averaged over all; shard with strategy.weights_mesh, or leave it to the strategy"
+                    f"{name} is sharded over {ranks} of {world} ranks by {type(module).__name__} itself, so its "
+                    "gradient would be averaged over these only: shard it along strategy.weights_mesh, or let the "
+                    "strategy shard it"
                 )
 
 
 def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
     """Check that a unit has one dtype. Raises: ValueError: it has several; FSDP2 would fail in the first forward."""
-    kinds: dict[torch.dtype, str] = {}
+    dtypes: dict[torch.dtype, str] = {}
     for name, x in unit.named_parameters():
         if x not in without and not isinstance(x, DTensor):
-            kinds.setdefault(x.dtype, name)
-    if len(kinds) > 1:
-        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+            dtypes.setdefault(x.dtype, name)
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"{type(unit).__name__} holds weights of several types ({found}), which cannot be sharded together: bring "
-            "it to one with .to(dtype) (and leave lower precision to `precision` or `mp_policy`), or use strategy cp"
+            f"{type(unit).__name__} has weights of several dtypes ({found}), which FSDP2 cannot shard together: "
+            "convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use strategy cp"
         )
 
 
-def _is_of_dcp(path: Path) -> bool:
+def _is_dcp_file(path: Path) -> bool:
     return path.name in (".metadata", "meta.pt") or path.suffix == ".distcp"

@@ -22,16 +22,16 @@ def find_fsdp_units(
         frozen: children that are not sharded.
         by_child: make each child a unit, because children are called without the module's forward.
     """
-    blocks = [unit for unit in _blocks(module, installed, without=frozen) if _holds_all_places(unit, module)]
+    blocks = [unit for unit in _blocks(module, installed, without=frozen) if _owns_its_weights(unit, module)]
     if not by_child:
         return [*blocks, module]
     children = [child for child in _called(module) if child not in frozen]
-    units = [child for child in children if _holds_all_places(child, module)]
+    units = [child for child in children if _owns_its_weights(child, module)]
     has_rest = len(units) < len(children) or any(True for _ in module.parameters(recurse=False))
     return [*blocks, *units, *([module] if has_rest else [])]
 
 
-def _holds_all_places(unit: nn.Module, module: nn.Module) -> bool:
+def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:
     """Return whether the weights of `unit` are used nowhere else in `module`."""
     own, inside = set(unit.parameters()), set(unit.modules())
     outside = (inner for inner in module.modules() if inner not in inside)
@@ -70,14 +70,14 @@ def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Seque
         if rule.is_block
         for path in rule.paths
     ]
-    beyond = {inner for one in installed if planned for inner in one.module.modules()}
-    beyond |= {inner for child in without for inner in child.modules()}
-    listed = [
+    excluded = {inner for one in installed if planned for inner in one.module.modules()}
+    excluded |= {inner for child in without for inner in child.modules()}
+    in_lists = [
         block
         for inner in module.modules()
-        if isinstance(inner, nn.ModuleList) and inner not in beyond
+        if isinstance(inner, nn.ModuleList) and inner not in excluded
         for block in inner
         if any(True for _ in block.parameters())
     ]
-    nested = {inner for block in (*planned, *listed) for inner in block.modules() if inner is not block}
-    return [block for block in (*planned, *listed) if block not in nested]
+    nested = {inner for block in (*planned, *in_lists) for inner in block.modules() if inner is not block}
+    return [block for block in (*planned, *in_lists) if block not in nested]

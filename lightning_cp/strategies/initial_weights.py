@@ -19,7 +19,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.meta import materialize
-from lightning_cp.training.ema import copy_whole
+from lightning_cp.training.ema import copy_full_tensor
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 
@@ -64,10 +64,10 @@ class MissingWeights:
                     f"{name} cannot be sent from rank 0, because it is no longer a weight of {type(module).__name__}: "
                     "keep the names of weights in parallelize_fn, or load the weights on every rank"
                 )
-            goal = found[name]
+            target = found[name]
             value = self.values.pop(name, None)
-            whole = torch.empty(goal.shape, dtype=goal.dtype, device=device) if value is None else value
-            copy_whole(_broadcast(whole, device), goal)
+            full = torch.empty(target.shape, dtype=target.dtype, device=device) if value is None else value
+            copy_full_tensor(_broadcast(full, device), target)
 
 
 @contextmanager
@@ -85,14 +85,14 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
     """
     missing = share_initial_weights(module, device)
-    unset = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
+    uninitialized = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
     sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
     yield
     materialize(module, device, sent=missing.names)
     missing.send(module, device)
-    if unset:
+    if uninitialized:
         share_initial_weights(module, device)
-    if unset or sharded:
+    if uninitialized or sharded:
         share_replicas(module)
 
 
@@ -118,9 +118,9 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
     own = [_describe(name, x) for name, x in tensors.items()]
     if _all_equal(own):
         return MissingWeights()
-    everyone: list[list[_Entry]] = [own] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    by_rank = [{entry.name: entry for entry in entries} for entries in everyone]
+    gathered: list[list[_Entry]] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    by_rank = [{entry.name: entry for entry in entries} for entries in gathered]
     _check_same_module(by_rank, type(module).__name__)
     differ, missing = [], []
     for name in by_rank[0]:
@@ -130,15 +130,17 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
         elif len({entry.checksum for entry in entries}) > 1:
             differ.append(name)
     for name in differ:
-        copy_whole(_broadcast(tensors[name].detach(), device), tensors[name])
+        copy_full_tensor(_broadcast(tensors[name].detach(), device), tensors[name])
     if differ or missing:
         rank_zero_only(_log.info)(
             f"{type(module).__name__}: {len(differ) + len(missing)} of {len(own)} initial weights and buffers differ "
             "between ranks; every rank starts from rank 0's"
         )
-    kept = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
-    same = {id(tensors[name]) for name in missing}
-    return MissingWeights(frozenset(n for n, x in _named_tensors(module) if id(x) in same), tuple(missing), kept)
+    values = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
+    missing_ids = {id(tensors[name]) for name in missing}
+    return MissingWeights(
+        frozenset(n for n, x in _named_tensors(module) if id(x) in missing_ids), tuple(missing), values
+    )
 
 
 @torch.no_grad()
@@ -195,8 +197,8 @@ def _all_equal(own: list[_Entry]) -> bool:
     """Return whether every rank has the same entries. Synchronises the host."""
     digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
     parts = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
-    assert dist.group.WORLD is not None, "the caller has found the ranks up"
-    return all(theirs == parts for theirs in all_gather_ints(parts, group=dist.group.WORLD))
+    assert dist.group.WORLD is not None, "the caller has checked that there is a process group"
+    return all(other_parts == parts for other_parts in all_gather_ints(parts, group=dist.group.WORLD))
 
 
 def _check_same_module(by_rank: list[dict[str, _Entry]], module: str) -> None:

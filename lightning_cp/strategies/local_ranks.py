@@ -49,12 +49,12 @@ class LocalRanks:
         if environment.creates_processes_externally:
             return
         name = next((name for name in _PORTS if name in os.environ), None)
-        given = os.environ[name] if name else "0"
+        port = os.environ[name] if name else "0"
         try:
-            self._listener = listen_on_loopback(environment.main_address, int(given))
+            self._listener = listen_on_loopback(environment.main_address, int(port))
         except (OSError, ValueError, OverflowError) as error:
             raise ValueError(
-                f"{name or 'MASTER_PORT'}={given}: cannot listen at this port of {environment.main_address} ({error}): "
+                f"{name or 'MASTER_PORT'}={port}: cannot listen on this port of {environment.main_address} ({error}): "
                 f"set a free port from 1 to 65535, or unset the variable so that a free one is chosen"
             ) from error
         if self._listener is not None:
@@ -94,12 +94,12 @@ class LocalRanks:
         if dist.is_initialized():
             self.close()
             return
-        alone = self._listener is None and LISTENER not in os.environ
-        if alone and (address := served_address()) is not None:
+        is_only_rank = self._listener is None and LISTENER not in os.environ
+        if is_only_rank and (address := served_address()) is not None:
             if not environment.creates_processes_externally:  # one rank in this process, once more
                 os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address
             return
-        if alone:  # one rank in this process, unless another launcher has started it
+        if is_only_rank:  # one rank in this process, unless another launcher has started it
             self.listen(environment, num_nodes=num_nodes)
         if self._listener is None and LISTENER not in os.environ:
             return

@@ -58,10 +58,10 @@ class ContextParallelMixin:
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """
 
-    _passes_on: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
-    _starts_processes_with: Any  # launcher class for start methods other than popen
-    _starts_scripts_with: Any  # launcher class for popen
-    _divides_batches = False  # divide batch samplers that Lightning cannot divide
+    _kwargs_targets: tuple[type, ...] = ()  # further classes that receive the settings in kwargs
+    _process_launcher: Any  # launcher class for start methods other than popen
+    _script_launcher: Any  # launcher class for popen
+    _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class ContextParallelMixin:
         check_start_method(start_method)
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
         if whole_world not in (None, "ring", "ulysses"):
-            raise ValueError(f"whole_world={whole_world!r} is not one of None, 'ring', 'ulysses'")
+            raise ValueError(f"whole_world={whole_world!r} must be None, 'ring' or 'ulysses'")
         self._whole_world, self._chosen_start_method = whole_world, start_method
         self._settings = StrategySettings.pick(given)
         self.context = ContextParallel(self._settings)
@@ -100,19 +100,19 @@ class ContextParallelMixin:
         """Index of this rank's context group."""
         if self.context.groups is None and self.context.settings.mesh is None:
             return int(self._lightning.global_rank // self.context.size)
-        return self.context.up().data_rank
+        return self.context.initialized_groups().data_rank
 
     @property
     def data_size(self) -> int:
         """Number of context groups."""
         if self.context.groups is None and self.context.settings.mesh is None:
             return self._planned_world // self.context.size
-        return self.context.up().data_size
+        return self.context.initialized_groups().data_size
 
     @property
     def context_rank(self) -> int:
         """Index of this rank in its context group."""
-        return self.context.up().context_rank
+        return self.context.initialized_groups().context_rank
 
     @property
     def context_size(self) -> int:
@@ -153,16 +153,16 @@ class ContextParallelMixin:
         """
         dataset = getattr(dataloader, "dataset", None)
         source = dataset if isinstance(dataloader, DataLoader) else dataloader
-        divided = any(getattr(one, "sharded_by_data_rank", False) for one in (dataloader, dataset))
+        divided = any(getattr(holder, "sharded_by_data_rank", False) for holder in (dataloader, dataset))
         by_index = isinstance(dataloader, DataLoader) and not isinstance(dataset, IterableDataset)
         if self.data_size > 1 and not by_index and not divided:
             raise ValueError(
-                f"{type(source).__name__} is iterable, so it cannot be divided over {self.data_size} data ranks from "
-                "outside: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
+                f"{type(source).__name__} is iterable, so the strategy cannot shard it over {self.data_size} data "
+                "ranks: yield only this data rank's samples (strategy.data_rank, strategy.data_size), and set "
                 "sharded_by_data_rank = True on it"
             )
         if by_index and self.context.groups is not None:
-            dataloader = prepare_loader(dataloader, self.context.groups, divide=self._divides_batches)
+            dataloader = prepare_loader(dataloader, self.context.groups, divide=self._shards_batch_samplers)
         if isinstance(dataloader, DataLoader):
             chosen = dataloader.worker_init_fn
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
@@ -181,12 +181,12 @@ class ContextParallelMixin:
         if method is None:
             return  # the only rank is this process
         super()._configure_launcher()  # type: ignore[misc]
-        ours = self._lightning
+        strategy = self._lightning
         if method != "popen":
-            self._launcher = self._starts_processes_with(ours, start_method=method)
+            self._launcher = self._process_launcher(strategy, start_method=method)
         elif not external:
-            ranks = (ours.cluster_environment, ours.num_processes, ours.num_nodes)
-            self._launcher = self._starts_scripts_with(*ranks, local_ranks=self.local_ranks)
+            ranks = (strategy.cluster_environment, strategy.num_processes, strategy.num_nodes)
+            self._launcher = self._script_launcher(*ranks, local_ranks=self.local_ranks)
 
     def setup_environment(self) -> None:
         """Initialise the process group and build the mesh."""
@@ -251,7 +251,7 @@ def known_settings(strategy: type[ContextParallelMixin]) -> set[str]:
     """List the setting names that a strategy and its bases accept."""
     return {
         name
-        for kind in (*strategy.__mro__[:-1], *strategy._passes_on)
+        for kind in (*strategy.__mro__[:-1], *strategy._kwargs_targets)
         for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
     }
 

@@ -19,11 +19,11 @@ from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import process_groups
-from lightning_cp.mesh import built_groups
+from lightning_cp.mesh import cached_groups
 from lightning_cp.strategies.local_ranks import LocalRanks
 
 # Keep destroyed process groups: freeing one in a forked process would hang, waiting for threads of the parent.
-_LEFT: list[object] = []
+_KEPT_ALIVE: list[object] = []
 START_METHODS = ("popen", "spawn", "fork", "forkserver")
 
 
@@ -80,13 +80,13 @@ def ready_to_launch(start_method: str, environment: Any) -> Iterator[None]:
         if dist.get_world_size() > 1:
             raise RuntimeError(
                 f"this process is already rank {dist.get_rank()} of {dist.get_world_size()}: start ranks from a "
-                "process that is not one, or call torch.distributed.destroy_process_group() before"
+                "process without a process group, or call torch.distributed.destroy_process_group() before"
             )
         stop_watch()
-        _LEFT.extend(process_groups())
+        _KEPT_ALIVE.extend(process_groups())
         dist.destroy_process_group()
         os.environ.pop("MASTER_PORT", None)  # the old store, with old keys, may still listen there
-    _LEFT.extend(built_groups())  # includes a process group that the user has destroyed
+    _KEPT_ALIVE.extend(cached_groups())  # includes a process group that the user has destroyed
     if (served := served_address()) is not None and os.environ.get("MASTER_PORT") == served[1]:
         del os.environ["MASTER_PORT"]  # the store of an earlier run with one rank in this process still listens there
     before = os.environ.get("MASTER_PORT")

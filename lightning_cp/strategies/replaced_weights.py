@@ -38,7 +38,7 @@ class ReplacedWeights:
                     continue
                 if parameter in optimizer.state:
                     raise ValueError(
-                        f"{type(optimizer).__name__} has a state for weights that are sharded only now: set it up "
-                        "before its first step, or load its state after fabric.setup"
+                        f"{type(optimizer).__name__} already has state for weights that setup has just replaced: call "
+                        "fabric.setup before its first step, or load its state after fabric.setup"
                     )
                 group["params"][i] = new

@@ -29,11 +29,11 @@ from lightning_cp.strategies.settings import StrategySettings
 
 @dataclass
 class ContextParallel:
-    """Context-parallel part of a strategy: builds the groups once ranks are up, and installs plans.
+    """Context-parallel part of a strategy: builds the groups once ranks are started, and installs plans.
 
     Attributes:
         settings: settings of the strategy.
-        groups: process groups of the mesh; None before the ranks are up.
+        groups: process groups of the mesh; None before the ranks are started.
         described: lines that were logged.
         found: keys of `plans` and `modules` that matched a module.
         checks: checks of the transformers' inputs.
@@ -66,15 +66,15 @@ class ContextParallel:
         """Check the world size. Raises: ValueError: it is not data_parallel x ring x ulysses."""
         if world % self.size or world < self.size:
             raise ValueError(
-                f"ring={self.ring} x ulysses={self.ulysses} = {self.size} does not fit a world of {world} ranks: start "
-                f"a multiple of {self.size} (devices={self.size}, say), or lower a degree"
+                f"ring={self.ring} x ulysses={self.ulysses} = {self.size} must divide the world size {world}: start a "
+                f"multiple of {self.size} ranks (for instance devices={self.size}), or lower a degree"
             )
         data = self.settings.data_parallel
         if data != "auto" and world != int(data) * self.size:
             raise ValueError(
-                f"data_parallel={data} x ring={self.ring} x ulysses={self.ulysses} = {int(data) * self.size} ranks, "
-                f"but the world has {world}: leave data_parallel='auto' ({world // self.size} here), or start as many "
-                "ranks"
+                f"data_parallel={data} x ring={self.ring} x ulysses={self.ulysses} = {int(data) * self.size} must "
+                f"equal the world size {world}: leave data_parallel='auto' ({world // self.size} here), or start that "
+                "many ranks"
             )
 
     def set_up(self) -> MeshGroups:
@@ -88,17 +88,19 @@ class ContextParallel:
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
             watch_stalls(host=host, after_s=min(self.settings.stall_s, timeout_s / 2), timeout_s=timeout_s)
 
-    def up(self) -> MeshGroups:
-        """Return the groups. Raises: RuntimeError: the ranks are not up yet."""
+    def initialized_groups(self) -> MeshGroups:
+        """Return the groups. Raises: RuntimeError: the process groups are not initialized yet."""
         if self.groups is None:
-            raise RuntimeError("the ranks are not up yet: call fabric.launch() (or trainer.fit) first")
+            raise RuntimeError(
+                "the process groups are not initialized yet: call fabric.launch() or trainer.fit() first"
+            )
         return self.groups
 
     def wrap(self, module: nn.Module) -> list[Installed]:
         """Make every selected transformer in `module` context-parallel. Returns: all, also those wrapped before."""
         selected = self._selected(module)
         if selected:
-            self.up()
+            self.initialized_groups()
         installed = [
             installed_on(inner)
             or parallelize(inner, self.config, plan, kernel=self.settings.kernel, check_peers=self.settings.check_peers)
@@ -156,7 +158,7 @@ class ContextParallel:
         """Describe the layout in one line; None if already described. Call it under the precision of the forward."""
         if self.groups is None and not installed:
             return None  # no process group and no transformer
-        groups = self.up()
+        groups = self.initialized_groups()
         world = groups.data_size * groups.context_size
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
         for one in installed:
@@ -209,22 +211,22 @@ class ContextParallel:
             return items if isinstance(value, list) else tuple(items)
         if dim is None or not isinstance(value, Tensor):
             return value
-        return own_shard(value, dim, self.up())
+        return own_shard(value, dim, self.initialized_groups())
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """All-gather a sharded tensor; shards may be uneven.
 
         Ranks: the whole context group. Gradient: reduce-scatter (sum), the true adjoint.
         """
-        return gather_uneven(x, dim, self.up())
+        return gather_uneven(x, dim, self.initialized_groups())
 
     def generator(self, seed: int, device: Any = "cpu") -> torch.Generator:
         """Create a generator that draws the same numbers on all ranks of a context group.
 
         Use it for noise, timesteps and condition dropout. Each context group gets different numbers. Draw whole
-        samples, then shard them. Raises: RuntimeError: the ranks are not up yet.
+        samples, then shard them. Raises: RuntimeError: the process groups are not initialized yet.
         """
-        mixed = hashlib.blake2b(f"{seed}/{self.up().data_rank}".encode(), digest_size=8).digest()
+        mixed = hashlib.blake2b(f"{seed}/{self.initialized_groups().data_rank}".encode(), digest_size=8).digest()
         return torch.Generator(device).manual_seed(int.from_bytes(mixed, "big") >> 1)
 
     def local_mean(self, loss: Tensor, tokens: int) -> Tensor:
@@ -236,12 +238,12 @@ class ContextParallel:
         Returns: loss x context size x tokens / tokens of the context group.
         Ranks: the whole context group. Source: gradients are averaged over all ranks (see docs).
         """
-        groups = self.up()
+        groups = self.initialized_groups()
         if groups.context is None:
             return loss
         counts = [n for (n,) in all_gather_ints([int(tokens)], group=groups.context)]
         if not sum(counts):
-            raise ValueError("local_mean: no rank of the context group has a token")
+            raise ValueError("tokens=0 on every rank of the context group: local_mean needs at least one token")
         weight = groups.context_size * counts[groups.context_rank] / sum(counts)
         return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
 

@@ -14,7 +14,7 @@ from lightning_cp.compat import trainer_names
 from lightning_cp.compat.trainer_names import WorkerOutput
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import ready_to_launch
-from lightning_cp.training.ema import whole_of
+from lightning_cp.training.ema import full_tensor
 
 
 class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
@@ -38,7 +38,7 @@ class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
         def gather(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
             for name, x in state.items():
                 if isinstance(x, DTensor):  # on the CPU since the end of the fit
-                    whole = whole_of(x.to(device))
+                    whole = full_tensor(x.to(device))
                     state[name] = whole.cpu() if is_first else None
 
         handle = trainer.lightning_module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]

@@ -7,20 +7,20 @@ from typing import Any
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_cp.data.peer_batches import is_foreign
+from lightning_cp.data.peer_batches import is_custom
 
 
 class _RequiresSampler:
     """Replacement of Lightning's method that decides whether a loader gets a distributed sampler."""
 
-    def __init__(self, theirs: Any, data_size: int) -> None:
-        self.theirs, self.data_size = theirs, data_size
+    def __init__(self, original: Any, data_size: int) -> None:
+        self.original, self.data_size = original, data_size
 
     def __call__(self, dataloader: DataLoader[Any]) -> bool:
-        return self.data_size > 1 and not is_foreign(dataloader.batch_sampler) and bool(self.theirs(dataloader))
+        return self.data_size > 1 and not is_custom(dataloader.batch_sampler) and bool(self.original(dataloader))
 
 
-def leave_samplers(trainer: Trainer, *, data_size: int) -> bool:
+def keep_samplers(trainer: Trainer, *, data_size: int) -> bool:
     """Keep the user's samplers with one data group, and batch samplers that Lightning cannot divide with several.
 
     With a distributed sampler, the Trainer would shuffle training data even if the user sets `shuffle=False`.
@@ -28,8 +28,8 @@ def leave_samplers(trainer: Trainer, *, data_size: int) -> bool:
     Returns: whether the Trainer divides data (`use_distributed_sampler`).
     """
     connector: Any = trainer._data_connector
-    theirs = connector._requires_distributed_sampler
-    if isinstance(theirs, _RequiresSampler):
-        theirs = theirs.theirs
-    connector._requires_distributed_sampler = _RequiresSampler(theirs, data_size)
+    original = connector._requires_distributed_sampler
+    if isinstance(original, _RequiresSampler):
+        original = original.original
+    connector._requires_distributed_sampler = _RequiresSampler(original, data_size)
     return bool(trainer._accelerator_connector.use_distributed_sampler)

@@ -27,29 +27,31 @@ class WeightAverage:
 
     def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
-            raise ValueError(f"decay={decay} must be at least 0 and less than 1")
+            raise ValueError(f"decay={decay} must be at least 0 and below 1, for instance 0.999")
         self.decay = decay
-        self._average = {name: _wide(p.detach()).clone() for name, p in module.named_parameters() if p.requires_grad}
+        self._average = {
+            name: _at_least_float32(p.detach()).clone() for name, p in module.named_parameters() if p.requires_grad
+        }
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, step: int) -> None:
         """Update the EMA with the weights after a step. Args: step: step number, counted from 1."""
-        keep = min(self.decay, (1 + step) / (10 + step))
+        decay = min(self.decay, (1 + step) / (10 + step))
         parameters = dict(module.named_parameters())
         averages = list(self._average.values())
-        lerp_all_(averages, [_wide(parameters[name].detach()) for name in self._average], 1 - keep)
+        lerp_all_(averages, [_at_least_float32(parameters[name].detach()) for name in self._average], 1 - decay)
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
         """Load the EMA weights into the module inside the context, and restore its own weights after it."""
         parameters = dict(module.named_parameters())
-        own = {name: parameters[name].detach().clone() for name in self._average}
+        original = {name: parameters[name].detach().clone() for name in self._average}
         try:
             _copy(self._average, parameters)
             _free_gathered(module)
             yield
         finally:
-            _copy(own, parameters)
+            _copy(original, parameters)
             _free_gathered(module)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -59,21 +61,23 @@ class WeightAverage:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load EMA weights from `state_dict`. Raises: KeyError, RuntimeError: names or shapes differ."""
         if state.keys() != self._average.keys():
-            raise KeyError(f"averaged weights differ in names: {sorted(state.keys() ^ self._average.keys())[:5]}")
+            raise KeyError(
+                f"the state and the module have different weights: {sorted(state.keys() ^ self._average.keys())[:5]}"
+            )
         _copy(state, self._average)
 
 
-def whole_of(x: Tensor) -> Tensor:
-    """Return the whole tensor; a DTensor is gathered. Call it on every rank."""
+def full_tensor(x: Tensor) -> Tensor:
+    """Return the full tensor; a DTensor is gathered. Call it on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 @torch.no_grad()
-def copy_whole(value: Tensor, goal: Tensor) -> None:
-    """Copy a whole tensor into a weight. If the weight is sharded, each rank copies its shard; no communication."""
-    if isinstance(goal, DTensor) and not isinstance(value, DTensor):
-        value = distribute_tensor(value.to(goal.device), goal.device_mesh, goal.placements, src_data_rank=None)
-    goal.copy_(value)
+def copy_full_tensor(value: Tensor, target: Tensor) -> None:
+    """Copy a full tensor into a weight. If the weight is sharded, each rank copies its shard; no communication."""
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        value = distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
 
 
 def _free_gathered(module: nn.Module) -> None:
@@ -83,10 +87,10 @@ def _free_gathered(module: nn.Module) -> None:
             inner.reshard()
 
 
-def _wide(x: Tensor) -> Tensor:
+def _at_least_float32(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor] | dict[str, nn.Parameter]) -> None:
     for name, value in source.items():
-        copy_whole(value, target[name])
+        copy_full_tensor(value, target[name])

@@ -36,7 +36,7 @@ class StepGuard:
 
     on_nonfinite: str = "error"
     scaler: GradScaler | None = None
-    _in_a_row: int = 0
+    _skipped_in_a_row: int = 0
 
     def find(self, loss: float, norm: float) -> str:
         """Describe the non-finite value, or return "" if there is none (or only the scaler's overflow).
@@ -55,14 +55,16 @@ class StepGuard:
         Raises: NonFiniteError: `on_nonfinite` is `error`, or too many steps in a row were skipped.
         """
         if self.on_nonfinite == "ignore" or (math.isfinite(loss) and math.isfinite(norm)):
-            self._in_a_row = 0
+            self._skipped_in_a_row = 0
             return True
         found = self.find(loss, norm)
         if found and self.on_nonfinite == "error":
             raise NonFiniteError(found)
-        self._in_a_row += 1
-        if self._in_a_row > MOST_SKIPPED_IN_A_ROW:
-            raise NonFiniteError(f"{found or 'the gradient overflows'}, and {self._in_a_row - 1} steps were skipped")
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row > MOST_SKIPPED_IN_A_ROW:
+            raise NonFiniteError(
+                f"{found or 'the gradient overflows'}, and {self._skipped_in_a_row - 1} steps were skipped"
+            )
         return False
 
     def _is_overflow_of_scale(self) -> bool:

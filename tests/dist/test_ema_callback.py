@@ -155,7 +155,7 @@ def _refused(rank: int, world: int, folder: str) -> list[str]:
     said.append(str(caught.value))
     average = EMACallback()
     average.load_state_dict({"transformer.other": torch.zeros(3)})
-    with pytest.raises(ValueError, match="averages are not those of this module") as caught:
+    with pytest.raises(ValueError, match="EMA weights in the checkpoint do not fit this module") as caught:
         _fit(rank, world, "cp", average)
     said.append(str(caught.value))
     drawn: list[Tensor] = []

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_cp.checkpoint.folder import written_whole
+from lightning_cp.checkpoint.folder import atomic_folder
 from lightning_cp.export import LORA_FILE, save_lora, save_pretrained
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.training import WeightAverage
@@ -133,11 +133,11 @@ def test_what_cannot_be_written_is_told_on_every_rank(run_ranks: RankPool, tmp_p
 def test_an_export_that_fails_leaves_the_older_one_and_none_touches_other_files(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     for names in ("ab", "a"):
-        with written_whole(folder, replaces="w_*") as scratch:
+        with atomic_folder(folder, replaces="w_*") as scratch:
             for name in names:
                 (scratch / f"w_{name}").write_text(names)
         (folder / "README").write_text("mine")
-    with suppress(OSError), written_whole(folder) as scratch:
+    with suppress(OSError), atomic_folder(folder) as scratch:
         (scratch / "w_a").write_text("half")
         raise OSError("disk full")
     assert {path.name: path.read_text() for path in folder.iterdir()} == {"w_a": "a", "README": "mine"}

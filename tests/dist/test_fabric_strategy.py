@@ -136,7 +136,7 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, object], names: st
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_world_that_does_not_fit_is_refused_before_launch() -> None:
-    with pytest.raises(ValueError, match="does not fit a world of 3 ranks"):
+    with pytest.raises(ValueError, match="must divide the world size 3"):
         Fabric(accelerator="cpu", devices=3, strategy=ContextParallelStrategy(ring=2)).strategy._configure_launcher()
 
 

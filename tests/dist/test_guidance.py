@@ -266,8 +266,8 @@ def _refused(rank: int, world: int, what: str) -> str:
         ("tangents", "a pipeline with cfg=2 has no forward derivative"),
         ("exchanged", "WanPipeline.transformer was exchanged after parallelize_pipeline"),
         ("noise of another", "the contents of hidden_states differ"),
-        ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 does not divide the 2 ranks"),
-        ("mesh", "ValueError: cfg=4 contradicts the mesh, whose axis 'cfg' has size 2"),
+        ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 must divide the world size 2"),
+        ("mesh", "ValueError: cfg=4 contradicts the mesh: its axis 'cfg' has size 2"),
         ("twice", "PlanError: WanPipeline is context-parallel already"),
     ],
 )

@@ -98,7 +98,7 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "config": (_set(parallel_config={"ring_degree": 3}), TypeError, "parallel_config"),
     "config without context": (_set(parallel_config=ParallelConfig()), ValueError, "context_parallel_config"),
     "degrees above the world": (_set(parallel_config=ContextParallelConfig(2, 2)), ValueError, "world has 3"),
-    "degrees that do not divide it": (_set(parallel_config=ContextParallelConfig(2)), ValueError, "does not divide"),
+    "degrees that do not divide it": (_set(parallel_config=ContextParallelConfig(2)), ValueError, "must divide"),
 }
 # Those that one rank sees in its own tensors, and the others do not.
 OF_ONE_RANK = [name for name in BAD if not any(word in name for word in ("config", "degrees", "lengths"))]
@@ -211,7 +211,7 @@ class _Picky(MathKernel):
     name = "picky"
 
     def refusal(self, query: Tensor, mask: Tensor | None) -> str | None:
-        return None if mask is None else "it takes no mask"
+        return None if mask is None else "it does not support masks"
 
 
 def _kernels(rank: int, world: int) -> list[str]:
@@ -246,10 +246,10 @@ def _kernels(rank: int, world: int) -> list[str]:
 
 def test_kernels_that_are_unknown_or_refuse_are_named_on_every_rank(run_ranks: RankPool) -> None:
     for messages in run_ranks(3, _kernels):
-        assert "kernel='fastest' is not one of auto, flash" in messages[0]
+        assert "kernel='fastest' must be one of auto, flash" in messages[0]
         assert "kernel='cudnn' cannot be used here: it runs on cuda, not cpu" in messages[1]
-        assert "it takes no mask" in messages[2]
-        assert "it takes no mask" in messages[3]
+        assert "it does not support masks" in messages[2]
+        assert "it does not support masks" in messages[3]
 
 
 def _still_right(rank: int, world: int) -> float:

@@ -159,5 +159,5 @@ def test_bad_settings_are_refused_by_name(settings: dict[str, Any], names: str) 
 
 
 def test_a_world_that_does_not_fit_is_refused_before_launch() -> None:
-    with pytest.raises(ValueError, match="does not fit a world of 3 ranks"):
+    with pytest.raises(ValueError, match="must divide the world size 3"):
         Trainer(accelerator="cpu", devices=3, strategy=ContextParallelStrategy(ring=2), **QUIET)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.mesh import ALONE, MeshGroups, groups_for
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for
 from lightning_cp.vae import parallelize_vae
 from lightning_cp.vae.tiles import owners
 from tests.dist.vaes import ALL, QUICK, make_vae
@@ -193,7 +193,7 @@ def test_a_failure_on_one_rank_reaches_all(run_ranks: RankPool) -> None:
 
 
 def test_what_is_not_supported_is_refused_by_name() -> None:
-    groups = replace(ALONE, context_shape=(2, 1))
+    groups = replace(SINGLE_RANK, context_shape=(2, 1))
     with pytest.raises(ValueError, match="AutoencoderTiny cannot be decoded over several ranks; leave it alone"):
         parallelize_vae(diffusers.AutoencoderTiny(), groups)
     tiled = make_vae("cogvideox")
@@ -216,7 +216,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"AutoencoderKL has a compiled part \(decoder\)"):
         parallelize_vae(vae, groups)
     before = dict(vae.__dict__)
-    parallelize_vae(vae, ALONE)()
+    parallelize_vae(vae, SINGLE_RANK)()
     assert vae.__dict__ == before, "a group of one changes nothing"
 
 

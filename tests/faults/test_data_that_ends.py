@@ -32,7 +32,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
     finished = run(*SMALL, "max_steps=5", *spoilt, *third, *settings.split(), folder=tmp_path / "run", timeout_s=100)
     assert finished.exit_code == 1
     said = error_of(finished)
-    assert said.startswith("error: the data ended after 2 batches of this run: StopIteration was raised in ")
+    assert said.startswith("error: the data loader ended after 2 batches of this run: StopIteration was raised in ")
     assert "data.py" in said
     assert "Trained" not in finished.stdout
 
@@ -68,9 +68,9 @@ class RandomStream(IterableDataset[int]):
 
 def test_a_sampler_or_stream_that_ends_early_is_an_error() -> None:
     given = []
-    with pytest.raises(DataError, match="the data ended after 2 batches of this run"):
+    with pytest.raises(DataError, match="the data loader ended after 2 batches of this run"):
         given += [batch.tolist() for batch in EndlessLoader(Numbers(), batch_sampler=[[0, 1], [2, 3]])]
-    with pytest.raises(DataError, match="the data ended after 3 batches of this run"):
+    with pytest.raises(DataError, match="the data loader ended after 3 batches of this run"):
         given += [batch.tolist() for batch in EndlessLoader(RandomStream(), batch_size=4)]
     assert given == []
     with pytest.raises(IndexError, match="out of range"):

@@ -20,9 +20,9 @@ def test_an_ema_decay_that_is_none_is_refused(decay: Any) -> None:
     ("settings", "said"),
     [
         ({"ema_decay": 1.0}, r"ema_decay=1.0 must be a number from 0 to below 1, such as 0.999"),
-        ({"every_n_train_steps": 0}, r"every_n_train_steps=0 must be a number of steps, at least 1"),
-        ({"every_n_train_steps": 2.5}, r"every_n_train_steps=2.5 must be a number of steps, at least 1"),
-        ({"value_range": (1.0, -1.0)}, r"value_range=\(1.0, -1.0\) must be black and white, as in \(-1.0, 1.0\)"),
+        ({"every_n_train_steps": 0}, r"every_n_train_steps=0 must be an integer of at least 1"),
+        ({"every_n_train_steps": 2.5}, r"every_n_train_steps=2.5 must be an integer of at least 1"),
+        ({"value_range": (1.0, -1.0)}, r"value_range=\(1.0, -1.0\) must be \(black, white\) with black < white"),
     ],
 )
 def test_sampling_settings_are_refused_by_name(settings: dict[str, Any], said: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.config import ContextParallelConfig
-from lightning_cp.mesh import ALONE, MeshGroups, branches_for, check_world, groups_by_name, groups_for
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups, branches_for, check_world, groups_by_name, groups_for
 
 
 @contextmanager
@@ -108,9 +108,14 @@ def test_two_meshes_of_one_shape_have_groups_of_their_own() -> None:
 
 
 def test_degree_one_needs_no_process_group() -> None:
-    assert groups_for(ContextParallelConfig()) is ALONE
-    assert groups_by_name(ALONE.name) is ALONE
-    assert (ALONE.context_size, ALONE.context_rank, ALONE.data_rank, ALONE.data_size) == (1, 0, 0, 1)
+    assert groups_for(ContextParallelConfig()) is SINGLE_RANK
+    assert groups_by_name(SINGLE_RANK.name) is SINGLE_RANK
+    assert (SINGLE_RANK.context_size, SINGLE_RANK.context_rank, SINGLE_RANK.data_rank, SINGLE_RANK.data_size) == (
+        1,
+        0,
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (1, 2), (2, 3)])
@@ -122,10 +127,10 @@ def test_higher_degrees_need_one(ring: int, ulysses: int) -> None:
 @pytest.mark.parametrize(
     ("ring", "ulysses", "text"),
     [
-        (9, 1, "ring=9 x ulysses=1 needs 9 ranks, but the world has 8"),
+        (9, 1, "ring=9 x ulysses=1 needs 9 ranks, but the world size is 8"),
         (2, 8, "needs 16 ranks"),
-        (3, 1, "= 3 does not divide the world of 8 ranks"),
-        (1, 5, "does not divide"),
+        (3, 1, "= 3 must divide the world size 8"),
+        (1, 5, "must divide"),
     ],
 )
 def test_degrees_that_do_not_fit_the_world_are_refused(ring: int, ulysses: int, text: str) -> None:
@@ -140,7 +145,7 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
         from torch.distributed.device_mesh import DeviceMesh
 
         mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("ring", "ulysses"))
-        with pytest.raises(ValueError, match="does not hold rank 7"):
+        with pytest.raises(ValueError, match="does not contain this rank, 7"):
             groups_for(ContextParallelConfig(mesh=mesh))
 
 

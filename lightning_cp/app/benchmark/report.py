@@ -11,7 +11,7 @@ from typing import TypedDict
 from rich.table import Table
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.subject import ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
+from lightning_cp.app.benchmark.subject import SINGLE_RANK, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
 
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 
@@ -44,7 +44,7 @@ class Row(TypedDict):
 
 def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -> list[Row]:
     """The rows of one set of measurements."""
-    one = found.get(ONE_THREAD) or found[ALONE]
+    one = found.get(ONE_THREAD) or found[SINGLE_RANK]
     rows = []
     for name, figures in found.items():
         times = sorted(figures.times_s)

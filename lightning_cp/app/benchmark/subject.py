@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_cp.config import ContextParallelConfig
 
 ONE_THREAD, ALL_THREADS = "one process, one thread", "one process, all threads"
-ALONE = "one process"  # on a GPU
+SINGLE_RANK = "one process"  # on a GPU
 UNCHECKED = ", check_peers=off"  # after a mode's name: the same, without comparing arguments between ranks
 QUERIES_CALL, HEADS_CALL = "one call: its queries", "one call: its heads"  # a rank's share, nothing sent
 

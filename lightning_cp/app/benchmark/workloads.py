@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from lightning_cp.app.benchmark import peers
 from lightning_cp.app.benchmark.subject import (
     ALL_THREADS,
-    ALONE,
     HEADS_CALL,
     ONE_THREAD,
     QUERIES_CALL,
+    SINGLE_RANK,
     UNCHECKED,
     Subject,
     modes,
@@ -193,7 +193,7 @@ def _of_model(
 def _alone(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
     """One process, with one thread and with as many as there are cores."""
     if device.type == "cuda":
-        return [Subject(ALONE, build, alone=True)]
+        return [Subject(SINGLE_RANK, build, alone=True)]
     cores = torch.multiprocessing.cpu_count()
     return [
         Subject(ONE_THREAD, build, alone=True, threads=1),

@@ -15,7 +15,7 @@ from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
-from lightning_cp.training.ema import whole_of
+from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 
 Batch = tuple[Tensor, Tensor]
@@ -128,7 +128,7 @@ class Steps:
         norm = nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
         # Ranks of a context group have the same loss, so the mean over ranks is the mean over data. All ranks have the
         # same norm.
-        (self._loss, self._norm), self._request = run.means_and_request(loss, whole_of(norm))
+        (self._loss, self._norm), self._request = run.means_and_request(loss, full_tensor(norm))
         try:
             self._updates = self._guard.allows_update(self._loss, self._norm)
         except NonFiniteError as error:

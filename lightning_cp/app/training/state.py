@@ -21,7 +21,7 @@ from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.data.random_state import random_states, restore_random_states
-from lightning_cp.training.ema import WeightAverage, whole_of
+from lightning_cp.training.ema import WeightAverage, full_tensor
 
 
 @dataclass
@@ -129,7 +129,7 @@ class TrainState:
         first = not dist.is_initialized() or dist.get_rank() == 0
         average: dict[str, Tensor] = {}
         for name, x in self.average.state_dict().items():
-            whole = whole_of(x)
+            whole = full_tensor(x)
             if first:
                 average[name] = whole.cpu()
         return average

@@ -14,7 +14,7 @@ from lightning_cp import ContextParallelConfig, context_parallel_attention
 from lightning_cp.attention import attend_across
 from lightning_cp.errors import KernelError
 from lightning_cp.kernels.math import MathKernel
-from lightning_cp.mesh import ALONE
+from lightning_cp.mesh import SINGLE_RANK
 from tests.reference import max_error, softmax_attention
 
 CONFIG = ContextParallelConfig()
@@ -117,7 +117,7 @@ def test_a_kernel_without_tangents_is_refused_by_name() -> None:
             scale=None,
             grouped=False,
             lengths=([], []),
-            groups=ALONE.name,
+            groups=SINGLE_RANK.name,
             config=CONFIG,
             kernel=kernel,
         )

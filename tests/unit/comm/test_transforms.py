@@ -11,12 +11,12 @@ from torch.autograd import forward_ad
 
 from lightning_cp.comm.halo import fetch_halo, halo_exchange, sum_over_ranks
 from lightning_cp.comm.shards import gather
-from lightning_cp.mesh import ALONE
+from lightning_cp.mesh import SINGLE_RANK
 
 OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gather": lambda x: gather(x, 1, [5], ALONE.name),
-    "sum": lambda x: sum_over_ranks(x, ALONE.name),
-    "margin": lambda x: halo_exchange(x, 1, [5], 2, ALONE.name),
+    "gather": lambda x: gather(x, 1, [5], SINGLE_RANK.name),
+    "sum": lambda x: sum_over_ranks(x, SINGLE_RANK.name),
+    "margin": lambda x: halo_exchange(x, 1, [5], 2, SINGLE_RANK.name),
 }
 each = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 
@@ -67,6 +67,6 @@ def test_jacobians_and_maps_over_samples_are_exact(operator: Callable[[Tensor], 
 
 def test_an_exchange_without_a_derivative_refuses_tangents() -> None:
     x, tangent = _pair()
-    fetch_halo(x, 1, 1, 1, groups=ALONE)
+    fetch_halo(x, 1, 1, 1, groups=SINGLE_RANK)
     with pytest.raises(NotImplementedError, match="the halo exchange of a parallel VAE has no forward derivative"):
-        torch.func.jvp(lambda y: fetch_halo(y, 1, 1, 1, groups=ALONE)[0] or y, (x,), (tangent,))
+        torch.func.jvp(lambda y: fetch_halo(y, 1, 1, 1, groups=SINGLE_RANK)[0] or y, (x,), (tangent,))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from lightning_cp.data.peer_batches import FirstRanksOrder, is_foreign, prepare_loader, reordered
+from lightning_cp.data.peer_batches import FirstRanksOrder, is_custom, prepare_loader, reordered
 from lightning_cp.mesh import MeshGroups
 from tests.unit.data.test_group_batches import Buckets
 
@@ -55,10 +55,10 @@ def test_one_process_keeps_its_loader(shuffle: bool) -> None:
 
 
 def test_only_batch_samplers_without_a_sampler_are_foreign() -> None:
-    assert is_foreign(Buckets(3))
-    assert not is_foreign(None)
-    assert not is_foreign(BatchSampler(SequentialSampler(DATA), 2, drop_last=False))
-    assert not is_foreign(type("Grouped", (BatchSampler,), {})(RandomSampler(DATA), 2, False))
+    assert is_custom(Buckets(3))
+    assert not is_custom(None)
+    assert not is_custom(BatchSampler(SequentialSampler(DATA), 2, drop_last=False))
+    assert not is_custom(type("Grouped", (BatchSampler,), {})(RandomSampler(DATA), 2, False))
 
 
 def test_a_distributed_sampler_for_all_ranks_is_refused() -> None:

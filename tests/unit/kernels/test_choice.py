@@ -79,7 +79,7 @@ def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(mo
     ):
         monkeypatch.setattr("importlib.util.find_spec", lambda found, package=package: found == package or None)
         assert choose_kernel(name, query, None).name == name
-        with pytest.raises(KernelError, match="takes no mask"):
+        with pytest.raises(KernelError, match="does not support masks"):
             choose_kernel(name, query, MASK)
     monkeypatch.setattr("importlib.util.find_spec", lambda found: found)
     assert choose_kernel("auto", query, None).name == "flash_attn_3"
@@ -95,7 +95,7 @@ def test_flash_attn_is_chosen_where_it_is_installed_and_nothing_before_it_can(mo
     [
         ("cudnn", _query("cpu", torch.bfloat16), None, "it runs on cuda, not cpu"),
         ("flash", _query("cuda", torch.float32), None, "neither float16 nor bfloat16"),
-        ("flash", _query("cuda", torch.float16), MASK, "it takes no mask"),
+        ("flash", _query("cuda", torch.float16), MASK, "it does not support masks"),
         ("flash", _query("cuda", torch.float16, 257), None, "head size 257 is above 256"),
         ("cudnn", _query("cuda", torch.float16, 129), None, "head size 129 is above 128"),
         ("efficient", _query("cuda", torch.float64), None, "dtype torch.float64"),
@@ -113,7 +113,7 @@ def test_a_kernel_that_cannot_is_refused_with_the_reason(
 
 @pytest.mark.parametrize("name", ["fastest", "", None, 3, "FLASH"])
 def test_an_unknown_kernel_is_refused_with_the_list(name: object) -> None:
-    with pytest.raises(ValueError, match="is not one of auto, flash, flash_attn_3, flash_attn_4, cudnn"):
+    with pytest.raises(ValueError, match="must be one of auto, flash, flash_attn_3, flash_attn_4, cudnn"):
         check_kernel(name)
     with pytest.raises(KernelError, match=f"kernel={name!r}"):
         choose_kernel(name, torch.ones(1, 1, 1, 1), None)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from lightning_cp.kernels.flash_attn import FlashAttn3Kernel, FlashAttn4Kernel, 
 from lightning_cp.kernels.math import MathKernel
 from lightning_cp.kernels.protocol import Kernel
 from lightning_cp.kernels.sage import SageKernel
-from lightning_cp.mesh import ALONE
+from lightning_cp.mesh import SINGLE_RANK
 
 MATH = MathKernel()
 
@@ -217,7 +217,7 @@ def _attend_with(kernel: str, q: Tensor) -> Tensor:
         scale=None,
         grouped=False,
         lengths=([], []),
-        groups=ALONE.name,
+        groups=SINGLE_RANK.name,
         config=ContextParallelConfig(),
         kernel=kernel,
     )

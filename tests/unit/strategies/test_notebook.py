@@ -44,7 +44,7 @@ def _connected(kind: Any, count: int, **settings: Any) -> Any:
 @pytest.mark.usefixtures("session")
 def test_an_interactive_session_forks_and_keeps_a_single_rank(kind: Any) -> None:
     launcher = _connected(kind, 2, ring=2).launcher
-    assert isinstance(launcher, kind._starts_processes_with)
+    assert isinstance(launcher, kind._process_launcher)
     assert launcher.is_interactive_compatible
     assert _connected(kind, 2, ring=2, start_method="fork").launcher.is_interactive_compatible
     assert _connected(kind, 1).launcher is None
@@ -59,7 +59,7 @@ def test_scripts_are_started_again_unless_another_method_is_chosen(kind: Any) ->
     assert "Script" in type(_connected(kind, 2, ring=2).launcher).__name__
     for method in ("spawn", "fork", "forkserver"):
         launcher = _connected(kind, 2, ring=2, start_method=method).launcher
-        assert isinstance(launcher, kind._starts_processes_with)
+        assert isinstance(launcher, kind._process_launcher)
         assert launcher._start_method == method
     with pytest.raises(ValueError, match="start_method='thread' must be one of popen, spawn, fork, forkserver"):
         kind(start_method="thread")

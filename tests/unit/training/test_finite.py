@@ -26,7 +26,7 @@ from lightning_cp.training.finite import MOST_SKIPPED_IN_A_ROW, StepGuard, find_
 from lightning_cp.training.ranks import DataShard
 
 NAN, INF = math.nan, math.inf
-ALONE: Any = SimpleNamespace(
+SINGLE_RANK: Any = SimpleNamespace(
     device=torch.device("cpu"),
     global_rank=0,
     is_global_zero=True,
@@ -46,7 +46,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
-        run = Run(ALONE, self.state, RunFolder(folder), DataShard(0, 1), self.request)
+        run = Run(SINGLE_RANK, self.state, RunFolder(folder), DataShard(0, 1), self.request)
         self.reports: list[StepReport] = []
         watcher: Any = SimpleNamespace(watch=self.reports.append)
         self.steps = Steps(
@@ -205,6 +205,6 @@ def test_tensors_that_are_not_finite_are_found_by_name() -> None:
         ("c", [torch.ones(2), torch.tensor([1.0, NAN])]),
         ("d", [-INF * torch.ones(1)]),
     ]
-    assert find_nonfinite(named, ALONE) == ["c", "d"]
-    assert find_nonfinite([], ALONE) == []
-    assert find_nonfinite([("steps", [torch.ones(2, dtype=torch.long)])], ALONE) == []
+    assert find_nonfinite(named, SINGLE_RANK) == ["c", "d"]
+    assert find_nonfinite([], SINGLE_RANK) == []
+    assert find_nonfinite([("steps", [torch.ones(2, dtype=torch.long)])], SINGLE_RANK) == []
