@@ -3,7 +3,7 @@
 `lightning_cp.checkpoint.store` writes and reads them. This module finds and verifies them without importing torch.
 """
 
-from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, sweep_partials
+from lightning_cp.checkpoint.latest import find_checkpoint, latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.manifest import (
     CHECKPOINT_FORMATS,
     CheckpointError,
@@ -22,5 +22,5 @@ __all__ = [
     "latest_checkpoint",
     "parse_manifest",
     "read_manifest",
-    "sweep_partials",
+    "remove_partials",
 ]

@@ -21,33 +21,33 @@ class DamagedError(ValueError):
 def parse(text: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises: DamagedError: invalid, nested too deeply, or with a duplicate key."""
     try:
-        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repeats)
+        fields = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise DamagedError(f"it is no valid JSON ({type(error).__name__})") from error
+        raise DamagedError(f"it is not valid JSON ({type(error).__name__})") from error
     if type(fields) is not dict:
-        raise DamagedError("it is no JSON object")
+        raise DamagedError("it is not a JSON object")
     return fields
 
 
 def check_fields(fields: dict[str, Any]) -> None:
     """Check the fields of a manifest. Raises: DamagedError: a field is missing, unknown or invalid."""
     if fields.keys() != _FIELDS:
-        raise DamagedError(f"it must have the fields {', '.join(sorted(_FIELDS))}")
-    _whole("step", fields["step"], _MOST_STEP)
-    saved = fields["saved_at_s"]
-    if type(saved) not in (int, float) or not 0 <= saved <= _MOST_TIME_S:
-        raise DamagedError(f"saved_at_s={_show(saved)} is no time in seconds")
+        raise DamagedError(f"it must have exactly the fields {', '.join(sorted(_FIELDS))}")
+    _check_integer("step", fields["step"], _MOST_STEP)
+    saved_at_s = fields["saved_at_s"]
+    if type(saved_at_s) not in (int, float) or not 0 <= saved_at_s <= _MOST_TIME_S:
+        raise DamagedError(f"saved_at_s={_show(saved_at_s)} must be a time in seconds since 1970")
     for name, entry in _dict("files", fields["files"]).items():
         if not _FILE_NAME.fullmatch(name) or name.startswith("."):
-            raise DamagedError(f"the file name {_show(name)} must be a plain name that ends in .safetensors")
+            raise DamagedError(f"the file name {_show(name)} must be a name without a folder that ends in .safetensors")
         if _dict(name, entry).keys() != {"size_bytes", "crc32"}:
-            raise DamagedError(f"{_show(name)} must have size_bytes and crc32")
-        _whole("size_bytes", entry["size_bytes"], 1 << 62)
-        _whole("crc32", entry["crc32"], (1 << 32) - 1)
+            raise DamagedError(f"{_show(name)} must have exactly size_bytes and crc32")
+        _check_integer("size_bytes", entry["size_bytes"], 1 << 62)
+        _check_integer("crc32", entry["crc32"], (1 << 32) - 1)
     facts = _dict("facts", fields["facts"])
     _check_trees(_dict(TREES, facts.get(TREES)), set(fields["files"]))
     if "seed" in facts and type(facts["seed"]) is not int:
-        raise DamagedError(f"seed={_show(facts['seed'])} is no whole number")
+        raise DamagedError(f"seed={_show(facts['seed'])} must be an integer")
     if "sampler" in facts:
         _dict("sampler", facts["sampler"])
 
@@ -66,18 +66,18 @@ def tensor_names(tree: Any) -> set[str]:
 
 def _check_trees(trees: dict[str, Any], files: set[str]) -> None:
     if are_shards(trees, files):
-        strange = {name for name in files if not name.startswith("shard-")}
+        unmatched = {name for name in files if not name.startswith("shard-")}
     else:
-        strange = {f"{name}.safetensors" for name in trees} ^ files
-    if strange:
-        raise DamagedError(f"its files and its {TREES} do not belong together: {_show(min(strange))}")
+        unmatched = {f"{name}.safetensors" for name in trees} ^ files
+    if unmatched:
+        raise DamagedError(f"its files do not match its {TREES}: {_show(min(unmatched))}")
     for tree in trees.values():
         tensor_names(tree)
 
 
 def _walk(tree: Any, names: set[str], depth: int) -> None:
     if depth > _MOST_DEPTH:
-        raise DamagedError(f"its {TREES} nest deeper than {_MOST_DEPTH} levels")
+        raise DamagedError(f"its {TREES} are nested deeper than {_MOST_DEPTH} levels")
     if tree is None or type(tree) in (str, int, float, bool):
         return
     kind, value = next(iter(tree.items())) if type(tree) is dict and len(tree) == 1 else ("", None)
@@ -85,36 +85,36 @@ def _walk(tree: Any, names: set[str], depth: int) -> None:
         names.add(value)
     elif kind == "dict" and type(value) is list and all(map(_is_pair, value)):
         if len({key for key, _ in value}) != len(value):
-            raise DamagedError(f"its {TREES} have a dict with a key twice")
+            raise DamagedError(f"a dict in its {TREES} has a duplicate key")
         for _, item in value:
             _walk(item, names, depth + 1)
     elif kind in ("list", "tuple") and type(value) is list:
         for item in value:
             _walk(item, names, depth + 1)
     else:
-        raise DamagedError(f"its {TREES} hold something that is neither a tensor, a dict, a list nor a plain value")
+        raise DamagedError(f"its {TREES} contain something other than tensors, dicts, lists, tuples and plain values")
 
 
 def _is_pair(value: Any) -> bool:
     return type(value) is list and len(value) == 2 and type(value[0]) in (str, int, bool)
 
 
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise DamagedError("an object has a key twice")
+        raise DamagedError("a JSON object has a duplicate key")
     return found
 
 
 def _dict(name: str, value: Any) -> dict[str, Any]:
     if type(value) is not dict:
-        raise DamagedError(f"{_show(name)} is no JSON object")
+        raise DamagedError(f"{_show(name)} must be a JSON object")
     return value
 
 
-def _whole(name: str, value: Any, most: int) -> None:
-    if type(value) is not int or not 0 <= value <= most:
-        raise DamagedError(f"{name}={_show(value)} must be a whole number from 0 to {most}")
+def _check_integer(name: str, value: Any, maximum: int) -> None:
+    if type(value) is not int or not 0 <= value <= maximum:
+        raise DamagedError(f"{name}={_show(value)} must be an integer from 0 to {maximum}")
 
 
 def _show(value: Any) -> str:

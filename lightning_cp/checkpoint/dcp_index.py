@@ -16,12 +16,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_cp.checkpoint.inert import Record, UnknownNameError, read_pickle
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.plain_pickle import Record, UnknownNameError, read_pickle
 from lightning_cp.compat.dcp_names import PICKLED_NAMES, StorageInfo
 
 INDEX = ".metadata"
-_MOST_BYTES, _MOST_DIMS, _MOST = 1 << 31, 64, (1 << 63) - 1
+_MAX_BYTES, _MAX_DIMS, _MAX_INT = 1 << 31, 64, (1 << 63) - 1
 _DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
 _MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
@@ -52,8 +52,8 @@ def read_index(folder: Path) -> Metadata:
     """
     path = folder / INDEX
     try:
-        if path.stat().st_size > _MOST_BYTES or not path.is_file():
-            raise _DamagedError("it is no file of a sensible size")
+        if path.stat().st_size > _MAX_BYTES or not path.is_file():
+            raise _DamagedError(f"it is not a file, or is larger than {_MAX_BYTES} bytes")
         return _Index(folder, read_pickle(path.read_bytes(), _NAMES)).build()
     except UnknownNameError as error:
         raise CheckpointError(
@@ -61,10 +61,10 @@ def read_index(folder: Path) -> Metadata:
             "you trust whoever wrote it"
         ) from error
     except (_DamagedError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder} is truncated or damaged: its {INDEX} cannot be read: {error}") from error
     except Exception as error:  # a damaged pickle can raise anything
         kind = type(error).__name__
-        raise CheckpointError(f"{folder} is cut short or damaged: its {INDEX} cannot be read ({kind})") from error
+        raise CheckpointError(f"{folder} is truncated or damaged: its {INDEX} cannot be read ({kind})") from error
 
 
 class _Index:
@@ -81,14 +81,14 @@ class _Index:
         for key, value in _dict(self._fields.get("storage_data")).items():
             index, info = _storage_key(key), self._storage(value)
             if index in stored or index.fqn not in entries:
-                raise _DamagedError(f"{index.fqn[:200]} is stored twice, or not described")
+                raise _DamagedError(f"{index.fqn[:200]} is stored twice, or has no metadata")
             stored[index] = info
         unused = len(stored)
         for name, entry in entries.items():
             chunks = len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
             unused -= chunks
             if unused < 0:  # before chunks are built: many tensors may share one huge list
-                raise _DamagedError("it describes more than is stored")
+                raise _DamagedError("it lists more chunks than are stored")
             if isinstance(entry, TensorStorageMetadata):
                 entry.chunks = _chunks(name, entry)
                 _check_stored(name, entry, stored)
@@ -99,17 +99,17 @@ class _Index:
         name = _text(fields.get("relative_path"))
         if fields.get("transform_descriptors"):
             raise _DamagedError(f"{name[:200]} is compressed, which is not supported")
-        offset, length = _whole(fields.get("offset")), _whole(fields.get("length"))
+        offset, length = _integer(fields.get("offset")), _integer(fields.get("length"))
         if name not in self._file_bytes:
             self._file_bytes[name] = self._size_of(name)
         if offset + length > self._file_bytes[name]:
-            raise _DamagedError(f"{name} has {self._file_bytes[name]} bytes, and {offset + length} are needed")
+            raise _DamagedError(f"{name} has {self._file_bytes[name]} bytes, but {offset + length} are needed")
         return StorageInfo(name, offset, length)
 
     def _size_of(self, name: str) -> int:
         inside = PurePosixPath(name)
         if not name or inside.is_absolute() or ".." in inside.parts or "\0" in name:
-            raise _DamagedError(f"the path {name[:200]!r} leads out of the folder")
+            raise _DamagedError(f"the path {name[:200]!r} is outside of the folder")
         file = self._folder / inside
         if not file.is_file():  # links to files are valid: download caches use them
             raise _DamagedError(f"{name[:200]} is missing")
@@ -128,17 +128,17 @@ def _entry(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
 
 
 def _properties(record: Any) -> TensorProperties:
-    state: Any = _made(record, "TensorProperties").state
+    state: Any = _object_of(record, "TensorProperties").state
     if type(state) is not tuple or len(state) != 5:
-        raise _DamagedError("a tensor has no properties")
+        raise _DamagedError("a tensor has no valid properties")
     dtype, layout, requires_grad, memory_format, pin_memory = state
     if not (isinstance(dtype, Record) and dtype.args is None and dtype.name in _DTYPES):
-        raise _DamagedError("a tensor has no dtype")
-    if _made(layout, "_get_layout").args != ("torch.strided",):
+        raise _DamagedError("a tensor has no valid dtype")
+    if _object_of(layout, "_get_layout").args != ("torch.strided",):
         raise _DamagedError("a tensor is not strided, which is not supported")
     _check_memory_format(memory_format)
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
-        raise _DamagedError("a tensor has properties of another kind")
+        raise _DamagedError("a tensor has invalid properties")
     return TensorProperties(dtype=_DTYPES[dtype.name], requires_grad=requires_grad, pin_memory=pin_memory)
 
 
@@ -149,10 +149,12 @@ def _check_memory_format(record: Any) -> None:
         is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith("._MEM_FORMAT_ENCODING")
         is_member = is_kind and type(name) is str and name in _MEMORY_FORMATS and record.state is None
     else:
-        args = _made(record, "_MEM_FORMAT_ENCODING").args or ()
+        args = _object_of(record, "_MEM_FORMAT_ENCODING").args or ()
         is_member = len(args) == 1 and type(args[0]) is int and args[0] in range(len(_MEMORY_FORMATS))
     if not is_member:
-        raise _DamagedError("a tensor has an unknown memory format (builtins.getattr is for those alone)")
+        raise _DamagedError(
+            "a tensor has an unknown memory format (builtins.getattr is allowed for memory formats only)"
+        )
 
 
 def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadata]:
@@ -163,14 +165,14 @@ def _chunks(name: str, entry: TensorStorageMetadata) -> list[ChunkStorageMetadat
         offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
         inside = len(offsets) == len(sizes) == len(entry.size)
         if not inside or any(o + n > m for o, n, m in zip(offsets, sizes, entry.size, strict=True)):
-            raise _DamagedError(f"{name[:200]} has a chunk beyond its own size")
+            raise _DamagedError(f"{name[:200]} has a chunk outside of its shape")
         if offsets in starts:
-            raise _DamagedError(f"{name[:200]} has two chunks in one place")
+            raise _DamagedError(f"{name[:200]} has two chunks at the same offset")
         starts.add(offsets)
         elements += math.prod(sizes)
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     if elements != math.prod(entry.size):
-        raise _DamagedError(f"{name[:200]} has {math.prod(entry.size)} elements, and its chunks hold {elements}")
+        raise _DamagedError(f"{name[:200]} has {math.prod(entry.size)} elements, but its chunks hold {elements}")
     return chunks
 
 
@@ -179,7 +181,7 @@ def _check_stored(name: str, entry: TensorStorageMetadata, stored: dict[Metadata
     for chunk in entry.chunks:
         info = stored.get(MetadataIndex(name, chunk.offsets))
         if info is None or math.prod(chunk.sizes) * entry.properties.dtype.itemsize > info.length:
-            raise _DamagedError(f"{name[:200]} has a chunk of which the files hold too little")
+            raise _DamagedError(f"{name[:200]} has a chunk with missing or too little data in the files")
 
 
 def _storage_key(record: Any) -> MetadataIndex:
@@ -188,44 +190,44 @@ def _storage_key(record: Any) -> MetadataIndex:
     return MetadataIndex(
         _text(fields.get("fqn")),
         None if offset is None else _size(offset),
-        None if index is None else _whole(index),
+        None if index is None else _integer(index),
     )
 
 
-def _made(value: Any, kind: str) -> Record:
+def _object_of(value: Any, kind: str) -> Record:
     """Return a record of an object of class `kind`. Raises: _DamagedError: it is none."""
     if not isinstance(value, Record) or value.args is None or value.name.rpartition(".")[2] != kind:
-        raise _DamagedError(f"something is no {kind}")
+        raise _DamagedError(f"expected a {kind}, got a {type(value).__name__}")
     return value
 
 
 def _fields(value: Any, kind: str) -> dict[Any, Any]:
-    record = _made(value, kind)
+    record = _object_of(value, kind)
     return _dict({} if record.state is None else record.state)
 
 
 def _dict(value: Any) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise _DamagedError("something is no dict")
+        raise _DamagedError(f"expected a dict, got a {type(value).__name__}")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise _DamagedError("a name is no text")
+        raise _DamagedError(f"expected a string as name, got a {type(value).__name__}")
     return value
 
 
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST:
-        raise _DamagedError("a size or an offset is no number that can be one")
+def _integer(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_INT:
+        raise _DamagedError(f"a size or an offset must be an integer from 0 to {_MAX_INT}")
     return value
 
 
 def _size(value: Any) -> torch.Size:
     """Convert the record of `torch.Size((2, 3))`."""
-    args = _made(value, "Size").args or ()
+    args = _object_of(value, "Size").args or ()
     dims = args[0] if len(args) == 1 and type(args[0]) in (tuple, list) else None
-    if dims is None or len(dims) > _MOST_DIMS or math.prod(map(_whole, dims)) > _MOST:
-        raise _DamagedError("the size of a tensor is none that can be")
+    if dims is None or len(dims) > _MAX_DIMS or math.prod(map(_integer, dims)) > _MAX_INT:
+        raise _DamagedError("a tensor has an invalid shape")
     return torch.Size(dims)

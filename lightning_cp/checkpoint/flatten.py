@@ -39,16 +39,19 @@ def _flatten(state: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(state, dict):
         pairs = [(key, _flatten(value, f"{name}.{key}".lstrip("."), tensors)) for key, value in state.items()]
         if not all(isinstance(key, str | int) for key in state):
-            raise TypeError(f"{name or 'state'} has keys that are neither text nor whole numbers")
+            raise TypeError(f"{name or 'state'} has keys that are neither strings nor integers")
         return {"dict": pairs}
     if isinstance(state, list | tuple):
         items = [_flatten(value, f"{name}.{i}".lstrip("."), tensors) for i, value in enumerate(state)]
         return {"tuple" if isinstance(state, tuple) else "list": items}
     if isinstance(state, _PLAIN):
         return state
-    raise TypeError(f"{name or 'state'} is a {type(state).__name__}: neither a tensor nor a plain value")
+    raise TypeError(
+        f"{name or 'state'} is a {type(state).__name__}: must be a tensor, a dict, list or tuple, a string, a number, "
+        "a bool or None"
+    )
 
 
-def independent(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def contiguous_copies(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Copy tensors to contiguous CPU memory without sharing, as safetensors requires."""
     return {name: torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format) for name, x in tensors.items()}

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from lightning_cp.checkpoint.held import disown, hold, sweep
+from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned, remove_owner_file
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
 
 _REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
-_held: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
+_locks: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
 
 
 def checkpoint_path(parent: Path, step: int) -> Path:
@@ -31,7 +31,7 @@ def open_scratch(parent: Path, step: int) -> Path:
     Remove scratch folders of killed writers in `parent`. Raises: OSError: another process is writing this checkpoint.
     """
     drop_scratch(parent, step)
-    sweep(parent.glob(f"{PARTIAL}*"), at_once=True)
+    remove_abandoned(parent.glob(f"{PARTIAL}*"), at_once=True)
     scratch = scratch_path(parent, step)
 
     def make() -> Path:
@@ -43,16 +43,16 @@ def open_scratch(parent: Path, step: int) -> Path:
             ) from error
         return scratch
 
-    scratch, _held[scratch] = hold(make)
+    scratch, _locks[scratch] = lock_new_folder(make)
     return scratch
 
 
 def drop_scratch(parent: Path, step: int) -> None:
     """Remove the scratch folder of this process, if there is one."""
     scratch = scratch_path(parent, step)
-    if scratch in _held:
+    if scratch in _locks:
         shutil.rmtree(scratch, ignore_errors=True)
-        os.close(_held.pop(scratch))
+        os.close(_locks.pop(scratch))
 
 
 def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
@@ -61,14 +61,14 @@ def seal(parent: Path, manifest: Manifest, *, keep: int | None) -> Path:
     manifest.write(scratch)
     follow_umask(scratch)
     replace_folder(scratch, folder)
-    disown(folder)
-    if scratch in _held:
-        os.close(_held.pop(scratch))
-    for aside in parent.glob(f"step_*{_REPLACED}"):  # left by a writer that was killed during the exchange
-        _remove_at_once(aside)
+    remove_owner_file(folder)
+    if scratch in _locks:
+        os.close(_locks.pop(scratch))
+    for old in parent.glob(f"step_*{_REPLACED}"):  # left by a writer that was killed during the exchange
+        _remove_atomically(old)
     others = sorted(path for path in parent.glob("step_[0-9]*") if path != folder)  # may include later steps
     for old in [] if keep is None else others[: max(0, len(others) - keep + 1)]:
-        _remove_at_once(old)
+        _remove_atomically(old)
     return folder
 
 
@@ -80,13 +80,13 @@ def follow_umask(folder: Path) -> None:
             path.chmod(mode)
 
 
-def _remove_at_once(folder: Path) -> None:
+def _remove_atomically(folder: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that no reader finds a partial one under its name."""
-    aside = folder.with_name(f"{_REMOVED}{folder.name}")
-    shutil.rmtree(aside, ignore_errors=True)
+    old = folder.with_name(f"{_REMOVED}{folder.name}")
+    shutil.rmtree(old, ignore_errors=True)
     with suppress(FileNotFoundError):
-        folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(old)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def replace_folder(scratch: Path, target: Path) -> None:
@@ -97,17 +97,19 @@ def replace_folder(scratch: Path, target: Path) -> None:
     """
     for path in (*scratch.rglob("*"), scratch):
         flush(path)
-    aside = target.with_name(f"{target.name}{_REPLACED}")
-    remove(aside)
-    in_the_way = target.is_dir() or (scratch.is_dir() and target.exists())  # only a file can replace a file in one step
-    if in_the_way and exchange(scratch, target):
-        aside = scratch
+    old = target.with_name(f"{target.name}{_REPLACED}")
+    remove(old)
+    blocks_rename = target.is_dir() or (
+        scratch.is_dir() and target.exists()
+    )  # only a file can replace a file in one step
+    if blocks_rename and exchange(scratch, target):
+        old = scratch
     else:
-        if in_the_way:
-            target.rename(aside)
+        if blocks_rename:
+            target.rename(old)
         scratch.replace(target)
     flush(target.parent)
-    remove(aside)
+    remove(old)
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -116,8 +118,8 @@ def exchange(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (OSError, AttributeError):
         return False
-    here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0)
+    working_directory, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return bool(rename(working_directory, os.fsencode(one), working_directory, os.fsencode(other), swap) == 0)
 
 
 def scratch_folder_for(target: Path) -> Path:

@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from lightning_cp.checkpoint.held import sweep
+from lightning_cp.checkpoint.folder_lock import remove_abandoned
 from lightning_cp.checkpoint.manifest import PARTIAL, CheckpointError, Manifest, parse_manifest, verify_files
 
 _log = logging.getLogger(__name__)
 _DEPTH = 3  # folder levels of runs below the root: date, time, number in a sweep
-_LOOKS, _PAUSE_S = 200, 0.02  # attempts, and pause between them, while another process replaces checkpoints
+_ATTEMPTS, _PAUSE_S = 200, 0.02  # attempts, and pause between them, while another process replaces checkpoints
 
 
 class _ChangedError(Exception):
@@ -27,12 +27,14 @@ def latest_checkpoint(root: Path) -> Path | None:
     Returns: the checkpoint's folder, or None.
     Raises: CheckpointError: other processes replace checkpoints faster than they can be read.
     """
-    for _ in range(_LOOKS):
+    for _ in range(_ATTEMPTS):
         try:
-            return _look(root)
+            return _search(root)
         except _ChangedError:
             time.sleep(_PAUSE_S)
-    raise CheckpointError(f"checkpoints under {root} are replaced faster than they can be read: name one of them")
+    raise CheckpointError(
+        f"checkpoints under {root} are replaced faster than they can be read: give the folder of one checkpoint"
+    )
 
 
 def find_checkpoint(resume: str, root: Path) -> Path:
@@ -51,7 +53,9 @@ def find_checkpoint(resume: str, root: Path) -> Path:
     path = Path(resume)
     if not os.path.isdir(path):
         kind = "is a file" if os.path.exists(path) else "does not exist"
-        raise CheckpointError(f"resume={resume} {kind}: must be `last`, or the folder of a checkpoint or of a run")
+        raise CheckpointError(
+            f"resume={resume} {kind}: must be `last`, the folder of a checkpoint or the folder of a run"
+        )
     if not path.name.startswith("step_") and os.path.isdir(path / "checkpoints"):
         newest = latest_checkpoint(path)
         if newest is None:
@@ -64,42 +68,42 @@ def find_checkpoint(resume: str, root: Path) -> Path:
     return path
 
 
-def sweep_partials(root: Path) -> None:
+def remove_partials(root: Path) -> None:
     """Remove partial checkpoints of killed writers in the runs under a folder. Running writers are not affected."""
     for checkpoints in _checkpoint_folders(root):
-        sweep(path for path in _children(checkpoints) if path.name.startswith(PARTIAL))
+        remove_abandoned(path for path in _children(checkpoints) if path.name.startswith(PARTIAL))
 
 
-def _look(root: Path) -> Path | None:
+def _search(root: Path) -> Path | None:
     candidates = [path for folder in _checkpoint_folders(root) for path in _children(folder) if _is_step(path)]
-    found = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
-    for _, _, path, manifest, mark in found:
+    newest_first = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
+    for _, _, path, manifest, fingerprint in newest_first:
         if isinstance(manifest, Manifest):
             try:
                 verify_files(path, manifest)
                 return path
             except CheckpointError as error:
                 manifest = error
-        if _mark(path) != mark:
+        if _fingerprint(path) != fingerprint:
             raise _ChangedError
         if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            _log.warning("passed over the newer checkpoint %s: %s", path, manifest)
+            _log.warning("skipped the newer checkpoint %s: %s", path, manifest)
     return None
 
 
 def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
     """Return (time of saving, or of change if unreadable; step; path; manifest or error; mark of this folder)."""
-    mark = _mark(path)
+    fingerprint = _fingerprint(path)
     try:
         manifest = parse_manifest(path)
     except CheckpointError as error:
-        if _mark(path) != mark:
+        if _fingerprint(path) != fingerprint:
             raise _ChangedError from error
-        return mark[1] / 1e9, -1, path, error, mark
-    return manifest.saved_at_s, manifest.step, path, manifest, mark
+        return fingerprint[1] / 1e9, -1, path, error, fingerprint
+    return manifest.saved_at_s, manifest.step, path, manifest, fingerprint
 
 
-def _mark(path: Path) -> tuple[int, int]:
+def _fingerprint(path: Path) -> tuple[int, int]:
     try:
         status = path.stat()
     except PermissionError:

@@ -18,7 +18,7 @@ CHECKPOINT_FORMATS = ("full", "distributed")
 MANIFEST = "manifest.json"
 PARTIAL = ".partial_"
 """How the name of a checkpoint begins while it is written."""
-_CHUNK_BYTES, _MOST_BYTES = 1 << 20, 1 << 30
+_CHUNK_BYTES, _MAX_BYTES = 1 << 20, 1 << 30
 
 
 class CheckpointError(ValueError):
@@ -89,20 +89,20 @@ def parse_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         if not path.is_file():
-            raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}")
-        if path.stat().st_size > _MOST_BYTES:
-            raise DamagedError(f"it has more than {_MOST_BYTES} bytes")
+            raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        if path.stat().st_size > _MAX_BYTES:
+            raise DamagedError(f"it has more than {_MAX_BYTES} bytes")
         fields = parse(path.read_bytes())
         version = fields.pop("format", None)
         if type(version) is int and version != FORMAT:
             raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}"[:500])
         if version != FORMAT or type(version) is not int:
-            raise DamagedError("it says no format")
+            raise DamagedError("it has no valid format number")
         check_fields(fields)
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
     except DamagedError as error:
-        raise CheckpointError(f"{folder} is cut short or changed: its {MANIFEST} cannot be read: {error}") from error
+        raise CheckpointError(f"{folder} is truncated or changed: its {MANIFEST} cannot be read: {error}") from error
     files = {name: FileEntry(**entry) for name, entry in fields.pop("files").items()}
     return Manifest(files=files, **fields)
 
@@ -115,12 +115,12 @@ def verify_files(folder: Path, manifest: Manifest) -> None:
                 raise CheckpointError(f"{folder} was changed: {path.name} is not in its {MANIFEST}")
         for name, entry in manifest.files.items():
             if not (folder / name).is_file():
-                raise CheckpointError(f"{folder} is cut short: {name} is missing")
+                raise CheckpointError(f"{folder} is truncated: {name} is missing")
             found = FileEntry.of(folder / name)
             if found != entry:
                 raise CheckpointError(
-                    f"{folder} is cut short or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
-                    f"and {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
+                    f"{folder} is truncated or changed: {name} has {found.size_bytes} bytes with CRC-32 {found.crc32}, "
+                    f"but {entry.size_bytes} bytes with CRC-32 {entry.crc32} were written"
                 )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}") from error
@@ -133,11 +133,12 @@ def check_tree(names: Set[str], tree: Any, folder: Path) -> None:
         raise CheckpointError(f"{folder} was changed: its files and its {MANIFEST} differ in {min(differ)[:200]}")
 
 
-def check_same_tensors(here: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_same_tensors(expected: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Compare tensor shapes by name. Raises: CheckpointError: tensors of the run and the checkpoint differ."""
-    for name in sorted(here.keys() | there.keys()):
-        if here.get(name) != there.get(name):
+    for name in sorted(expected.keys() | saved.keys()):
+        if expected.get(name) != saved.get(name):
             raise CheckpointError(
-                f"{folder} is of another model or optimizer: {name} is {here.get(name, 'absent')} here and "
-                f"{there.get(name, 'absent')} there; use the settings of that run (its .hydra/config.yaml)"
+                f"{folder} belongs to another model or optimizer: the shape of {name} is "
+                f"{expected.get(name, 'absent')} in this run and {saved.get(name, 'absent')} in the checkpoint; use "
+                "the settings of the checkpoint's run (its .hydra/config.yaml)"
             )

@@ -52,7 +52,7 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
     return checkpoint_path(parent, checkpoint.step)
 
 
-def save_shards_later(
+def save_shards_in_background(
     parent: Path, checkpoint: Checkpoint, group: dist.ProcessGroup | None, *, keep: int | None = None
 ) -> Callable[[], None]:
     """Copy the tensors and return; a background thread writes them as `save_shards` does.
@@ -83,27 +83,29 @@ def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
     """Read a checkpoint of `save_shards` on any number of ranks. Call it on every rank; each reads its own shards.
 
     Args: states: nested states of this run; their tensors are filled in place. A state that is in the checkpoint but
-        not here is read whole.
+        not here is read in full.
     Raises: CheckpointError: it is missing, truncated or changed, or holds other tensors.
     """
     manifest = read_manifest(folder)
     if not manifest.has_shards:
-        raise CheckpointError(f"{folder} holds a file of each state: load it with load_checkpoint")
+        raise CheckpointError(f"{folder} is a full checkpoint (one file per state): load it with load_checkpoint")
     tensors, _ = flatten_state(dict(states))
-    reader, there = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
-    described, tree = _described(reader, manifest, folder), manifest.facts[TREES][SHARDS]
-    check_tree(described.keys(), tree, folder)
-    for name, x in described.items():
+    reader, saved_shapes = HuggingFaceStorageReader(str(folder)), dict[str, tuple[int, ...]]()
+    metadata, tree = _read_metadata(reader, manifest, folder), manifest.facts[TREES][SHARDS]
+    check_tree(metadata.keys(), tree, folder)
+    for name, x in metadata.items():
         if name.partition(".")[0] not in states:
             tensors[name] = torch.empty(x.size, dtype=x.properties.dtype)
-        there[name] = tuple(x.size)
-    check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, there, folder)
+        saved_shapes[name] = tuple(x.size)
+    check_same_tensors({name: tuple(x.shape) for name, x in tensors.items()}, saved_shapes, folder)
     with reraise_as(CheckpointError, f"{folder} cannot be loaded"):
         load(cast("dict[str, Any]", tensors), storage_reader=reader, no_dist=not dist.is_initialized())
     return Checkpoint(manifest.step, unflatten_state(tensors, tree), manifest.plain_facts)
 
 
-def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path) -> dict[str, TensorStorageMetadata]:
+def _read_metadata(
+    reader: HuggingFaceStorageReader, manifest: Manifest, folder: Path
+) -> dict[str, TensorStorageMetadata]:
     """Read tensor metadata from the files' headers. Raises: CheckpointError: the files cannot hold these tensors."""
     try:
         found = reader.read_metadata().state_dict_metadata
@@ -111,20 +113,20 @@ def _described(reader: HuggingFaceStorageReader, manifest: Manifest, folder: Pat
         raise CheckpointError(f"{folder} is damaged: its files cannot be read: {error!r}"[:500]) from error
     tensors = {name: x for name, x in found.items() if isinstance(x, TensorStorageMetadata)}
     needed = sum(math.prod(x.size) * x.properties.dtype.itemsize for x in tensors.values())
-    held = sum(entry.size_bytes for entry in manifest.files.values())
-    if any(n < 0 for x in tensors.values() for n in x.size) or needed > held or tensors.keys() != found.keys():
-        raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, and its files have {held}")
+    available = sum(entry.size_bytes for entry in manifest.files.values())
+    if any(n < 0 for x in tensors.values() for n in x.size) or needed > available or tensors.keys() != found.keys():
+        raise CheckpointError(f"{folder} is damaged: its tensors need {needed} bytes, but its files have {available}")
     return tensors
 
 
 @contextmanager
-def reraise_as(kind: type[Exception], what: str) -> Iterator[None]:
+def reraise_as(kind: type[Exception], text: str) -> Iterator[None]:
     """Reraise DCP's CheckpointException as `kind`: it is a BaseException, which `except Exception` does not catch."""
     try:
         yield
     except CheckpointException as error:
-        told = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
-        raise kind(f"{what}: {told}") from error
+        messages = "; ".join(f"rank {rank}: {failure!r}" for rank, (failure, _) in sorted(error.failures.items()))
+        raise kind(f"{text}: {messages}") from error
 
 
 def _plan(parent: Path, checkpoint: Checkpoint, keep: int | None) -> tuple[dict[str, Any], "_Writer"]:
@@ -169,6 +171,11 @@ class _Writer(HuggingFaceStorageWriter):
 
     @override
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        told = cast("list[list[_Written]]", results)
-        files = {name: entry for rank in told for written in rank for name, entry in written.files.items()}
+        by_rank = cast("list[list[_Written]]", results)
+        files = {
+            name: entry
+            for written_by_rank in by_rank
+            for written in written_by_rank
+            for name, entry in written.files.items()
+        }
         seal(self._parent, Manifest(self._step, time.time(), files, self._facts), keep=self._keep)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_cp.checkpoint.check import TREES
-from lightning_cp.checkpoint.flatten import flatten_state, independent, unflatten_state
+from lightning_cp.checkpoint.flatten import contiguous_copies, flatten_state, unflatten_state
 from lightning_cp.checkpoint.folder import drop_scratch, open_scratch, seal
 from lightning_cp.checkpoint.manifest import CheckpointError, FileEntry, Manifest, check_tree, read_manifest
 
@@ -38,14 +38,14 @@ def save_checkpoint(parent: Path, checkpoint: Checkpoint, *, keep: int | None = 
         keep: number of newest checkpoints to keep; None: all.
     Returns: the checkpoint's folder.
     """
-    return _write(parent, checkpoint, *_staged(checkpoint), keep=keep)
+    return _write(parent, checkpoint, *_copy_to_cpu(checkpoint), keep=keep)
 
 
-def save_checkpoint_later(
+def save_checkpoint_in_background(
     parent: Path, checkpoint: Checkpoint, worker: ThreadPoolExecutor, *, keep: int | None = None
 ) -> "Future[Path]":
     """Copy the tensors and return; a thread of `worker` writes them as `save_checkpoint` does."""
-    return worker.submit(_write, parent, checkpoint, *_staged(checkpoint), keep=keep)
+    return worker.submit(_write, parent, checkpoint, *_copy_to_cpu(checkpoint), keep=keep)
 
 
 def load_checkpoint(folder: Path) -> Checkpoint:
@@ -55,7 +55,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """
     manifest = read_manifest(folder)
     if manifest.has_shards:
-        raise CheckpointError(f"{folder} holds a file of each rank: load it with load_shards")
+        raise CheckpointError(f"{folder} is a distributed checkpoint (one file per rank): load it with load_shards")
     states = {}
     for name, tree in manifest.facts[TREES].items():
         try:
@@ -67,10 +67,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return Checkpoint(manifest.step, states, manifest.plain_facts)
 
 
-def _staged(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+def _copy_to_cpu(checkpoint: Checkpoint) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
     """Copy the tensors to the CPU, by state. Returns: the copies, and the tree of each state."""
     flat = {name: flatten_state(state) for name, state in checkpoint.states.items()}
-    copies = {name: independent(tensors) for name, (tensors, _) in flat.items()}
+    copies = {name: contiguous_copies(tensors) for name, (tensors, _) in flat.items()}
     return copies, {name: tree for name, (_, tree) in flat.items()}
 
 

@@ -9,8 +9,8 @@ from typing import Self
 import torch.distributed as dist
 
 from lightning_cp.checkpoint.manifest import CHECKPOINT_FORMATS
-from lightning_cp.checkpoint.shards import save_shards, save_shards_later
-from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint, save_checkpoint_later
+from lightning_cp.checkpoint.shards import save_shards, save_shards_in_background
+from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint, save_checkpoint_in_background
 
 
 class CheckpointWriter:
@@ -30,28 +30,30 @@ class CheckpointWriter:
     ) -> None:
         if format not in CHECKPOINT_FORMATS:
             raise ValueError(f"format={format} is not valid: must be one of {', '.join(CHECKPOINT_FORMATS)}")
-        self.takes_shards = format == "distributed"
+        self.is_distributed = format == "distributed"
         self._parent, self._keep, self._later, self._is_first = parent, keep, later, is_first
         self._worker: ThreadPoolExecutor | None = None
         self._group: dist.ProcessGroup | None = None
         self._pending: Callable[[], object] | None = None
-        if later and self.takes_shards and dist.is_initialized():
+        if later and self.is_distributed and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # separate from training's collectives
-        if later and not self.takes_shards:
+        if later and not self.is_distributed:
             self._worker = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Save a checkpoint. Call it on every rank, with DTensors if `takes_shards`, otherwise with whole tensors.
+        """Save a checkpoint. Call it on every rank, with DTensors if `is_distributed`, otherwise with whole tensors.
 
         Raises: OSError: this checkpoint, or the previous background write, failed.
         """
         self.wait()
-        if self.takes_shards and self._later:
-            self._pending = save_shards_later(self._parent, checkpoint, self._group, keep=self._keep)
-        elif self.takes_shards:
+        if self.is_distributed and self._later:
+            self._pending = save_shards_in_background(self._parent, checkpoint, self._group, keep=self._keep)
+        elif self.is_distributed:
             save_shards(self._parent, checkpoint, keep=self._keep)
         elif self._is_first and self._worker is not None:
-            self._pending = save_checkpoint_later(self._parent, checkpoint, self._worker, keep=self._keep).result
+            self._pending = save_checkpoint_in_background(
+                self._parent, checkpoint, self._worker, keep=self._keep
+            ).result
         elif self._is_first:
             save_checkpoint(self._parent, checkpoint, keep=self._keep)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from lightning_cp.checkpoint.held import hold, sweep
+from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned
 
 _PREFIX = "lightning_cp_run_"
 
@@ -15,8 +15,8 @@ _PREFIX = "lightning_cp_run_"
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
     """Create a temporary folder, and remove leftovers of this user's killed launchers."""
-    sweep(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
-    folder, lock = hold(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
+    remove_abandoned(Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"))
+    folder, lock = lock_new_folder(lambda: Path(tempfile.mkdtemp(prefix=_PREFIX)))
     try:
         yield folder
     finally:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.checkpoint import CheckpointError
-from lightning_cp.checkpoint.vetting import allows_code, check_file
+from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.mixin import ContextParallelMixin
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
-from lightning_cp.checkpoint.vetting import allows_code, without_code
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children

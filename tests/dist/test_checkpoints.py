@@ -68,7 +68,7 @@ def _save(rank: int, world: int, folder: Path, kind: str, settings: dict[str, An
     with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
         _advance(fabric, state, until=2, augmented=False)
         then = _snapshot(state)
-        writer.save(state.snapshot(shards=writer.takes_shards))
+        writer.save(state.snapshot(shards=writer.is_distributed))
         _advance(fabric, state, until=3, augmented=False)
     return then
 
@@ -130,7 +130,7 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
     torch.manual_seed(7 + rank // 2)
     with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
         _advance(fabric, state, until=2, augmented=True)
-        writer.save(state.snapshot(shards=writer.takes_shards))
+        writer.save(state.snapshot(shards=writer.is_distributed))
         _advance(fabric, state, until=4, augmented=True)
     straight = _snapshot(state)
     dist.barrier()
@@ -165,11 +165,11 @@ def test_another_models_shards_are_refused_on_every_rank(run_ranks: RankPool, tm
     run_ranks(2, _save, tmp_path, "cp_fsdp", {"ring": 2}, SHARDS, init=False)
     folder = tmp_path / "step_00000002"
     for said in run_ranks(2, _other_model, folder, init=False):
-        assert "is of another model or optimizer" in said
+        assert "belongs to another model or optimizer" in said
         assert "absent" in said
     shard = sorted(folder.glob("shard-*"))[-1]
     shard.write_bytes(shard.read_bytes()[:-8])
-    with pytest.raises(CheckpointError, match="cut short"):
+    with pytest.raises(CheckpointError, match="truncated"):
         read_manifest(folder)
 
 
@@ -178,8 +178,8 @@ def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
     _advance(fabric, state, until=1, augmented=False)
     folder.joinpath("file").touch()
     writer = CheckpointWriter(folder / "file" / "below", format=format, later=True, is_first=rank == 0)
-    writer.save(state.snapshot(shards=writer.takes_shards))
-    if rank and not writer.takes_shards:
+    writer.save(state.snapshot(shards=writer.is_distributed))
+    if rank and not writer.is_distributed:
         return "waits for nothing"
     with pytest.raises(OSError, match="Not a directory") as caught:
         writer.wait()

@@ -180,7 +180,7 @@ EDITS: dict[str, Callable[[Path], None]] = {
     "size a bool": edit(lambda m: next(iter(m["files"].values())).update(crc32=True)),
     "deep": put(b'{"format": 1, "facts": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "deep tree": edit(lambda m: m["facts"]["trees"].update({min(m["facts"]["trees"]): nested(150)})),
-    "key twice": put(b'{"format": 1, "format": 1}'),
+    "duplicate key": put(b'{"format": 1, "format": 1}'),
     "not UTF-8": put(b'{"format": "\xff"}'),
     "UTF-16": put('{"format": 1}'.encode("utf-16")),
     "many digits": put(b'{"format": 1, "step": ' + b"9" * 100_000 + b"}"),

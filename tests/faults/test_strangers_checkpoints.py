@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.dcp_index import read_index
-from lightning_cp.checkpoint.vetting import check_file, load_dcp
+from lightning_cp.checkpoint.safe_load import check_file, load_dcp
 from tests.faults import gadgets
 from tests.faults.gadgets import GADGETS, RUN_IN_PICKLE, Runs, before, call, name, saved_with, text
 
@@ -267,7 +267,7 @@ def test_a_damaged_index_is_one_error(tmp_path: Path, damage: str) -> None:
     theirs = index_of(folder)
     DAMAGES[damage](folder, theirs)
     (folder / ".metadata").write_bytes(pickle.dumps(theirs))
-    with pytest.raises(CheckpointError, match=r"saved is cut short or damaged: its \.metadata"):
+    with pytest.raises(CheckpointError, match=r"saved is truncated or damaged: its \.metadata"):
         loaded(folder)
 
 
@@ -298,7 +298,7 @@ CONTENTS = {
 def test_a_pickle_that_is_no_index_is_one_error(tmp_path: Path, content: str) -> None:
     folder = written(tmp_path / "saved")
     (folder / ".metadata").write_bytes(CONTENTS[content])
-    with pytest.raises(CheckpointError, match=r"saved (is cut short or damaged|holds more than tensors)"):
+    with pytest.raises(CheckpointError, match=r"saved (is truncated or damaged|holds more than tensors)"):
         loaded(folder)
 
 

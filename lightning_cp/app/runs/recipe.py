@@ -21,7 +21,7 @@ from lightning_cp.app.settings.consistency import check_consistency, check_train
 from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import World, resolve_world
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, sweep_partials
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
@@ -128,7 +128,7 @@ def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check
         if not is_first(place):  # only the first rank writes to the run's folder
             hidden = stack.enter_context(temporary_folder())
         else:
-            sweep_partials(Path(run.config.output_root))
+            remove_partials(Path(run.config.output_root))
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
         hidden.mkdir(parents=True, exist_ok=True)

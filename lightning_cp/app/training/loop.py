@@ -175,7 +175,7 @@ class Steps:
         found = find_nonfinite(state.named_tensors(), self._run.ranks)
         state.is_finite = not found
         if not found:
-            self._writer.save(state.snapshot(shards=self._writer.takes_shards))
+            self._writer.save(state.snapshot(shards=self._writer.is_distributed))
             return
         message = f"after step {state.step} weights are not finite and are not saved: {shorten(found)}"
         if self._guard.on_nonfinite != "ignore":

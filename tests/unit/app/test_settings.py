@@ -193,7 +193,7 @@ def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None
     with pytest.raises(SettingsError, match=r"trace_step=30, and .*step_00000030 has done 30: must be more"):
         check(*here, "max_steps=31", "trace_step=30")
     os.truncate(folder / "manifest.json", 5)
-    with pytest.raises(ValueError, match="cut short"):
+    with pytest.raises(ValueError, match="truncated"):
         check(f"resume={folder}")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_cp.checkpoint import folder as folders
-from lightning_cp.checkpoint import held, latest_checkpoint, sweep_partials
+from lightning_cp.checkpoint import held, latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest, read_manifest
 from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
@@ -77,9 +77,9 @@ def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> b
     return os.waitpid(pid, 0)[1] == 0
 
 
-def sweep(parent: Path) -> None:
+def remove_abandoned(parent: Path) -> None:
     """What the next run does when it starts, wherever its own folder is. Nothing that was killed stays."""
-    sweep_partials(parent.parent.parent)
+    remove_partials(parent.parent.parent)
     left = [path.name for path in parent.iterdir() if path.name.startswith(PARTIAL)]
     assert not left, left
 
@@ -95,7 +95,7 @@ def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> It
             save(parent, Checkpoint(step, states(step), {}), keep=1)
 
         survived = child(dying)
-        sweep(parent)
+        remove_abandoned(parent)
         yield newest_step(parent)
         if survived:
             return
@@ -113,7 +113,7 @@ def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
                 save(parent, Checkpoint(step, states(step), {}), keep=2)
 
         child(endless, killed_after_s=rng.uniform(0.02, 0.15))
-        sweep(parent)
+        remove_abandoned(parent)
         yield newest_step(parent)
 
 

@@ -58,18 +58,18 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
             raise UnknownNameError(f"{module}.{name}"[:200])
         return Record(f"{module}.{name}")
 
-    def _make(self) -> None:
+    def _create(self) -> None:
         args, kind = self.stack.pop(), self.stack.pop()
         if not (type(kind) is Record and kind.args is None and kind.state is None and type(args) is tuple):
-            raise pickle.UnpicklingError("it makes an object of something that is no class")
+            raise pickle.UnpicklingError("it creates an object of something other than a class")
         # An OrderedDict becomes a dict: the same opcodes fill it.
         self.append({} if kind.name == "collections.OrderedDict" and not args else Record(kind.name, args))
 
     def _build(self) -> None:
-        state, made = self.stack.pop(), self.stack[-1]
-        if not (type(made) is Record and made.args is not None and made.state is None):
-            raise pickle.UnpicklingError("it sets the state of something that is no new object")
-        made.state = state
+        state, created = self.stack.pop(), self.stack[-1]
+        if not (type(created) is Record and created.args is not None and created.state is None):
+            raise pickle.UnpicklingError("it sets the state of something other than a new object")
+        created.state = state
 
     def _append(self) -> None:
         self._extend([self.stack.pop()])
@@ -79,7 +79,7 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise pickle.UnpicklingError("it appends to something that is no list")
+            raise pickle.UnpicklingError("it appends to something other than a list")
         self.stack[-1].extend(items)
 
     def _setitem(self) -> None:
@@ -91,18 +91,18 @@ class _Unpickler(_Interpreter):  # type: ignore[misc]
 
     def _update(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not dict or len(items) % 2:
-            raise pickle.UnpicklingError("it sets items of something that is no dict")
+            raise pickle.UnpicklingError("it sets items of something other than a dict")
         for key, value in zip(items[::2], items[1::2], strict=True):
             if type(key) not in (str, int, Record):  # the hash of a deeply nested tuple overflows the stack
-                raise pickle.UnpicklingError(f"a dict has a key of type {type(key).__name__}")
+                raise pickle.UnpicklingError(f"a dict has a key of the unsupported type {type(key).__name__}")
             self.stack[-1][key] = value
 
     dispatch: ClassVar[dict[int, Callable[..., None]]] = {
         **{
             getattr(pickle, name)[0]: _Interpreter.dispatch[getattr(pickle, name)[0]] for name in _PLAIN_OPCODES.split()
         },
-        pickle.REDUCE[0]: _make,
-        pickle.NEWOBJ[0]: _make,
+        pickle.REDUCE[0]: _create,
+        pickle.NEWOBJ[0]: _create,
         pickle.BUILD[0]: _build,
         pickle.APPEND[0]: _append,
         pickle.APPENDS[0]: _appends,

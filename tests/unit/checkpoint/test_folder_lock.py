@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.checkpoint import held, sweep_partials
+from lightning_cp.checkpoint import held, remove_partials
 from lightning_cp.checkpoint.folder import drop_scratch, open_scratch
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch.scratch import temporary_folder
@@ -40,13 +40,13 @@ def test_a_partial_goes_when_its_writer_is_dead_and_not_before(tmp_path: Path) -
     parent = tmp_path / "2026-01-01" / "10-00-00" / "checkpoints"
     process, partial = started(_WRITES, str(parent))
     try:
-        sweep_partials(tmp_path)
+        remove_partials(tmp_path)
         assert partial.is_dir()
         with pytest.raises(FileExistsError, match="another process"):
             open_scratch(parent, 3)
     finally:
         killed(process)
-    sweep_partials(tmp_path)
+    remove_partials(tmp_path)
     assert list(parent.iterdir()) == []
 
 
@@ -54,11 +54,11 @@ def test_a_partial_of_another_machine_stays_until_it_is_old(tmp_path: Path) -> N
     process, partial = started(_WRITES, str(tmp_path / "checkpoints"))
     killed(process)
     (partial / ".owner").write_text("elsewhere")
-    sweep_partials(tmp_path)
+    remove_partials(tmp_path)
     assert partial.is_dir()
     for path in (partial / ".owner", partial):
         os.utime(path, (0, 0))
-    sweep_partials(tmp_path)
+    remove_partials(tmp_path)
     assert not partial.exists()
 
 
@@ -74,7 +74,7 @@ def test_where_there_are_no_locks_only_the_own_folder_is_swept(tmp_path: Path, m
 
     monkeypatch.setattr(held.fcntl, "flock", refuse)
     partial = open_scratch(tmp_path / "checkpoints", 3)
-    sweep_partials(tmp_path)
+    remove_partials(tmp_path)
     assert partial.is_dir()
     drop_scratch(tmp_path / "checkpoints", 3)
     (tmp_path / "checkpoints" / ".partial_00000009").mkdir()

@@ -13,7 +13,7 @@ _OWNER = ".owner"
 _IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # long for other hosts: some file systems do not share locks
 
 
-def hold(make: Callable[[], Path]) -> tuple[Path, int]:
+def lock_new_folder(make: Callable[[], Path]) -> tuple[Path, int]:
     """Make a folder and lock it (shared `flock`).
 
     Args: make: function that makes a new folder; called again if another process removed it before it was locked.
@@ -23,7 +23,7 @@ def hold(make: Callable[[], Path]) -> tuple[Path, int]:
         folder = make()
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with suppress(OSError):  # a file system without locks: `sweep` then removes only with `at_once`
+            with suppress(OSError):  # a file system without locks: `remove_abandoned` then removes only with `at_once`
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
             (folder / _OWNER).write_text(socket.gethostname(), encoding="utf-8")
         except FileNotFoundError:
@@ -36,12 +36,12 @@ def hold(make: Callable[[], Path]) -> tuple[Path, int]:
             return folder, descriptor
 
 
-def disown(folder: Path) -> None:
+def remove_owner_file(folder: Path) -> None:
     """Remove the file that names the folder's owner host."""
     (folder / _OWNER).unlink(missing_ok=True)
 
 
-def sweep(folders: Iterable[Path], *, at_once: bool = False) -> None:
+def remove_abandoned(folders: Iterable[Path], *, at_once: bool = False) -> None:
     """Remove this user's folders left by processes that have ended.
 
     Args: at_once: True if only one process may write here: every unlocked folder is removed. False: a folder without
@@ -50,10 +50,10 @@ def sweep(folders: Iterable[Path], *, at_once: bool = False) -> None:
     for folder in folders:
         with suppress(OSError):  # gone already, or not readable
             if folder.lstat().st_uid == os.getuid():
-                _sweep(folder, at_once=at_once)
+                _remove_abandoned(folder, at_once=at_once)
 
 
-def _sweep(folder: Path, *, at_once: bool) -> None:
+def _remove_abandoned(folder: Path, *, at_once: bool) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ def check_file(path: Path) -> None:
     Raises: CheckpointError: it is damaged, or holds more than tensors and plain values.
     """
     mapped = zipfile.is_zipfile(path)  # False: the format of torch before 1.6
-    with _refused_as(str(path)):
+    with _as_checkpoint_error(str(path)):
         torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
 
 
@@ -71,8 +71,8 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
     try:
         load(state, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:  # a BaseException
-        said = {rank: _reason(failure) for rank, (failure, _) in sorted(error.failures.items())}
-        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in said.items())
+        reasons = {rank: _reason(failure) for rank, (failure, _) in sorted(error.failures.items())}
+        listed = "; ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
         raise CheckpointError(f"{path} cannot be loaded: {listed}") from error
 
 
@@ -94,32 +94,32 @@ class _Planner(DefaultLoadPlanner):
 
     @override
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        with _refused_as(read_item.dest_index.fqn):
+        with _as_checkpoint_error(read_item.dest_index.fqn):
             plain = torch.load(value, weights_only=True)
-        ours = io.BytesIO()  # re-pickled here, so that DefaultLoadPlanner can unpickle it safely
-        torch.save(plain, ours)
-        ours.seek(0)
-        super().load_bytes(read_item, ours)
+        repickled = io.BytesIO()  # re-pickled here, so that DefaultLoadPlanner can unpickle it safely
+        torch.save(plain, repickled)
+        repickled.seek(0)
+        super().load_bytes(read_item, repickled)
 
 
 @contextmanager
-def _refused_as(what: str) -> Iterator[None]:
+def _as_checkpoint_error(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a damaged file can raise anything
         if isinstance(error, OSError) and error.filename is not None:  # not found, no permission
             raise
-        raise CheckpointError(f"{what} {_reason(error)}") from error
+        raise CheckpointError(f"{name} {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
     """Shorten torch's error message."""
     if isinstance(error, pickle.UnpicklingError):
-        named = re.search(r"GLOBAL (\S+)", str(error))
+        match = re.search(r"GLOBAL (\S+)", str(error))
         return (
-            f"holds more than tensors and plain values ({named[1] if named else 'or is damaged'}): load it with "
+            f"holds more than tensors and plain values ({match[1] if match else 'or is damaged'}): load it with "
             "weights_only=False only if you trust whoever wrote it"
         )
     if isinstance(error, CheckpointError | AssertionError | ValueError) or type(error) is RuntimeError:
         return " ".join(str(error).split())[:500]
-    return f"is cut short or damaged ({type(error).__name__})"
+    return f"is truncated or damaged ({type(error).__name__})"
