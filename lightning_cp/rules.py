@@ -26,26 +26,26 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class Integer(Rule):
-    """An int from `minimum` to `most`, both included; the float 2.0 and bool are invalid."""
+    """An int from `minimum` to `maximum`, both included; the float 2.0 and bool are invalid."""
 
     minimum: int
-    most: int | None = None
+    maximum: int | None = None
 
     @override
     def passes(self, value: Any) -> bool:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return whole and value >= self.minimum and (self.most is None or value <= self.most)
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return is_integer and value >= self.minimum and (self.maximum is None or value <= self.maximum)
 
     @override
     def describe(self) -> str:
-        if self.most is not None:
-            return f"a whole number from {self.minimum} to {self.most}"
+        if self.maximum is not None:
+            return f"a whole number from {self.minimum} to {self.maximum}"
         return f"a whole number, at least {self.minimum}"
 
 
 @dataclass(frozen=True)
 class Number(Rule):
-    """A number within bounds; `minimum` and `most` are inclusive, `above` and `below` are exclusive.
+    """A number within bounds; `minimum` and `maximum` are inclusive, `above` and `below` are exclusive.
 
     Infinity is valid only if `infinite` is set; nan never is.
     """
@@ -53,7 +53,7 @@ class Number(Rule):
     minimum: float | None = None
     above: float | None = None
     below: float | None = None
-    most: float | None = None
+    maximum: float | None = None
     infinite: bool = False
 
     @override
@@ -66,12 +66,12 @@ class Number(Rule):
             (self.minimum is None or value >= self.minimum)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
-            and (self.most is None or value <= self.most)
+            and (self.maximum is None or value <= self.maximum)
         )
 
     @override
     def describe(self) -> str:
-        bounds = {"at least": self.minimum, "more than": self.above, "less than": self.below, "at most": self.most}
+        bounds = {"at least": self.minimum, "more than": self.above, "less than": self.below, "at most": self.maximum}
         return "a number " + " and ".join(f"{words} {bound}" for words, bound in bounds.items() if bound is not None)
 
 

@@ -76,7 +76,8 @@ class MovingDigits(Dataset[tuple[Tensor, int]]):
     def __init__(self, frames: int, height: int, width: int, *, max_speed: int = 2, seed: int = 0) -> None:
         if frames < 1 or min(height, width) < DIGIT_SIZE:
             raise ValueError(
-                f"frames={frames}, height={height}, width={width}: at least 1 frame, {DIGIT_SIZE} x {DIGIT_SIZE} pixels"
+                f"frames={frames}, height={height}, width={width} must be at least 1 frame of {DIGIT_SIZE} x "
+                f"{DIGIT_SIZE} pixels"
             )
         self.frames, self.height, self.width = frames, height, width
         self.max_speed = max_speed

@@ -75,7 +75,8 @@ class FSDPMixin(ContextParallelMixin):
             setattr(self, name, value)
         if replicate > 1 and "fsdp" in (getattr(self.context.settings.mesh, "mesh_dim_names", None) or ()):
             raise ValueError(
-                f"replicate={replicate} must be 1 with a mesh that has an axis `fsdp`: that axis defines how weights are sharded"
+                f"replicate={replicate} must be 1 with a mesh that has an axis `fsdp`: that axis defines how weights "
+                "are sharded"
             )
         self._replicate = replicate
         self._weights_mesh: DeviceMesh | None = None

@@ -88,12 +88,12 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: 
         _, stderr = process.communicate(timeout=20)
         psutil.wait_procs(ranks, timeout=5)
     assert process.returncode == 128 + signal.SIGUSR1
-    assert "SLURM will run this job again" in stderr
+    assert "SLURM will restart this job" in stderr
     assert "scontrol requeue 7" in (slurm / "calls").read_text().splitlines()
     step = int(stderr.partition("after step ")[2].partition(",")[0])
     again = run(*settings, folder=tmp_path / "again", environment={**job, "SLURM_RESTART_COUNT": "1"})
     assert again.exit_code == 0, again.stderr
-    assert "SLURM runs this job again: it goes on from" in again.stdout
+    assert "SLURM restarted this job: it resumes from" in again.stdout
     assert [row.step for row in again.rows] == list(range(step + 1, 61))
     for name, environment in (
         ("another run of the job", {**job, "SLURM_RESTART_COUNT": "2"}),
@@ -108,9 +108,9 @@ def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("strategy=cp ring=1,2", "needs devices=<GPUs of a node>"),
+        ("strategy=cp ring=1,2", "set devices to the number of GPUs per node"),
         ("strategy=cp devices=1,2 accelerator=cpu", "devices cannot be swept"),
-        ("strategy=cp ring=2 num_nodes=2 accelerator=cpu", "needs devices=<ranks of a node>"),
+        ("strategy=cp ring=2 num_nodes=2 accelerator=cpu", "set devices to the number of ranks per node"),
     ],
 )
 def test_what_slurm_could_not_run_is_not_submitted(slurm: Path, tmp_path: Path, settings: str, said: str) -> None:

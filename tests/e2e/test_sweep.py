@@ -86,7 +86,7 @@ def test_one_folder_for_all_jobs_is_refused(tmp_path: Path) -> None:
     ran = sweep("strategy=cp", "ring=1,2", f"run_dir={tmp_path / 'same'}", folder=tmp_path / "sweep")
     assert ran.returncode == 1
     outcomes = read_outcomes(tmp_path / "sweep")
-    assert all("each job of a sweep has a folder of its own" in outcome.message for outcome in outcomes)
+    assert all("cannot be set in a sweep, where each job has its own folder" in outcome.message for outcome in outcomes)
     assert len(outcomes) == 2
 
 

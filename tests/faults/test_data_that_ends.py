@@ -42,7 +42,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
     ("settings", "said"),
     [
         ("data.dataset._target_=tests.faults.data.LyingDigits ring=2", "1697 samples on rank 1, and 1797 on rank 0"),
-        ("data.dataset._target_=tests.faults.data.StreamedDigits", "must have a length and samples by index"),
+        ("data.dataset._target_=tests.faults.data.StreamedDigits", "must have __len__ and __getitem__"),
     ],
 )
 def test_a_data_set_that_cannot_be_ordered_is_refused(settings: str, said: str, tmp_path: Path) -> None:

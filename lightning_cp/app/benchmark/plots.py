@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.app.benchmark.report import Row, count_ranks
-from lightning_cp.app.benchmark.subject import ALL_THREADS, ALONE, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
+from lightning_cp.app.benchmark.subject import ALL_THREADS, SINGLE_RANK, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
 
 
 def colours(names: Iterable[str]) -> dict[str, Any]:
@@ -50,10 +50,10 @@ _Curves = dict[str, tuple[list[float | None], ...]]  # of each subject: times, m
 
 
 def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
-    one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, ALONE)}
+    one = {row["tokens"]: row for row in rows if row["subject"] in (ONE_THREAD, SINGLE_RANK)}
     found: _Curves = {}
     for subject in dict.fromkeys(row["subject"] for row in rows):
-        if subject in (ONE_THREAD, ALONE):
+        if subject in (ONE_THREAD, SINGLE_RANK):
             continue
         mine = {row["tokens"]: row for row in rows if row["subject"] == subject}
         measured = [mine.get(tokens) for tokens in one]

@@ -61,7 +61,7 @@ def read_outcomes(sweep: Path) -> list[Outcome]:
     return sorted(outcomes, key=lambda outcome: outcome.job)
 
 
-def forget_outcomes(sweep: Path) -> None:
+def delete_outcomes(sweep: Path) -> None:
     """Delete the outcomes of an earlier sweep in the same folder."""
     for path in (sweep / _FOLDER).glob("*.json"):
         path.unlink()
@@ -69,8 +69,8 @@ def forget_outcomes(sweep: Path) -> None:
 
 def differing(outcomes: list[Outcome]) -> list[str]:
     """Return for each job the overrides that not all jobs share; for a single job, all its overrides."""
-    given = [set(outcome.overrides) for outcome in outcomes]
-    shared = set.intersection(*given) if len(given) > 1 else set()
+    overrides = [set(outcome.overrides) for outcome in outcomes]
+    shared = set.intersection(*overrides) if len(overrides) > 1 else set()
     return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
 
 
@@ -83,8 +83,8 @@ def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
     """
     if not metrics.is_file():
         return
-    whole, _, _ = metrics.read_bytes().rpartition(b"\n")
-    rows = csv.DictReader(whole.decode(errors="replace").splitlines())
+    complete_lines, _, _ = metrics.read_bytes().rpartition(b"\n")
+    rows = csv.DictReader(complete_lines.decode(errors="replace").splitlines())
     for row in rows:
         try:
             yield {name: float(value) for name, value in row.items()}

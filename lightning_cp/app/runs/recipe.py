@@ -16,10 +16,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
-from lightning_cp.app.runs.run_folder import check_writable, held
+from lightning_cp.app.runs.run_folder import check_writable, locked
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.renamed import refuse_earlier_names
-from lightning_cp.app.settings.table import SettingsError, check_values, read, show
+from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
@@ -30,7 +30,7 @@ from lightning_cp.launch.scratch import temporary_folder
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweep folders in which a job failed in this process
-_FIRST_TELLS_S = 30.0  # rank 0 reports a configuration error within this time, even on a busy machine
+_RANK_ZERO_REPORTS_S = 30.0  # rank 0 reports a configuration error within this time, even on a busy machine
 _SHOW_CURSOR = "\x1b[?25h"
 
 
@@ -41,9 +41,9 @@ def conf_dir(recipe: str, *, part: str = "") -> str:
         recipe: the recipe's `__file__`.
         part: subfolder of `conf`; "" for `conf` itself.
     """
-    beside = Path(recipe).resolve().parent.parent / "conf"
-    if (beside / "train.yaml").is_file():
-        return str(beside / part)
+    clone_conf = Path(recipe).resolve().parent.parent / "conf"
+    if (clone_conf / "train.yaml").is_file():
+        return str(clone_conf / part)
     return f"pkg://lightning_cp.conf.{part}".rstrip(".")
 
 
@@ -55,17 +55,17 @@ class CheckedRun:
     world: World
 
 
-def check_config(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
+def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
     """Check everything that can be checked before ranks start, and replace "auto" and "last" by values.
 
     Raises: SettingsError, CheckpointError: the first error found.
     """
     refuse_earlier_names(config)
     check_values(config)
-    world = resolve_world(config, machine, place)
+    world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
-    settled = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
-    resolved = resolve(settled)
+    with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
+    resolved = resolve(with_world)
     check_trainer(resolved)
     return CheckedRun(resolved, world)
 
@@ -84,84 +84,84 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
         check: checks and resolves the configuration.
     Raises: SystemExit: a single run failed, or a sweep was interrupted.
     """
-    place = launcher_env(os.environ)
+    env = launcher_env(os.environ)
     if not sweep.in_sweep():
-        result = attempt(config, place, target=target, check=check)
-        if not result.began and not is_first(place):
-            result = _refused_after_the_first(result, place)
+        result = attempt(config, env, target=target, check=check)
+        if not result.began and not is_first(env):
+            result = _after_rank_zero_reported(result, env)
         exit_code = report(result, str(config.get("run_dir")))
         if exit_code:
             sys.exit(exit_code)
         return None
     folder, started = sweep.this_sweep(), time.monotonic()
     # Under a launcher, each rank uses its own record of failed jobs: rank 0's files may not be visible to it yet.
-    failed_before = sweep.is_stopped(folder) if place is None else folder in _failed
+    failed_before = sweep.is_stopped(folder) if env is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
-        return sweep.record(config, None, started).loss if is_first(place) else math.nan
-    result = attempt(config, place, target=target, check=check)
+        return sweep.record(config, None, started).loss if is_first(env) else math.nan
+    result = attempt(config, env, target=target, check=check)
     report(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
         _failed.add(folder)
-    outcome = sweep.record(config, result, started) if is_first(place) else None
-    if result.was_stopped or (place is not None and result.failure is not None and result.began):
-        if is_first(place):
+    outcome = sweep.record(config, result, started) if is_first(env) else None
+    if result.was_stopped or (env is not None and result.failure is not None and result.began):
+        if is_first(env):
             sweep.summarise(folder)  # do not return to Hydra: under a launcher, other ranks may wait forever
         sys.exit(result.exit_code)
     return math.nan if outcome is None else outcome.loss
 
 
-def attempt(config: DictConfig, place: LauncherEnv | None, *, target: str, check: Check = check_config) -> Result:
+def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: Check = check_config) -> Result:
     """Check the configuration, then start all ranks here, or run as one rank if a launcher started this process."""
     with ExitStack() as stack:
         try:
             sweep.check_launcher()
-            run = check(config, Machine.this(), place)
+            run = check(config, Machine.this(), env)
             run_dir = Path(run.config.run_dir)
             sweep.check_folder(run_dir)
             check_writable(run_dir, "run_dir")
-            locks = (stack.enter_context(held(run_dir, "run_dir")),) if is_first(place) else ()
-            if is_first(place):
-                slurm.note_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
+            locks = (stack.enter_context(locked(run_dir, "run_dir")),) if is_first(env) else ()
+            if is_first(env):
+                slurm.record_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
         except (SettingsError, CheckpointError) as error:
             return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
-        hidden = run_dir / ".hydra"
-        if not is_first(place):  # only the first rank writes to the run's folder
-            hidden = stack.enter_context(temporary_folder())
+        hydra_dir = run_dir / ".hydra"
+        if not is_first(env):  # only the first rank writes to the run's folder
+            hydra_dir = stack.enter_context(temporary_folder())
         else:
             remove_partials(Path(run.config.output_root))
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
-                print(f"SLURM runs this job again: it goes on from {run.config.resume}", flush=True)
-        hidden.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(run.config, hidden / sweep.RESOLVED)
+                print(f"SLURM restarted this job: it resumes from {run.config.resume}", flush=True)
+        hydra_dir.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(run.config, hydra_dir / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
-        resolved, logs = hidden / sweep.RESOLVED, run_dir / "logs"
+        resolved, logs = hydra_dir / sweep.RESOLVED, run_dir / "logs"
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
-        launcher: Launcher = LocalLauncher() if place is None else ExternalLauncher(place)
+        launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
-        return _queued_again(result) if is_first(place) else result
+        return _requeue_if_timed_out(result) if is_first(env) else result
 
 
-def _refused_after_the_first(result: Result, place: LauncherEnv | None) -> Result:
+def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:
     """Wait for rank 0 to report a configuration error, then return this rank's own error.
 
     torchrun's agent ends all ranks once one has ended. A rank still running after 30 s reports its own error: rank 0,
     perhaps on another node, may have none.
     """
-    if place is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
+    if env is None or result.failure is None or "TORCHELASTIC_RUN_ID" not in os.environ:
         return result
-    time.sleep(_FIRST_TELLS_S)
-    told = f"{result.failure.message} (rank {place.rank})"
-    return replace(result, failure=replace(result.failure, rank=place.rank, message=told))
+    time.sleep(_RANK_ZERO_REPORTS_S)
+    message = f"{result.failure.message} (rank {env.rank})"
+    return replace(result, failure=replace(result.failure, rank=env.rank, message=message))
 
 
-def _queued_again(result: Result) -> Result:
+def _requeue_if_timed_out(result: Result) -> Result:
     """Requeue a SLURM job that was stopped because its time is up; it then resumes from its checkpoint."""
     failure = result.failure
     if failure is None or not result.was_stopped or failure.exit_code != 128 + signal.SIGUSR1:
         return result
     if not slurm.requeue(os.environ):
         return result
-    return replace(result, failure=replace(failure, message=f"{failure.message}; SLURM will run this job again"))
+    return replace(result, failure=replace(failure, message=f"{failure.message}; SLURM will restart this job"))
 
 
 def threads_per_rank(world: World, machine: Machine) -> int:
@@ -174,8 +174,8 @@ def report(result: Result, run_dir: str) -> int:
     failure = result.failure
     if failure is None:
         return 0
-    place = launcher_env(os.environ)
-    if failure.rank < 0 and not is_first(place):
+    env = launcher_env(os.environ)
+    if failure.rank < 0 and not is_first(env):
         return failure.exit_code  # all ranks have the same configuration error; the first rank prints it
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # an interrupted progress bar leaves the cursor hidden
@@ -192,28 +192,33 @@ def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
 
 
 def _resume(config: DictConfig) -> str | None:
-    asked = read(config, "resume")
+    resume = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
     earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
-    asked = next((str(folder) for folder in earlier if folder is not None), asked)
-    if asked is None:
+    resume = next((str(folder) for folder in earlier if folder is not None), resume)
+    if resume is None:
         return None
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
-    folder = find_checkpoint(asked, root)
-    manifest, wanted = parse_manifest(folder), read(config, "max_steps")
-    done, sampler = manifest.step, manifest.facts.get("sampler", {})
+    folder = find_checkpoint(resume, root)
+    manifest, max_steps = parse_manifest(folder), read(config, "max_steps")
+    step, sampler = manifest.step, manifest.facts.get("sampler", {})
     for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
         if saved is not None and saved != read(config, key):
             raise SettingsError(
-                f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint that is resumed, {folder}: "
-                "use that, or the order of the data would be another"
+                f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint to resume, {folder}: "
+                f"use {key}={saved}, because the order of the data depends on it"
             )
-    if done > wanted:
-        raise SettingsError(f"max_steps={wanted}, and {folder} has done {done}: cannot be less to resume={show(asked)}")
-    traced = read(config, "trace_step")
-    if traced is not None and traced <= done and asked == read(config, "resume"):  # allowed when SLURM requeued the job
-        raise SettingsError(f"trace_step={traced}, and {folder} has done {done}: must be more to resume={show(asked)}")
+    if step > max_steps:
+        raise SettingsError(
+            f"max_steps={max_steps} must be at least {step}, the step of the checkpoint to resume ({folder})"
+        )
+    trace_step = read(config, "trace_step")
+    requeued = resume != read(config, "resume")
+    if trace_step is not None and trace_step <= step and not requeued:
+        raise SettingsError(
+            f"trace_step={trace_step} must be more than {step}, the step of the checkpoint to resume ({folder})"
+        )
     return str(folder.absolute())
 
 

@@ -23,11 +23,11 @@ from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch.external import is_first, launcher_env
 
 LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it
-_ENDING_S = 3.0  # after a launcher is killed, its ranks keep the lock until they have ended
+_RELEASE_S = 3.0  # after a launcher is killed, its ranks keep the lock until they have ended
 _CANNOT_LOCK = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
 _REFUSED_EXIT_CODE = 2
 _FIRST_REPORTS_S = 30.0  # rank 0 reports an error within this time, even on a busy machine
-_held: dict[Path, int] = {}  # folder -> descriptor of the lock that this process holds
+_locks: dict[Path, int] = {}  # folder -> descriptor of the lock that this process holds
 
 
 class ClaimFolder(Callback):
@@ -41,11 +41,11 @@ class ClaimFolder(Callback):
 
     @override
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _settle(config, "run")
+        _choose_folder(config, "run")
 
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _settle(config, "sweep")
+        _choose_folder(config, "sweep")
 
 
 class CheckFolder(Callback):
@@ -76,19 +76,19 @@ def _create(config: DictConfig, kind: str) -> None:
         raise SystemExit(_REFUSED_EXIT_CODE) from None
 
 
-def claim(wanted: Path) -> Path:
-    """Create a new folder: `wanted`, or `wanted` with the first free suffix if it exists. Returns: its path."""
-    folder, number = wanted, 1
+def claim(requested: Path) -> Path:
+    """Create a new folder: `requested`, or `requested` with the first free suffix if it exists. Returns: its path."""
+    folder, number = requested, 1
     while True:
         try:
             folder.mkdir(parents=True)  # fails if it exists, also when several processes try at once
             return folder
         except FileExistsError:
             number += 1
-            folder = wanted.with_name(f"{wanted.name}_{number}")
+            folder = requested.with_name(f"{requested.name}_{number}")
 
 
-def hold(folder: Path, setting: str) -> int:
+def lock_folder(folder: Path, setting: str) -> int:
     """Lock a folder for this process, and for the ranks that inherit the lock's descriptor.
 
     The lock is a `flock`: the kernel releases it when the last process with the descriptor ends, for whatever reason.
@@ -101,8 +101,8 @@ def hold(folder: Path, setting: str) -> int:
     Raises: SettingsError: another process holds the folder, or it cannot be written to.
     """
     key = folder.resolve()
-    if key in _held:
-        return _held[key]
+    if key in _locks:
+        return _locks[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -113,29 +113,29 @@ def hold(folder: Path, setting: str) -> int:
     except SettingsError:
         os.close(descriptor)
         raise
-    _held[key] = descriptor
+    _locks[key] = descriptor
     return descriptor
 
 
-def release(folder: Path) -> None:
+def unlock_folder(folder: Path) -> None:
     """Unlock a folder that this process holds."""
-    os.close(_held.pop(folder.resolve()))
+    os.close(_locks.pop(folder.resolve()))
 
 
 @contextmanager
-def held(folder: Path, setting: str) -> Iterator[int]:
-    """Hold a folder inside the context; if this process held it before, it stays held afterwards. See `hold`."""
-    is_new = folder.resolve() not in _held
-    descriptor = hold(folder, setting)
+def locked(folder: Path, setting: str) -> Iterator[int]:
+    """Hold a folder inside the context; if this process held it before, it stays held afterwards. See `lock_folder`."""
+    is_new = folder.resolve() not in _locks
+    descriptor = lock_folder(folder, setting)
     try:
         yield descriptor
     finally:
         if is_new:
-            release(folder)
+            unlock_folder(folder)
 
 
 def _lock(descriptor: int, folder: Path, setting: str) -> None:
-    deadline = time.monotonic() + _ENDING_S
+    deadline = time.monotonic() + _RELEASE_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,10 +150,12 @@ def _lock(descriptor: int, folder: Path, setting: str) -> None:
             time.sleep(0.05)
         except OSError as error:
             if error.errno not in _CANNOT_LOCK:
-                raise SettingsError(f"{setting}={folder} cannot be locked: {error.strerror}") from error
+                raise SettingsError(
+                    f"{setting}={folder} cannot be locked: {error.strerror}; use another folder"
+                ) from error
             print(
                 f"warning: {folder} is on a file system without locks ({error.strerror}): "
-                "a second run in this folder will not be refused",
+                "nothing prevents a second run in this folder",
                 file=sys.stderr,
             )
             break
@@ -187,34 +189,34 @@ def not_writable(setting: str, folder: Path, error: OSError, *, within: Path | N
         error: error of the operating system.
         within: folder inside `folder` that could not be created, if any.
     """
-    what = "cannot be written to" if within is None else f"is not usable, because {within} cannot be created"
+    problem = "cannot be written to" if within is None else f"is not usable, because {within} cannot be created"
     return SettingsError(
-        f"{setting}={folder} {what}: {error.strerror}; set {setting} to a folder that can be written to"
+        f"{setting}={folder} {problem}: {error.strerror}; set {setting} to a folder that can be written to"
     )
 
 
-def _settle(config: DictConfig, kind: str) -> None:
+def _choose_folder(config: DictConfig, kind: str) -> None:
     """Choose and lock the folder of a run (`kind` "run") or a multirun (`kind` "sweep"). Exits on error."""
     key = f"hydra.{kind}.dir"
     try:
-        wanted = Path(str(OmegaConf.select(config, key)))
+        requested = Path(str(OmegaConf.select(config, key)))
     except OmegaConfBaseException:  # Hydra reports it when it reads the key itself
         return
     unresolved: Any = OmegaConf.to_container(config.hydra[kind], resolve=False)
     is_new = "${now:" in unresolved["dir"]
-    first = is_first(launcher_env(os.environ))
-    # Other ranks must not use `wanted`, which may belong to another run. Their folder has the same parent, because
+    is_rank_zero = is_first(launcher_env(os.environ))
+    # Other ranks must not use `requested`, which may belong to another run. Their folder has the same parent, because
     # resume=last searches the runs there.
-    folder = wanted.with_name(f".{wanted.name}_process_{socket.gethostname()}_{os.getpid()}")
+    folder = requested.with_name(f".{requested.name}_process_{socket.gethostname()}_{os.getpid()}")
     try:
-        if first:
-            folder = _claim(wanted, config, key) if is_new else wanted
-            hold(folder, key)
+        if is_rank_zero:
+            folder = _claim(requested, config, key) if is_new else requested
+            lock_folder(folder, key)
         elif is_new:
             _claim(folder, config, key)
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
     except SettingsError as error:
-        if first or _is_alone_in_refusing():
+        if is_rank_zero or _only_this_rank_failed():
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(_REFUSED_EXIT_CODE) from None
     if is_new:
@@ -223,7 +225,7 @@ def _settle(config: DictConfig, kind: str) -> None:
         config.hydra.overrides.hydra.append(f"{key}={_quoted(folder)}")
 
 
-def _is_alone_in_refusing() -> bool:
+def _only_this_rank_failed() -> bool:
     """Wait under torchrun for rank 0 to fail too; return True if it has not.
 
     If rank 0 fails, torchrun's agent ends this process while it waits.
@@ -234,14 +236,14 @@ def _is_alone_in_refusing() -> bool:
     return True
 
 
-def _claim(wanted: Path, config: DictConfig, key: str) -> Path:
+def _claim(requested: Path, config: DictConfig, key: str) -> Path:
     try:
-        return claim(wanted)
+        return claim(requested)
     except OSError as error:
         root = OmegaConf.select(config, "output_root", default=None)
-        if root is not None and Path(str(root)) in wanted.parents:
-            raise not_writable("output_root", Path(str(root)), error, within=wanted) from error
-        raise not_writable(key, wanted, error) from error
+        if root is not None and Path(str(root)) in requested.parents:
+            raise not_writable("output_root", Path(str(root)), error, within=requested) from error
+        raise not_writable(key, requested, error) from error
 
 
 def _quoted(folder: Path) -> str:

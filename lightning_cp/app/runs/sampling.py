@@ -24,35 +24,35 @@ from lightning_cp.launch.machine import Machine
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
 _BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional
-_WHOLE_PRECISIONS = ("32-true", "bf16-true", "16-true")
+_PIPELINE_PRECISIONS = ("32-true", "bf16-true", "16-true")
 _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
-_OF_PIPELINES: dict[str, Any] = {
+_PIPELINE_DEFAULTS: dict[str, Any] = {
     **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
     **{"vae": "auto", "stages": "together", "per_call": 1},
 }
 
 
-def check_sampling(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> CheckedRun:
+def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
     """Check everything that can be checked before ranks start, and find the model to sample. See `check_config`.
 
     Raises: SettingsError, CheckpointError: the first error found.
     """
     check_values(config)
-    world = resolve_world(config, machine, place)
+    world = resolve_world(config, machine, env)
     check_device(config, world.accelerator)
     try:
         check_format(config.format)
     except MediaError as error:
         raise SettingsError(str(error)) from None
-    found = _source(config)
-    settled: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
+    source = _source(config)
+    with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches as data groups
-        settled.strategy.data_parallel = world.data_parallel * world.cfg
-    resolved: Any = OmegaConf.merge(resolve(settled), OmegaConf.create(found))
+        with_world.strategy.data_parallel = world.data_parallel * world.cfg
+    resolved: Any = OmegaConf.merge(resolve(with_world), OmegaConf.create(source))
     check_trainer(resolved)
     if resolved.prompts == []:
-        raise SettingsError("prompts=[] is not valid: a list must have an entry; null is none")
+        raise SettingsError("prompts=[] is not valid: give at least one prompt, or null for none")
     if resolved.trained is None:
         _check_pipeline(resolved)
     else:
@@ -81,7 +81,7 @@ def _source(config: DictConfig) -> dict[str, Any]:
         raise SettingsError(str(error).replace("resume=", "source=", 1)) from error
     settings = checkpoint.parent.parent / ".hydra" / sweep.RESOLVED
     if not settings.is_file():
-        raise SettingsError(f"source={source}: {settings} is not there, which says what model {checkpoint} is of")
+        raise SettingsError(f"source={source}: {settings} is missing; it describes the model of {checkpoint}")
     trained = read_foreign_run(settings, trust=read(config, "trust", False))
     return {"pipeline": None, "checkpoint": str(checkpoint), "trained": trained}
 
@@ -91,48 +91,61 @@ def _check_trained(config: DictConfig) -> None:
     degrees = {"ring": config.ring, "ulysses": config.ulysses}
     check_model(OmegaConf.merge(trained, degrees))  # type: ignore[arg-type]
     if config.cfg > _BRANCHES:
-        raise SettingsError(f"cfg={config.cfg} is not valid: a run's model has {_BRANCHES} branches of guidance")
-    for key, default in _OF_PIPELINES.items():
+        raise SettingsError(
+            f"cfg={config.cfg} is not valid: must be at most {_BRANCHES}, the number of guidance branches"
+        )
+    for key, default in _PIPELINE_DEFAULTS.items():
         if config[key] != default:
             raise SettingsError(
-                f"{key}={show(config[key])} is for pipelines; {config.checkpoint} is a checkpoint of a run"
+                f"{key}={show(config[key])} applies to pipelines only: leave it out for a checkpoint of a run "
+                f"({config.checkpoint})"
             )
     classes, frames = trained.data.num_classes, trained.data.frames
-    for asked in _entries(config.prompts) or ():
-        if not _is_class(asked) or asked >= classes:
+    for value in _entries(config.prompts) or ():
+        if not _is_class(value) or value >= classes:
             raise SettingsError(
-                f"prompts={show(config.prompts)}: of this run they are classes, from 0 to {classes - 1}"
+                f"prompts={show(config.prompts)} is not valid: prompts of this run must be classes, from 0 to "
+                f"{classes - 1}"
             )
     formats = ("auto", "png", "gif", "mp4") if frames == 1 else ("auto", "gif", "mp4")
     if config.format not in formats:
-        what = "pictures" if frames == 1 else f"clips of {frames} frames"
+        kind = "pictures" if frames == 1 else f"clips of {frames} frames"
         raise SettingsError(
-            f"format={config.format} is not valid: samples of this run are {what}: must be one of {', '.join(formats)}"
+            f"format={config.format} is not valid: samples of this run are {kind}: must be one of {', '.join(formats)}"
         )
 
 
 def _check_pipeline(config: DictConfig) -> None:
-    if config.precision not in _WHOLE_PRECISIONS:
-        raise SettingsError(f"precision={config.precision} is not valid for a pipeline: {', '.join(_WHOLE_PRECISIONS)}")
+    if config.precision not in _PIPELINE_PRECISIONS:
+        raise SettingsError(
+            f"precision={config.precision} is not valid for a pipeline: must be one of "
+            f"{', '.join(_PIPELINE_PRECISIONS)}"
+        )
     _check_prompts(config.prompts, _pipeline_class(config.pipeline))
     image = config.call.get("image", config.image)
     if image is not None and not Path(image).is_file():
-        raise SettingsError(f"image={image} is no file")
+        raise SettingsError(f"image={image} does not exist: must be the path of an image file")
     if image is not None and config.per_call > 1:
         raise SettingsError(f"per_call={config.per_call} is not valid with an image: must be 1")
 
 
-def _check_prompts(asked: Any, kind: str | None) -> None:
+def _check_prompts(value: Any, kind: str | None) -> None:
     """Check prompts. Args: kind: pipeline class, None if unknown. Raises: SettingsError: it does not take them."""
-    if asked is None or (isinstance(asked, str) and not asked.strip()):
-        raise SettingsError('prompts must be given for a pipeline: a text, a list ("prompts=[a cat,a dog]"), or a file')
-    if isinstance(asked, str) and _looks_like_path(asked) and not _is_file(asked):
-        raise SettingsError(f"prompts={asked} is no file; if it is a text, give it in a list: prompts=[{asked}]")
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise SettingsError(
+            'prompts must be set for a pipeline: a text, a list ("prompts=[a cat,a dog]") or the path of a file'
+        )
+    if isinstance(value, str) and _looks_like_path(value) and not _is_file(value):
+        raise SettingsError(
+            f"prompts={value} looks like a path, but there is no such file; for a text, use a list: prompts=[{value}]"
+        )
     takes_classes, takes_texts = kind is None or kind in _BY_CLASS, kind not in _BY_CLASS
-    for entry in _entries(asked) or ():
+    for entry in _entries(value) or ():
         if not (_is_class(entry) and takes_classes) and not (isinstance(entry, str) and takes_texts):
             valid = """texts (a number needs quotes: 'prompts=["7"]')""" if takes_texts else "classes, whole numbers"
-            raise SettingsError(f"prompts={show(asked)} is not valid: of {kind or 'a pipeline'} they are {valid}")
+            raise SettingsError(
+                f"prompts={show(value)} is not valid: prompts of {kind or 'a pipeline'} must be {valid}"
+            )
 
 
 def _looks_like_path(text: str) -> bool:
@@ -143,22 +156,22 @@ def _is_class(entry: Any) -> bool:
     return isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
 
 
-def _is_file(asked: Any) -> bool:
-    return isinstance(asked, str) and os.path.isfile(asked)
+def _is_file(value: Any) -> bool:
+    return isinstance(value, str) and os.path.isfile(value)
 
 
-def _entries(asked: Any) -> Any:
+def _entries(value: Any) -> Any:
     """Return the prompts as a list; a single prompt becomes a list of one, None stays None."""
-    return asked if asked is None or isinstance(asked, ListConfig) else [asked]
+    return value if value is None or isinstance(value, ListConfig) else [value]
 
 
 def _pipeline_class(source: str) -> str | None:
     """Read the pipeline's class name from its local folder; None if there is no folder or no name in it."""
-    found = next((path for name in _PIPELINE_FILES if (path := Path(source) / name).is_file()), None)
-    if found is None:
+    index = next((path for name in _PIPELINE_FILES if (path := Path(source) / name).is_file()), None)
+    if index is None:
         return None
     try:
-        kind = json.loads(found.read_text(encoding="utf-8")).get("_class_name")
+        kind = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
     except ValueError as error:
-        raise SettingsError(f"source={source}: {found} is not JSON: {error}") from error
+        raise SettingsError(f"source={source}: {index} is not valid JSON: {error}") from error
     return kind if isinstance(kind, str) else None  # a custom pipeline class is stored as a list

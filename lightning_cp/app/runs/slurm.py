@@ -16,7 +16,7 @@ from lightning_cp.app.runs.run_folder import not_writable
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import read_count
 
-_NOTES = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
+_RECORDS = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
 
 
 def register_resolvers() -> None:
@@ -36,7 +36,7 @@ def requeue(environ: Mapping[str, str]) -> bool:
         return False
 
 
-def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Path) -> None:
+def record_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Path) -> None:
     """Record the run folder of this SLURM job, so that a requeued job can resume from it.
 
     Args: run: hash that identifies the run within the job. folder: run folder.
@@ -45,24 +45,24 @@ def note_run(environ: Mapping[str, str], output_root: Path, run: str, folder: Pa
     job = environ.get("SLURM_JOB_ID")
     if job is None:
         return
-    notes = output_root / _NOTES / job
-    note = {"run": run, "folder": str(folder.absolute()), "restarts": _restarts(environ)}
+    records = output_root / _RECORDS / job
+    record = {"run": run, "folder": str(folder.absolute()), "restarts": _restarts(environ)}
     try:
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with notes.open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(note)}\n")
+        records.parent.mkdir(parents=True, exist_ok=True)
+        with records.open("a", encoding="utf-8") as file:
+            file.write(f"{json.dumps(record)}\n")
     except OSError as error:
-        raise not_writable("output_root", output_root, error, within=notes) from error
+        raise not_writable("output_root", output_root, error, within=records) from error
 
 
 def earlier_runs(environ: Mapping[str, str], output_root: Path, run: str) -> list[Path]:
     """Return the folders of this run before SLURM requeued the job, newest first."""
-    notes = output_root / _NOTES / environ.get("SLURM_JOB_ID", "none")
-    if _restarts(environ) == 0 or not notes.is_file():
+    records = output_root / _RECORDS / environ.get("SLURM_JOB_ID", "none")
+    if _restarts(environ) == 0 or not records.is_file():
         return []
-    found = [json.loads(line) for line in notes.read_text(encoding="utf-8").splitlines()]
-    same = [note for note in found if note["run"] == run and note["restarts"] < _restarts(environ)]
-    return [Path(note["folder"]) for note in reversed(same)]
+    all_records = [json.loads(line) for line in records.read_text(encoding="utf-8").splitlines()]
+    earlier = [record for record in all_records if record["run"] == run and record["restarts"] < _restarts(environ)]
+    return [Path(record["folder"]) for record in reversed(earlier)]
 
 
 def _restarts(environ: Mapping[str, str]) -> int:
@@ -78,18 +78,26 @@ def check_sweep(config: DictConfig) -> None:
     if config.hydra.runtime.choices.get("launcher") != "slurm":
         return
     for key in ("devices", "num_nodes", "accelerator"):
-        if any(override.partition("=")[0].lstrip("+") == key and _is_swept(override) for override in _given(config)):
-            raise SettingsError(f"{key} cannot be swept with launcher=slurm: SLURM is asked for the same for all jobs")
+        if any(
+            override.partition("=")[0].lstrip("+") == key and _is_swept(override) for override in _overrides(config)
+        ):
+            raise SettingsError(
+                f"{key} cannot be swept with launcher=slurm: all jobs of a sweep request the same resources"
+            )
     devices, nodes = read(config, "devices"), read(config, "num_nodes")
     if devices == "auto" and _nodes(nodes) > 1:
-        raise SettingsError(f"num_nodes={nodes} with launcher=slurm needs devices=<ranks of a node>, not auto")
+        raise SettingsError(
+            f"devices=auto is not valid with launcher=slurm and num_nodes={nodes}: set devices to the number of ranks "
+            "per node"
+        )
     if read(config, "accelerator") != "cpu" and config.hydra.launcher.gpus_per_node is None:
         raise SettingsError(
-            "launcher=slurm needs devices=<GPUs of a node>, so that SLURM is asked for them, or accelerator=cpu"
+            "devices=auto is not valid with launcher=slurm: set devices to the number of GPUs per node, or use "
+            "accelerator=cpu"
         )
 
 
-def _given(config: DictConfig) -> list[str]:
+def _overrides(config: DictConfig) -> list[str]:
     return [str(override) for override in config.hydra.overrides.task]
 
 

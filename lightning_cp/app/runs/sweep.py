@@ -26,7 +26,7 @@ from rich.table import Table
 from typing_extensions import override
 
 from lightning_cp.app.runs import slurm
-from lightning_cp.app.runs.outcome import Outcome, Status, differing, forget_outcomes, read_outcomes, read_rows
+from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes, read_rows
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
@@ -49,13 +49,17 @@ def check_launcher() -> None:
     """Reject a sweep launcher for a single run: Hydra would ignore it. Raises: SettingsError."""
     chosen = HydraConfig.get().runtime.choices.get("launcher") if HydraConfig.initialized() else None
     if chosen is not None and not in_sweep():
-        raise SettingsError(f"launcher={chosen} is for jobs of a sweep: add -m, also for a single job")
+        raise SettingsError(
+            f"launcher={chosen} works in sweeps only: add -m (also for a single job), or leave launcher out"
+        )
 
 
 def check_folder(run_dir: Path) -> None:
     """Reject a `run_dir` set for a sweep: all its jobs would use the same folder. Raises: SettingsError."""
     if in_sweep() and run_dir.absolute() != Path(HydraConfig.get().runtime.output_dir).absolute():
-        raise SettingsError(f"run_dir={run_dir}: each job of a sweep has a folder of its own; give hydra.sweep.dir")
+        raise SettingsError(
+            f"run_dir={run_dir} cannot be set in a sweep, where each job has its own folder: set hydra.sweep.dir"
+        )
 
 
 def this_sweep() -> Path:
@@ -78,13 +82,13 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
     ran = result is not None and result.began
     metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
     rows = list(read_rows(metrics)) if ran and _is_newer(metrics, started) else []
-    settled = OmegaConf.load(resolved) if ran and resolved.is_file() else config
+    resolved_config = OmegaConf.load(resolved) if ran and resolved.is_file() else config
     failure = None if result is None else result.failure
     status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
     outcome = Outcome(
         job=int(hydra.job.num),
         overrides=list(hydra.overrides.task),
-        degrees={key: _degree(settled, key) for key in ("data_parallel", "ring", "ulysses")},
+        degrees={key: _degree(resolved_config, key) for key in ("data_parallel", "ring", "ulysses")},
         status=status,
         message="" if failure is None else " ".join(failure.message.split()),
         exit_code=0 if result is None else result.exit_code,
@@ -103,13 +107,13 @@ def summarise(sweep: Path) -> int:
     """Write `sweep.csv` and `sweep.png`, and print a table. Returns: exit code, 1 if a job failed or none was found."""
     outcomes = read_outcomes(sweep)
     if not outcomes:
-        print(f"error: no job of the sweep left its outcome in {sweep}", file=sys.stderr)
+        print(f"error: no job of the sweep has an outcome in {sweep}", file=sys.stderr)
         return 1
     with (sweep / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(asdict(outcomes[0]))
         for outcome in outcomes:
-            cells = asdict(outcome) | {"overrides": " ".join(outcome.overrides), "degrees": _spread(outcome)}
+            cells = asdict(outcome) | {"overrides": " ".join(outcome.overrides), "degrees": _degrees_text(outcome)}
             writer.writerow(cells.values())
     drawn = any(outcome.steps for outcome in outcomes)
     if drawn:
@@ -129,7 +133,7 @@ class SweepSummary(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         if not is_first(launcher_env(os.environ)):
             return
-        forget_outcomes(Path(config.hydra.sweep.dir))
+        delete_outcomes(Path(config.hydra.sweep.dir))
         try:
             slurm.check_sweep(config)
         except SettingsError as error:
@@ -147,8 +151,8 @@ class SweepSummary(Callback):
 
 def _is_newer(path: Path, started: float) -> bool:
     """Return True if a file was written after `started`, a `time.monotonic()` value."""
-    began_s = time.time() - (time.monotonic() - started)
-    return path.is_file() and path.stat().st_mtime >= began_s - 1
+    started_s = time.time() - (time.monotonic() - started)
+    return path.is_file() and path.stat().st_mtime >= started_s - 1
 
 
 def _degree(config: Any, key: str) -> Any:
@@ -183,14 +187,14 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     curves.xaxis.get_major_locator().set_params(integer=True)
     show_from_zero(curves)
     curves.legend(frameon=False, fontsize=8)
-    places, labels = range(len(trained)), [f"{outcome.job}: {_spread(outcome)}" for outcome in trained]
+    positions, labels = range(len(trained)), [f"{outcome.job}: {_degrees_text(outcome)}" for outcome in trained]
     for axes, values, name in (
         (times, [outcome.step_time_s * 1000 for outcome in trained], "step time, ms (median)"),
         (speeds, [outcome.tokens_per_s for outcome in trained], "tokens/s (median)"),
     ):
-        bars = axes.barh(places, values, color=palette)
+        bars = axes.barh(positions, values, color=palette)
         axes.bar_label(bars, noise, label_type="center", fontsize=8, color="white")
-        axes.set(xlabel=name, yticks=places, yticklabels=labels)
+        axes.set(xlabel=name, yticks=positions, yticklabels=labels)
         axes.invert_yaxis()
     for axes in (curves, times, speeds):
         axes.grid(alpha=0.3)
@@ -223,7 +227,7 @@ def _table(outcomes: list[Outcome]) -> Table:
         table.add_row(
             str(outcome.job),
             settings,
-            _spread(outcome),
+            _degrees_text(outcome),
             f"[{colours[outcome.status]}]{outcome.status}",
             str(outcome.steps),
             _shown(outcome.loss, ".4f"),
@@ -234,7 +238,7 @@ def _table(outcomes: list[Outcome]) -> Table:
     return table
 
 
-def _spread(outcome: Outcome) -> str:
+def _degrees_text(outcome: Outcome) -> str:
     return (
         " × ".join(f"{key} {value}" for key, value in outcome.degrees.items() if value not in (1, "auto")) or "one rank"
     )

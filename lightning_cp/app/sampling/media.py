@@ -58,7 +58,7 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     kind = ("png" if len(frames) == 1 else "gif") if format == "auto" else format
     path = stem.with_name(f"{stem.name}.{kind}")
     if kind == "png" and len(frames) > 1:
-        raise MediaError(f"format=png holds one picture, and a sample has {len(frames)} frames: use gif, mp4 or auto")
+        raise MediaError(f"format=png holds one picture, but a sample has {len(frames)} frames: use gif, mp4 or auto")
     images = [_image(frame) for frame in frames]
     if kind == "png":
         images[0].save(path)

@@ -8,7 +8,7 @@ from torch import Tensor
 _MAX_COLUMNS = 12
 
 
-def draw_grid(samples: Tensor, labels: Tensor, read: Tensor | None, path: Path, *, title: str) -> None:
+def draw_grid(samples: Tensor, labels: Tensor, predicted: Tensor | None, path: Path, *, title: str) -> None:
     """Draw one row per class. Samples that were not recognised have a red frame and show the predicted class.
 
     Args:
@@ -16,7 +16,7 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor | None, path: Path, 
             otherwise the first one is drawn, with 1 as black. A row shows up to 12 pictures of its class or, for clips,
             up to 12 frames of the first clip of its class.
         labels: requested classes, [n].
-        read: classes predicted by the classifier, [n]; negative for samples with non-finite pixels. None: no frames.
+        predicted: classes predicted by the classifier, [n]; negative for samples with non-finite pixels. None: no frames.
         path: path of the PNG.
         title: title above the grid.
     """
@@ -24,8 +24,8 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor | None, path: Path, 
     from matplotlib.figure import Figure  # not pyplot: no state, no display
 
     classes = sorted(set(labels.tolist()))
-    read = labels if read is None else read
-    rows = [_row(samples, torch.nonzero(labels == label).flatten(), read) for label in classes]
+    predicted = labels if predicted is None else predicted
+    rows = [_row(samples, torch.nonzero(labels == label).flatten(), predicted) for label in classes]
     columns = max(len(row) for row in rows)
     figure = Figure(figsize=(0.62 * columns + 0.7, 0.62 * len(rows) + 0.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -35,22 +35,24 @@ def draw_grid(samples: Tensor, labels: Tensor, read: Tensor | None, path: Path, 
         for ax in axes:
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
-        for ax, (image, was_read) in zip(axes, row, strict=False):
+        for ax, (image, prediction) in zip(axes, row, strict=False):
             shown = image.float().clamp(-1, 1)  # [c, h, w]
             pixels = (shown.movedim(0, -1) + 1) / 2 if len(shown) == 3 else -shown[0]
             ax.imshow(pixels.numpy(), cmap="gray", vmin=-1, vmax=1, interpolation="nearest")
             ax.spines[:].set(visible=True, color="0.8")
-            if was_read != label:
+            if prediction != label:
                 ax.spines[:].set(color="tab:red", linewidth=2)
-                place = {"ha": "right", "va": "top", "transform": ax.transAxes}
-                ax.text(0.95, 0.92, f"{was_read}?" if was_read >= 0 else "NaN", color="tab:red", fontsize=8, **place)
+                position = {"ha": "right", "va": "top", "transform": ax.transAxes}
+                ax.text(
+                    0.95, 0.92, f"{prediction}?" if prediction >= 0 else "NaN", color="tab:red", fontsize=8, **position
+                )
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=120)
 
 
-def _row(samples: Tensor, chosen: Tensor, read: Tensor) -> list[tuple[Tensor, int]]:
+def _row(samples: Tensor, chosen: Tensor, predicted: Tensor) -> list[tuple[Tensor, int]]:
     if samples.shape[2] == 1:
-        return [(samples[i, :, 0], int(read[i])) for i in chosen[:_MAX_COLUMNS].tolist()]
+        return [(samples[i, :, 0], int(predicted[i])) for i in chosen[:_MAX_COLUMNS].tolist()]
     first = int(chosen[0])
     frames = torch.linspace(0, samples.shape[2] - 1, min(_MAX_COLUMNS, samples.shape[2])).round().long()
-    return [(samples[first, :, frame], int(read[first])) for frame in frames.tolist()]
+    return [(samples[first, :, frame], int(predicted[first])) for frame in frames.tolist()]

@@ -7,14 +7,14 @@ from torch import Tensor
 
 from lightning_cp.app.digits import DIGIT_SIZE, load_scans
 
-NOTHING_READ = -1
+NO_PREDICTION = -1
 
 
 @dataclass(frozen=True)
 class Recognition:
     """The classifier's predictions, [n] (-1: the sample is not finite), and the fraction of correct ones."""
 
-    read: Tensor
+    predicted: Tensor
     fraction: float
 
 
@@ -34,10 +34,10 @@ def recognise_digits(samples: Tensor, labels: Tensor) -> Recognition:
     classifier.fit(scans.pixels.flatten(1).numpy(), scans.labels.numpy())
     frames = samples[:, 0, samples.shape[2] // 2].float().cpu().clamp(-1, 1)
     finite = samples.isfinite().flatten(1).all(dim=1).cpu()
-    read = torch.full((len(samples),), NOTHING_READ)
+    predicted = torch.full((len(samples),), NO_PREDICTION)
     if finite.any():
-        read[finite] = torch.from_numpy(classifier.predict(inkiest_windows(frames[finite]).flatten(1).numpy()))
-    return Recognition(read=read, fraction=float((read == labels.cpu()).float().mean()))
+        predicted[finite] = torch.from_numpy(classifier.predict(inkiest_windows(frames[finite]).flatten(1).numpy()))
+    return Recognition(predicted=predicted, fraction=float((predicted == labels.cpu()).float().mean()))
 
 
 def inkiest_windows(frames: Tensor, size: int = DIGIT_SIZE) -> Tensor:
@@ -50,7 +50,7 @@ def inkiest_windows(frames: Tensor, size: int = DIGIT_SIZE) -> Tensor:
     near = (ink >= 0.99 * ink.amax(dim=(1, 2), keepdim=True)).float()
     middles = []
     for dim in (1, 2):
-        places = torch.arange(ink.shape[dim]).float()
+        positions = torch.arange(ink.shape[dim]).float()
         weights = near.amax(dim=3 - dim)
-        middles.append(((weights * places).sum(dim=1) / weights.sum(dim=1)).round().long())
+        middles.append(((weights * positions).sum(dim=1) / weights.sum(dim=1)).round().long())
     return windows[torch.arange(len(frames)), middles[0], middles[1]]

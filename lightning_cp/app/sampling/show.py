@@ -44,10 +44,10 @@ class SamplePictures:
             )
         fraction = 0.0
         if run.is_first:
-            title, read = f"step {state.step}", None
+            title, predicted = f"step {state.step}", None
             if self.digits:
-                seen = recognise_digits(drawn.pixels, drawn.labels)
-                fraction, read = seen.fraction, seen.read
+                recognition = recognise_digits(drawn.pixels, drawn.labels)
+                fraction, predicted = recognition.fraction, recognition.predicted
                 title += f": {fraction:.0%} of {len(drawn.labels)} samples recognised"
-            draw_grid(drawn.pixels, drawn.labels, read, run.folder.samples / f"{name}.png", title=title)
+            draw_grid(drawn.pixels, drawn.labels, predicted, run.folder.samples / f"{name}.png", title=title)
         return float(run.ranks.broadcast(torch.tensor(fraction))) if self.digits else None

@@ -40,12 +40,12 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
     average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
     states: dict[str, Any] = {"model": module.state_dict(), "average": average}
     saved = load_shards(checkpoint, states) if has_shards(checkpoint) else load_checkpoint(checkpoint)
-    absent = [name for name in states if name not in saved.states]
-    if absent:
-        raise CheckpointError(f"{checkpoint} is no checkpoint of a training run: it lacks {', '.join(absent)}")
+    missing = [name for name in states if name not in saved.states]
+    if missing:
+        raise CheckpointError(f"{checkpoint} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
     weights = {**saved.states["model"], **saved.states["average"]}
-    here = {name: tuple(x.shape) for name, x in module.state_dict().items()}
-    check_same_tensors(here, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
+    expected = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
     module.load_state_dict(weights)
     return module.eval().requires_grad_(False)
 
@@ -65,6 +65,6 @@ class SharedGuidance(nn.Module):
     @override
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Run the model on this rank's rows and all-gather the results. Ranks: all branches, with equal arguments."""
-        mine = cfg_split((x, times, labels), self.ranks, like=x)
-        merged: Tensor = cfg_merge(self.model(*mine), self.ranks, like=x)
+        local = cfg_split((x, times, labels), self.ranks, like=x)
+        merged: Tensor = cfg_merge(self.model(*local), self.ranks, like=x)
         return merged

@@ -25,7 +25,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.app.digits.MovingDigits": {"channels": 1},
 }
 _ALL_DIGITS = {"num_samples": 1797, "num_classes": 10}
-_SMALLEST = 8  # side of a digit, in pixels
+_MIN_PIXELS = 8  # side of a digit, in pixels
 
 
 def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: str) -> None:
@@ -42,11 +42,11 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
 def check_trainer(config: DictConfig) -> None:
     """Check that `trainer.*` agrees with the recipe. Args: config: resolved. Raises: SettingsError: it contradicts."""
     for key in ("accelerator", "devices", "num_nodes", "precision"):
-        asked = read(config, f"trainer.{key}", read(config, key))
-        if asked != read(config, key):
+        value = read(config, f"trainer.{key}", read(config, key))
+        if value != read(config, key):
             raise SettingsError(
-                f"trainer.{key}={show(asked)} contradicts {key}={show(read(config, key))}: set {key}, and leave the "
-                "trainer's alone"
+                f"trainer.{key}={show(value)} contradicts {key}={show(read(config, key))}: set {key}, "
+                f"and leave trainer.{key} out"
             )
 
 
@@ -60,7 +60,10 @@ def check_device(config: DictConfig, accelerator: str) -> None:
     package = _PACKAGES.get(kernel)
     if package is not None and importlib.util.find_spec(package) is None:
         usable = [name for name in KERNEL_NAMES if name not in _PACKAGES]
-        raise SettingsError(f"kernel={kernel} needs the package {package}, which is not installed: {', '.join(usable)}")
+        raise SettingsError(
+            f"kernel={kernel} needs the package {package}, which is not installed: install it, or use one of "
+            f"{', '.join(usable)}"
+        )
     if accelerator == "cpu" and precision.startswith("16"):
         raise SettingsError(
             f"precision={precision} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
@@ -75,20 +78,24 @@ def check_data(config: DictConfig) -> None:
     for key, value in {**_FIXED[kind], **_ALL_DIGITS}.items():
         if read(config, f"data.{key}", value) != value:
             raise SettingsError(
-                f"data.{key}={show(read(config, f'data.{key}'))} cannot be chosen: {kind} has {value}"
+                f"data.{key}={show(read(config, f'data.{key}'))} is not valid: {kind} has {key}={value}"
                 + ("; data=moving_digits has clips of any size" if key in ("frames", "height", "width") else "")
             )
     for key in ("height", "width"):
-        pixels = read(config, f"data.{key}", _SMALLEST)
-        if pixels < _SMALLEST:
-            raise SettingsError(f"data.{key}={pixels} is not valid: must be at least {_SMALLEST}, the size of a digit")
+        pixels = read(config, f"data.{key}", _MIN_PIXELS)
+        if pixels < _MIN_PIXELS:
+            raise SettingsError(
+                f"data.{key}={pixels} is not valid: must be at least {_MIN_PIXELS}, the size of a digit"
+            )
 
 
 def check_batch(config: DictConfig, data_parallel: int) -> None:
     """Check batch_size. Raises: SettingsError: the global batch does not fit the data set or the data ranks."""
     batch, samples = read(config, "batch_size"), read(config, "data.num_samples")
     if samples is not None and batch > samples:
-        raise SettingsError(f"batch_size={batch} is more than the data set has: must be at most {samples}")
+        raise SettingsError(
+            f"batch_size={batch} is not valid: must be at most {samples}, the number of samples in the data set"
+        )
     if batch % data_parallel:
         raise SettingsError(
             f"batch_size={batch} is the global batch and must be a multiple of data_parallel={data_parallel}: "
@@ -100,7 +107,7 @@ def check_trace(config: DictConfig) -> None:
     """Check trace_step. Raises: SettingsError: it is after the last step."""
     step, last = read(config, "trace_step"), read(config, "max_steps")
     if step is not None and step > last:
-        raise SettingsError(f"trace_step={step} is never taken: must be at most max_steps={last}")
+        raise SettingsError(f"trace_step={step} is not valid: must be at most max_steps={last}")
 
 
 def check_model(config: DictConfig) -> None:
@@ -110,13 +117,13 @@ def check_model(config: DictConfig) -> None:
     heads = read(config, "model.transformer.num_attention_heads")
     if heads is not None and ulysses > heads:
         raise SettingsError(
-            f"ulysses={ulysses} needs as many query heads: model.transformer.num_attention_heads={heads}; "
-            f"use ulysses from 1 to {heads}, or ring for the rest"
+            f"ulysses={ulysses} is not valid: must be at most model.transformer.num_attention_heads={heads}; "
+            f"use ring for more ranks"
         )
     tokens = sequence_length(config)
     if tokens is not None and tokens < ring * ulysses:
         raise SettingsError(
-            f"ring={ring} × ulysses={ulysses} spreads a sequence over {ring * ulysses} ranks, and a sample of this "
+            f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of this "
             f"data has {tokens} tokens: the product must be at most {tokens}"
         )
 
@@ -136,7 +143,7 @@ def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
     patch = read(config, "data.patch_size")
     if patch is None or None in size:
         return None
-    if any(length % part for length, part in zip(size, patch, strict=True)):
+    if any(length % patch_length for length, patch_length in zip(size, patch, strict=True)):
         raise SettingsError(
             f"data.patch_size={patch} must divide data.frames={size[0]}, data.height={size[1]}, data.width={size[2]}"
         )
@@ -146,7 +153,7 @@ def _token_grid(config: DictConfig) -> tuple[int, ...] | None:
             f"data.token_width={width} is not valid: must be data.channels={read(config, 'data.channels')} × the "
             f"pixels of data.patch_size={patch}"
         )
-    return tuple(length // part for length, part in zip(size, patch, strict=True))
+    return tuple(length // patch_length for length, patch_length in zip(size, patch, strict=True))
 
 
 def _check_transformer(config: DictConfig) -> None:
@@ -168,8 +175,8 @@ def _check_transformer(config: DictConfig) -> None:
                 "a sample along its longest axis"
             )
     axes = read(config, "model.transformer.axes_dims_rope")
-    known = kind == "FluxTransformer2DModel" and axes is not None and head is not None
-    if known and (sum(axes) != head or any(axis % 2 for axis in axes)):
+    is_checkable = kind == "FluxTransformer2DModel" and axes is not None and head is not None
+    if is_checkable and (sum(axes) != head or any(axis % 2 for axis in axes)):
         raise SettingsError(
             f"model.transformer.axes_dims_rope={axes} is not valid: must be even numbers whose sum is "
             f"model.transformer.attention_head_dim={head}"

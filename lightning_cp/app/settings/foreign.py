@@ -29,12 +29,12 @@ EARLIER_NAMES = {
     for name in ("FluxDenoiser", "WanDenoiser")
 }
 # Keys that sampling reads. All others (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
-_READ: dict[str, tuple[str, ...] | None] = {
+_KEYS: dict[str, tuple[str, ...] | None] = {
     "model": None,
     "data": ("channels", "frames", "height", "width", "num_classes", "num_samples", "patch_size", "token_width"),
     "sampling": ("num_samples", "num_inference_steps", "guidance_scale"),
 }
-_NEEDED = (
+_REQUIRED = (
     "model._target_",
     *("data.channels", "data.frames", "data.height", "data.width", "data.num_classes"),
     *("sampling.num_samples", "sampling.num_inference_steps", "sampling.guidance_scale"),
@@ -60,20 +60,20 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     _rename_classes(config.get("model"))
     replace_earlier_names(config)
     if not trust:
-        _refuse_interpolations(config, "", path)
+        _check_no_interpolations(config, "", path)
         check_model_classes(config.get("model"), path)
-        config = {name: _picked(config.get(name), keys) for name, keys in _READ.items()}
+        config = {name: _select(config.get(name), keys) for name, keys in _KEYS.items()}
     try:
-        made: Any = OmegaConf.create(
+        resolved: Any = OmegaConf.create(
             OmegaConf.to_container(OmegaConf.create(config), resolve=True, throw_on_missing=True)
         )
-        absent = [key for key in _NEEDED if OmegaConf.select(made, key) is None]
-        if absent:
-            raise SettingsError(f"it is not the configuration of a training run, because it lacks {', '.join(absent)}")
-        check_values(made)
+        missing = [key for key in _REQUIRED if OmegaConf.select(resolved, key) is None]
+        if missing:
+            raise SettingsError(f"it is not the configuration of a training run, because it lacks {', '.join(missing)}")
+        check_values(resolved)
     except (OmegaConfBaseException, SettingsError) as error:
         raise SettingsError(f"{path} cannot be used: {' '.join(str(error).split())}") from error
-    return cast(DictConfig, made)
+    return cast(DictConfig, resolved)
 
 
 def check_model_classes(node: Any, path: Path | str, key: str = "model") -> None:
@@ -129,10 +129,12 @@ def _check_structure(text: str, path: Path) -> None:
     """Check limits, anchors and tags on the YAML parser's events: no recursion, and nothing is built yet."""
     depth = values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        for what in ("anchor", "tag"):
-            name = getattr(event, what, None)
+        for kind in ("anchor", "tag"):
+            name = getattr(event, kind, None)
             if name is not None:  # an alias, as `*name`, counts as an anchor
-                raise SettingsError(f"{path} is damaged: a run's configuration has no {what} of YAML, got {name:.100}")
+                raise SettingsError(
+                    f"{path} is damaged: a run's configuration must have no YAML {kind}, got {name:.100}"
+                )
         values += isinstance(event, yaml.ScalarEvent)
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH or values > _MAX_VALUES:
@@ -143,25 +145,25 @@ def _check_structure(text: str, path: Path) -> None:
 def _check_plain(node: Any, key: str, path: Path) -> None:
     """Check types. Raises: SettingsError: a key is not a string, or a value is a YAML date, set or bytes."""
     if isinstance(node, dict) and (other := [name for name in node if not isinstance(name, str)]):
-        raise SettingsError(f"{path} is damaged: {key or 'the file'} has the key {other[0]!r}; keys must be texts")
+        raise SettingsError(f"{path} is damaged: {key or 'the file'} has the key {other[0]!r}; keys must be strings")
     if not isinstance(node, _PLAIN):
-        raise SettingsError(f"{path} is damaged: {key}={node!s:.100} is neither a text, a number, true, false nor null")
+        raise SettingsError(f"{path} is damaged: {key}={node!s:.100} must be a string, a number, true, false or null")
     for name, value in _children(node, key):
         _check_plain(value, name, path)
 
 
-def _refuse_interpolations(node: Any, key: str, path: Path) -> None:
+def _check_no_interpolations(node: Any, key: str, path: Path) -> None:
     """Reject `${` in keys and values: it could read environment variables. Raises: SettingsError."""
     for name, value in _children(node, key):
         if "${" in name or (isinstance(value, str) and "${" in value):
             raise SettingsError(
-                f"{path}: {name}={value!s:.200} is an interpolation, and a run's resolved configuration has none. Set "
-                "trust=true if you trust the authors of this run"
+                f"{path}: {name}={value!s:.200} is an interpolation, which a run's resolved configuration cannot have. "
+                "Set trust=true if you trust the authors of this run"
             )
-        _refuse_interpolations(value, name, path)
+        _check_no_interpolations(value, name, path)
 
 
-def _picked(section: Any, keys: tuple[str, ...] | None) -> Any:
+def _select(section: Any, keys: tuple[str, ...] | None) -> Any:
     if keys is None or not isinstance(section, dict):
         return section
     return {key: section[key] for key in keys if key in section}

@@ -84,7 +84,7 @@ SETTINGS = (
     Setting("gradient_clip_val", Number(above=0)),
     Setting("on_nonfinite", OneOf(("error", "skip", "ignore"))),
     Setting("ema_decay", Number(minimum=0, below=1)),
-    Setting("cond_dropout", Number(minimum=0, most=1)),
+    Setting("cond_dropout", Number(minimum=0, maximum=1)),
     Setting("sampling.num_samples", Integer(1)),
     Setting("sampling.num_inference_steps", Integer(1)),
     Setting("sampling.guidance_scale", Number(minimum=0)),

@@ -37,27 +37,29 @@ class World:
         }
 
 
-def resolve_world(config: DictConfig, machine: Machine, place: LauncherEnv | None) -> World:
+def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> World:
     """Compute the world from the settings.
 
     Args:
         config: configuration that has passed `check_values`.
         machine: this machine.
-        place: rank and world size from torchrun, SLURM or another launcher; None if the ranks are started here.
+        env: rank and world size from torchrun, SLURM or another launcher; None if the ranks are started here.
     Raises: SettingsError: the settings contradict each other, the machine, or the launcher.
     """
-    check_single(config, place)
+    check_single(config, env)
     accelerator = _accelerator(read(config, "accelerator"), machine)
     ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
     group = ring * ulysses * cfg
-    devices, num_nodes = _given(read(config, "devices")), _given(read(config, "num_nodes"))
-    if place is not None:
-        available: int | None = place.world_size
-        source = f"the {place.world_size} ranks that {place.launcher} started"
-        num_nodes = num_nodes or place.world_size // place.ranks_per_node
+    devices, num_nodes = _int_or_none(read(config, "devices")), _int_or_none(read(config, "num_nodes"))
+    if env is not None:
+        available: int | None = env.world_size
+        source = f"the {env.world_size} ranks that {env.launcher} started"
+        num_nodes = num_nodes or env.world_size // env.ranks_per_node
     else:
         if num_nodes not in (None, 1):
-            raise SettingsError(f"num_nodes={num_nodes} needs torchrun, SLURM or another launcher; without one it is 1")
+            raise SettingsError(
+                f"num_nodes={num_nodes} needs a launcher such as torchrun or SLURM: without one, it must be 1"
+            )
         num_nodes = 1
         available = devices
         source = f"devices={devices}"
@@ -65,12 +67,14 @@ def resolve_world(config: DictConfig, machine: Machine, place: LauncherEnv | Non
     size = group * data_parallel
     world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg)
     if devices is not None and devices != world.devices:
-        raise SettingsError(f"devices={devices} is not valid: {num_nodes} × devices must be the {size} ranks")
-    _check_room(world, machine)
+        raise SettingsError(
+            f"devices={devices} is not valid: num_nodes={num_nodes} × devices must equal the number of ranks, {size}"
+        )
+    _check_devices(world, machine)
     return world
 
 
-def check_single(config: DictConfig, place: LauncherEnv | None) -> None:
+def check_single(config: DictConfig, env: LauncherEnv | None) -> None:
     """Check `strategy=single`. Raises: SettingsError: it is used with more than one rank."""
     if not is_single(config):
         return
@@ -78,9 +82,9 @@ def check_single(config: DictConfig, place: LauncherEnv | None) -> None:
         value = read(config, key, 1)
         if value not in (1, "auto"):
             raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
-    if place is not None and place.world_size > 1:
+    if env is not None and env.world_size > 1:
         raise SettingsError(
-            f"strategy=single is one process, but {place.launcher} started {place.world_size}; use strategy=cp"
+            f"strategy=single is one process, but {env.launcher} started {env.world_size}; use strategy=cp"
         )
 
 
@@ -91,41 +95,43 @@ def is_single(config: DictConfig) -> bool:
 
 
 def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
-    asked = read(config, "data_parallel")
+    value = read(config, "data_parallel")
     degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
     degrees += f" × cfg={read(config, 'cfg')}" if read(config, "cfg", 1) > 1 else ""
-    if asked == "auto":
+    if value == "auto":
         if available is None:
             return 1
         if available % group:
             raise SettingsError(f"{degrees} = {group} must divide {source}")
         return available // group
-    if available is not None and asked * group != available:
-        raise SettingsError(f"data_parallel={asked} × {degrees} = {asked * group} must be {source}")
-    return int(asked)
+    if available is not None and value * group != available:
+        raise SettingsError(f"data_parallel={value} × {degrees} = {value * group} must equal {source}")
+    return int(value)
 
 
-def _accelerator(asked: str, machine: Machine) -> str:
-    if asked == "cpu":
+def _accelerator(value: str, machine: Machine) -> str:
+    if value == "cpu":
         return "cpu"
     if machine.gpus:
         return "cuda"
-    if asked == "auto":
+    if value == "auto":
         return "cpu"
-    raise SettingsError(f"accelerator={asked} is not valid: torch sees no CUDA device here; use cpu or auto")
+    raise SettingsError(f"accelerator={value} is not valid: torch finds no CUDA device here; use cpu or auto")
 
 
-def _check_room(world: World, machine: Machine) -> None:
+def _check_devices(world: World, machine: Machine) -> None:
     branches = f" × cfg={world.cfg}" if world.cfg > 1 else ""
     degrees = f"ring={world.ring} × ulysses={world.ulysses}{branches} × data_parallel={world.data_parallel}"
-    makeup = f"{degrees} = {world.size} ranks"
+    layout = f"{degrees} = {world.size} ranks"
     if world.accelerator == "cuda" and world.devices > machine.gpus:
         raise SettingsError(
-            f"{makeup} need a device each: at most {machine.gpus} on the GPUs here, or use accelerator=cpu"
+            f"{layout} need a GPU each: there are {machine.gpus} GPUs here; use fewer ranks, or accelerator=cpu"
         )
     if world.accelerator == "cpu" and world.devices > machine.max_cpu_ranks:
-        raise SettingsError(f"{makeup} are too many for {machine.cores} cores: at most {machine.max_cpu_ranks} here")
+        raise SettingsError(
+            f"{layout} are too many for {machine.cores} CPU cores: must be at most {machine.max_cpu_ranks} here"
+        )
 
 
-def _given(value: int | str) -> int | None:
+def _int_or_none(value: int | str) -> int | None:
     return value if isinstance(value, int) else None

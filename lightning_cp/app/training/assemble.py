@@ -57,8 +57,8 @@ class TrainingSetup:
             hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
         ):
             raise ValueError(
-                f"data.dataset._target_={config.data.dataset._target_} must have a length and samples by index "
-                "(__len__, __getitem__): steps are repeated and resumed by index"
+                f"data.dataset._target_={config.data.dataset._target_} must have __len__ and __getitem__: "
+                "a resumed run reads samples by index"
             )
         return cls(config, dataset, family, objective)
 
@@ -74,13 +74,13 @@ class TrainingSetup:
             module.transformer.enable_gradient_checkpointing()
         if self.config.activation_checkpointing == "selective":
             module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
-        made: nn.Module = module
-        return made
+        built: nn.Module = module
+        return built
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Build the optimizer of the denoiser."""
-        made: Optimizer = instantiate(self.config.optim, params=list(parameters))
-        return made
+        built: Optimizer = instantiate(self.config.optim, params=list(parameters))
+        return built
 
     def sampler(self, data_shard: DataShard) -> GlobalBatchSampler:
         """Build the sampler of this data rank's share of each batch."""
@@ -113,14 +113,17 @@ class TrainingSetup:
         """Create the run, and resume it if `resume` is set. Call it on every rank; see `TrainState`."""
         size, first_size = len(self.dataset), ranks.broadcast(len(self.dataset))
         if size != first_size:
-            raise ValueError(f"the data set has {size} samples on rank {ranks.global_rank}, and {first_size} on rank 0")
+            raise ValueError(
+                f"the data set has {size} samples on rank {ranks.global_rank}, but {first_size} on rank 0: it must be "
+                "the same on all ranks"
+            )
         folder = open_run_folder(ranks, self.config.run_dir)
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
             state.load(Path(self.config.resume))
             if ranks.is_global_zero:
-                print(f"Goes on after step {state.step}, from {self.config.resume}", flush=True)
+                print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
         return Run(ranks, state, folder, data_shard, request)
 
     def steps(
@@ -145,11 +148,11 @@ class TrainingSetup:
         )
         watchers: list[Watcher] = []
         if run.is_first:
-            done = run.state.step
-            metrics = MetricsFile(run.folder.metrics, resumed_at=done, every=config.log_every)
+            step = run.state.step
+            metrics = MetricsFile(run.folder.metrics, resumed_at=step, every=config.log_every)
             watchers.append(stack.enter_context(metrics))
             if config.progress:
-                watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=done)))
+                watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(
             run.folder.checkpoints,
             format=config.checkpoint_format,

@@ -132,7 +132,7 @@ class Steps:
         try:
             self._updates = self._guard.allows_update(self._loss, self._norm)
         except NonFiniteError as error:
-            self._fail(f"step {state.step + 1}: {error}{self._where(loss)}", reports=True)
+            self._fail(f"step {state.step + 1}: {error}{self._locate_nonfinite(loss)}", reports=True)
         if self._updates:
             nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         else:
@@ -151,7 +151,7 @@ class Steps:
             state.average.update(state.module, step=state.step)
         else:
             state.skipped += 1
-        self._tell()
+        self._report()
         self._trace.end()  # the trace leaves out what follows: it does not run in every step
         saves = bool(number) or self.are_done or state.step % self._settings.checkpoint_every == 0
         if saves:
@@ -187,11 +187,11 @@ class Steps:
         """Raise NonFiniteError with advice. Args: reports: also report the step, which is not reported yet."""
         if reports:
             self._run.state.step += 1
-            self._tell()
+            self._report()
         self._writer.wait()
         raise NonFiniteError(f"{message}. {advise(latest_checkpoint(self._run.folder.path))}") from None
 
-    def _where(self, loss: Tensor) -> str:
+    def _locate_nonfinite(self, loss: Tensor) -> str:
         """Name the ranks with a non-finite loss or, if there are none, the parameters with a non-finite gradient.
 
         Call it on every rank.
@@ -207,7 +207,7 @@ class Steps:
         self._writer.wait()
         self._run.ranks.barrier()  # afterwards the checkpoint is visible to every rank
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         state, before = self._run.state, self._ended
         self._ended = time.perf_counter()
         seconds = self._ended - before

@@ -63,14 +63,14 @@ def _cells(report: StepReport) -> list[int | str]:
 def read_metrics(path: Path) -> list[StepReport]:
     """Read the rows of a `metrics.csv`. Raises: FileNotFoundError, ValueError: it does not exist, or is damaged."""
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {path}")
+        raise FileNotFoundError(f"{path} does not exist")
     rows = list(read_rows(path))
-    absent = [name for name in COLUMNS if rows and name not in rows[0] and name != "skipped"]
-    if absent:
-        raise ValueError(f"{path} has no column {', '.join(absent)}")
-    whole = ("step", "skipped")
+    missing = [name for name in COLUMNS if rows and name not in rows[0] and name != "skipped"]
+    if missing:
+        raise ValueError(f"{path} has no column {', '.join(missing)}")
+    integer_columns = ("step", "skipped")
     cells = [{name: row.get(name, 0.0) for name in COLUMNS} for row in rows]
-    return [StepReport(**{name: int(x) if name in whole else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
+    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
@@ -113,12 +113,12 @@ class ProgressBar(Watcher):
             TextColumn("training"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[facts]}"),
+            TextColumn("{task.fields[values]}"),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=self.total, completed=self.start, facts="")
+        self._task = self._bar.add_task("", total=self.total, completed=self.start, values="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -131,7 +131,7 @@ class ProgressBar(Watcher):
 
     @override
     def watch(self, report: StepReport) -> None:
-        facts = f"loss {report.loss:.4f}  {report.step_time_s * 1000:.0f} ms  {report.tokens_per_s:,.0f} tokens/s"
-        self._bar.update(self._task, completed=report.step, facts=facts)
+        values = f"loss {report.loss:.4f}  {report.step_time_s * 1000:.0f} ms  {report.tokens_per_s:,.0f} tokens/s"
+        self._bar.update(self._task, completed=report.step, values=values)
         if not self._console.is_terminal and (report.step % self.every == 0 or report.step == self.total):
-            print(f"step {report.step}/{self.total}  {facts}", flush=True)
+            print(f"step {report.step}/{self.total}  {values}", flush=True)

@@ -68,12 +68,12 @@ class Run:
 
         Returns: the means, and the number of a stop signal received by any rank (0: none).
         """
-        asked = torch.tensor([float(self.request.number == number) for number in STOP_SIGNALS], dtype=torch.float64)
+        requests = torch.tensor([float(self.request.number == number) for number in STOP_SIGNALS], dtype=torch.float64)
         device = self.ranks.device
-        both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), asked.to(device)])
+        both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), requests.to(device)])
         found = self.ranks.all_reduce(both, reduce_op="mean").tolist()
-        means, asking = found[: len(values)], found[len(values) :]
-        return means, next((number for number, share in zip(STOP_SIGNALS, asking, strict=True) if share), 0)
+        means, requested = found[: len(values)], found[len(values) :]
+        return means, next((number for number, share in zip(STOP_SIGNALS, requested, strict=True) if share), 0)
 
     def raise_if_stop_requested(self) -> None:
         """Check for stop requests during long work. Call it on every rank. Raises: Stopped: a rank has a request."""
@@ -84,10 +84,10 @@ class Run:
     def stopped(self, number: int) -> Stopped:
         """Create the error that ends the run after a stop signal; raise it after saving the checkpoint, if any."""
         name, step = signal.Signals(number).name, self.state.step
-        saved = "with a checkpoint: go on with resume=last"
+        outcome = "with a checkpoint: continue with resume=last"
         if not self.state.is_finite:
-            saved = "without a checkpoint: weights are not finite"
-        return Stopped(f"stopped by {name} after step {step}, {saved}", number)
+            outcome = "without a checkpoint: weights are not finite"
+        return Stopped(f"stopped by {name} after step {step}, {outcome}", number)
 
 
 def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
@@ -109,7 +109,7 @@ def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
 def check_is_done(run: Run, max_steps: int) -> None:
     """Check that training reached its last step. Raises: DataError: the data ended before it."""
     if run.state.step < max_steps:
-        raise DataError(f"the data ended after step {run.state.step} of max_steps={max_steps}")
+        raise DataError(f"the data ended after step {run.state.step}, before max_steps={max_steps}")
 
 
 @contextmanager

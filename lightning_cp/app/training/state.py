@@ -80,24 +80,26 @@ class TrainState:
         """
         is_sharded = has_shards(folder)
         saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
-        absent = [name for name in ("seed", "sampler") if name not in saved.facts]
-        absent += [name for name in ("model", "average", "optimizer") if name not in saved.states]
-        if absent:
-            raise CheckpointError(f"{folder} is no checkpoint of a training run: it lacks {', '.join(absent)}")
+        missing = [name for name in ("seed", "sampler") if name not in saved.facts]
+        missing += [name for name in ("model", "average", "optimizer") if name not in saved.states]
+        if missing:
+            raise CheckpointError(f"{folder} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
         if saved.facts["seed"] != self.seed:
-            raise ValueError(f"seed={self.seed} differs from the checkpoint's seed={saved.facts['seed']}; use that")
+            raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if not is_sharded:
-            here = {f"model.{name}": tuple(x.shape) for name, x in self.module.state_dict().items()}
-            there = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
-            check_same_tensors(here, there, folder)
+            expected = {f"model.{name}": tuple(x.shape) for name, x in self.module.state_dict().items()}
+            saved_shapes = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
+            check_same_tensors(expected, saved_shapes, folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
         options = StateDictOptions(full_state_dict=not is_sharded)
         set_model_state_dict(self.module, saved.states["model"], options=options)
         self.average.load_state_dict(saved.states["average"])
-        chosen = [{key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups]
+        current_settings = [
+            {key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups
+        ]
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=options)
-        for group, own in zip(self.bare_optimizer.param_groups, chosen, strict=True):
-            group.update(own)  # keep this run's optimizer settings, which may differ
+        for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
+            group.update(settings)  # keep this run's optimizer settings, which may differ
         restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
         self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
 
@@ -110,7 +112,7 @@ class TrainState:
             self._create_optimizer_state(options)
         return {
             "model": get_model_state_dict(self.module, options=options),
-            "average": self.average.state_dict() if shards else self._whole_average(),
+            "average": self.average.state_dict() if shards else self._full_average(),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
 
@@ -124,14 +126,14 @@ class TrainState:
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()
 
-    def _whole_average(self) -> dict[str, Tensor]:
+    def _full_average(self) -> dict[str, Tensor]:
         """Gather the EMA weights one tensor at a time; return them on the CPU on the first rank, {} on the others."""
         first = not dist.is_initialized() or dist.get_rank() == 0
         average: dict[str, Tensor] = {}
         for name, x in self.average.state_dict().items():
-            whole = full_tensor(x)
+            full = full_tensor(x)
             if first:
-                average[name] = whole.cpu()
+                average[name] = full.cpu()
         return average
 
     @property

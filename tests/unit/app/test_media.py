@@ -68,7 +68,7 @@ def test_a_sound_is_a_wav(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sample", "format", "told"),
     [
-        (CLIP, "png", "format=png holds one picture, and a sample has 3 frames"),
+        (CLIP, "png", "format=png holds one picture, but a sample has 3 frames"),
         (torch.zeros(2, 5, 7, 9), "auto", r"a Tensor of shape \(2, 5, 7, 9\) is neither a picture"),
         ("a cat", "auto", "a str is neither a picture"),
         (CLIP, "wav", r"a Tensor of shape \(3, 5, 7, 3\) is no sound"),

@@ -48,17 +48,17 @@ REFUSED = [
     ("precision=8", "precision=8 is not valid: must be one of 32-true"),
     ("precision=16-mixed", "precision=16-mixed is not valid: float16 needs a GPU"),
     ("accelerator=tpu", "accelerator=tpu is not valid: must be one of auto, cpu"),
-    ("accelerator=cuda", "accelerator=cuda is not valid: torch sees no CUDA device"),
+    ("accelerator=cuda", "accelerator=cuda is not valid: torch finds no CUDA device"),
     ("devices=0", "devices=0 "),
     ("num_nodes=x", "num_nodes=x "),
-    ("strategy=cp num_nodes=2", "num_nodes=2 needs torchrun"),
+    ("strategy=cp num_nodes=2", "num_nodes=2 needs a launcher such as torchrun"),
     ("max_steps=0", "max_steps=0 "),
     ("max_steps=1e3", "max_steps=1000.0 "),
     ("batch_size=0", "batch_size=0 "),
-    ("batch_size=1798", "batch_size=1798 is more than the data set has: must be at most 1797"),
+    ("batch_size=1798", "batch_size=1798 is not valid: must be at most 1797"),
     ("strategy=cp data_parallel=3", "batch_size=64 .*multiple of data_parallel=3: 63 or 66"),
     ("strategy=cp data_parallel=3 batch_size=2", "batch_size=2 .*multiple of data_parallel=3: 3"),
-    ("max_steps=5 trace_step=6", "trace_step=6 is never taken: must be at most max_steps=5"),
+    ("max_steps=5 trace_step=6", "trace_step=6 is not valid: must be at most max_steps=5"),
     ("trace_step=0", "trace_step=0 "),
     ("seed=-1", "seed=-1 "),
     ("optim.lr=0", "optim.lr=0 is not valid: must be a number more than 0"),
@@ -77,11 +77,11 @@ REFUSED = [
     ("sampling.num_samples=0", "sampling.num_samples=0 "),
     ("optim.betas=0.9", "optim.betas=0.9 is not valid: must be a list of 2"),
     ("optim.betas=[0.9,1.5]", "optim.betas="),
-    ("data.num_classes=3", "data.num_classes=3 cannot be chosen: lightning_cp.app.digits.Digits has 10"),
+    ("data.num_classes=3", "data.num_classes=3 is not valid: lightning_cp.app.digits.Digits has num_classes=10"),
     ("data.num_classes=0", "data.num_classes=0 "),
-    ("data.height=16", "data.height=16 cannot be chosen: .*data=moving_digits"),
-    ("data.frames=2", "data.frames=2 cannot be chosen"),
-    ("data.num_samples=5000", "data.num_samples=5000 cannot be chosen"),
+    ("data.height=16", "data.height=16 is not valid: .*data=moving_digits"),
+    ("data.frames=2", "data.frames=2 is not valid"),
+    ("data.num_samples=5000", "data.num_samples=5000 is not valid"),
     ("data.patch_size=2", "data.patch_size=2 is not valid: must be a list of 3"),
     ("data.patch_size=null", "data.patch_size=null "),
     ("data=moving_digits data.dataset.max_speed=-3", "data.dataset.max_speed=-3 "),
@@ -104,12 +104,12 @@ REFUSED = [
     ("ulysses=2", "ulysses=2 must be 1"),
     ("data_parallel=2", "data_parallel=2 must be 1"),
     ("devices=2", "devices=2 must be 1"),
-    ("strategy=cp ring=17", "ring=17 .* = 17 ranks are too many for 2 cores: at most 16"),
+    ("strategy=cp ring=17", "ring=17 .* = 17 ranks are too many for 2 CPU cores: must be at most 16"),
     ("strategy=cp ring=4 ulysses=4 data_parallel=2", "= 32 ranks are too many"),
-    ("strategy=cp ulysses=5", "ulysses=5 needs as many query heads: model.transformer.num_attention_heads=4"),
+    ("strategy=cp ulysses=5", "ulysses=5 is not valid: must be at most model.transformer.num_attention_heads=4"),
     ("strategy=cp ring=5 data.patch_size=[1,4,4] data.token_width=16", "ring=5 .* has 4 tokens: .* at most 4"),
     ("strategy=cp ring=2 devices=3", "ring=2 × ulysses=1 = 2 must divide devices=3"),
-    ("strategy=cp ring=2 data_parallel=2 devices=3", "data_parallel=2 × ring=2 × ulysses=1 = 4 must be devices=3"),
+    ("strategy=cp ring=2 data_parallel=2 devices=3", "data_parallel=2 × ring=2 × ulysses=1 = 4 must equal devices=3"),
     ("data=moving_digits data.height=31", r"data.patch_size=\[1, 2, 2\] must divide .*data.height=31"),
     ("data.patch_size=[2,2]", "data.patch_size=.2, 2. is not valid: must be a list of 3"),
     ("data.patch_size=[1,2,2]", "data.token_width=1 "),
@@ -146,7 +146,9 @@ def test_the_most_ranks_on_cpu_follow_from_the_cores(cores: int, ranks: int) -> 
 
 def test_on_gpus_every_rank_needs_one() -> None:
     assert check("strategy=cp", "ring=2", machine=GpuMachine(8)).world.accelerator == "cuda"
-    with pytest.raises(SettingsError, match=r"ring=3 .*at most 2 on the GPUs here, or use accelerator=cpu"):
+    with pytest.raises(
+        SettingsError, match=r"ring=3 .*need a GPU each: there are 2 GPUs here; use fewer ranks, or accelerator=cpu"
+    ):
         check("strategy=cp", "ring=3", machine=GpuMachine(8))
     assert check("strategy=cp", "ring=3", "accelerator=cpu", machine=GpuMachine(8)).world.size == 3
     assert check("precision=16-mixed", machine=GpuMachine(8)).world.accelerator == "cuda"
