@@ -8,7 +8,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.arguments import check_kinds, check_settings, lengths_of
+from lightning_cp.attention.arguments import check_settings, check_types, lengths_of
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
@@ -114,7 +114,7 @@ def context_parallel_attention(
     config = context_config(parallel_config)
     groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config)
     try:
-        check_kinds(query=query, key=key, value=value, attn_mask=attn_mask)
+        check_types(query=query, key=key, value=value, attn_mask=attn_mask)
         check_settings(dropout_p, is_causal, scale, enable_gqa)
         sizes = [lengths_of(name, x) for name, x in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths))]
     except (TypeError, ValueError):
@@ -172,7 +172,7 @@ def _attend_in_transit(
     def attend(
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, groups: str, lengths: tuple[list[int], list[int]]
     ) -> tuple[Tensor, Tensor]:
-        found = attend_across(
+        result = attend_across(
             q,
             k,
             v,
@@ -186,8 +186,8 @@ def _attend_in_transit(
             kernel="auto",
             return_lse=True,
         )
-        assert isinstance(found, tuple), "with its log-sum-exp"
-        return found
+        assert isinstance(result, tuple), "return_lse=True returns a tuple"
+        return result
 
     settings = Settings(causal, scale, "auto", config.rotate_method, config.convert_to_fp32, grouped)
     tensors = {"query": query, "key": key, "value": value}

@@ -10,7 +10,7 @@ from torch import Tensor
 from lightning_cp.attention.async_ulysses import InTransit
 
 
-def check_kinds(**tensors: object) -> None:
+def check_types(**tensors: object) -> None:
     """Check that arguments are tensors (only `attn_mask` may be None). Raises: TypeError."""
     for name, x in tensors.items():
         if isinstance(x, InTransit) and name != "attn_mask":
@@ -23,7 +23,7 @@ def check_kinds(**tensors: object) -> None:
 def check_settings(dropout_p: object, is_causal: object, scale: object, enable_gqa: object) -> None:
     """Check the arguments that are no tensors. Raises: TypeError: a wrong type. ValueError: a wrong value."""
     if dropout_p:
-        raise ValueError(f"dropout_p={dropout_p}: dropout of attention weights is not computed; give 0.0")
+        raise ValueError(f"dropout_p={dropout_p} must be 0: dropout of attention weights is not implemented")
     for name, value in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}={value!r} must be True or False")

@@ -76,17 +76,24 @@ def start_ulysses(x: Tensor, *, parallel_config: object, lengths: Sequence[int] 
     if groups.ulysses is None:
         return x
     if torch.compiler.is_compiling():
-        raise NotImplementedError("start_ulysses cannot be compiled: leave it out, and pass the tensors to attention")
+        raise NotImplementedError(
+            "start_ulysses does not support torch.compile: pass the tensors to attention without it"
+        )
     refuse_tangents("start_ulysses", x)
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         x = x.to(torch.get_autocast_dtype(device))
-    agreed = _agree(x, None if lengths is None else list(lengths), groups)
-    to = ulysses_of(Lengths(agreed, agreed, "", (0,) * len(agreed)), x.shape[2], x.shape[2], groups=groups)
+    lengths_by_rank = _exchange_token_counts(x, None if lengths is None else list(lengths), groups)
+    to = ulysses_of(
+        Lengths(lengths_by_rank, lengths_by_rank, "", (0,) * len(lengths_by_rank)),
+        x.shape[2],
+        x.shape[2],
+        groups=groups,
+    )
     assert to is not None, "the Ulysses degree is above 1"
     transfer = _Transfer(start_to_heads, start_to_tokens, to)
     token = _Begin.apply(x, transfer)  # type: ignore[no-untyped-call]
-    return InTransit(x.shape, x.detach().new_empty(()).expand(x.shape), agreed, groups.name, token, transfer)
+    return InTransit(x.shape, x.detach().new_empty(()).expand(x.shape), lengths_by_rank, groups.name, token, transfer)
 
 
 def attend_in_transit(
@@ -109,14 +116,18 @@ def attend_in_transit(
     Returns: out, and lse if `with_lse`, otherwise None.
     """
     groups = groups_for(config)
-    known = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
+    lengths_by_name = dict(zip(given, (lengths[0], lengths[1], lengths[1]), strict=True))
     for name, x in given.items():
         if isinstance(x, InTransit) and x.groups != groups.name:
-            raise ValueError(f"{name} was sent with another parallel_config: give start_ulysses and attention the same")
-        if isinstance(x, InTransit) and known[name] and list(x.lengths) != known[name]:
-            raise ShapeError(f"{name} was sent with lengths {list(x.lengths)}, but attention was given {known[name]}")
-    q, k, v = (_sent(x, config, known[name]) for name, x in given.items())
-    agreed = exchange_lengths(
+            raise ValueError(
+                f"{name} was sent with another parallel_config: use the same one for start_ulysses and attention"
+            )
+        if isinstance(x, InTransit) and lengths_by_name[name] and list(x.lengths) != lengths_by_name[name]:
+            raise ShapeError(
+                f"{name} was sent with lengths {list(x.lengths)}, but attention got {lengths_by_name[name]}"
+            )
+    q, k, v = (_in_transit(x, config, lengths_by_name[name]) for name, x in given.items())
+    all_lengths = exchange_lengths(
         q.like,
         k.like,
         v.like,
@@ -126,16 +137,16 @@ def attend_in_transit(
         groups=groups,
         settings=settings,
     )
-    to = ulysses_of(agreed, q.shape[2], k.shape[2], groups=groups)
+    to = ulysses_of(all_lengths, q.shape[2], k.shape[2], groups=groups)
     assert to is not None, "start_ulysses returns tensors for degree 1"
     if mask is not None:
         mask = mask_to_heads(mask, to=to)
-    chunks = (_chunks(agreed.query, groups), _chunks(agreed.key, groups))
+    chunks = (_chunks(all_lengths.query, groups), _chunks(all_lengths.key, groups))
     out, lse = attend(q.wait(), k.wait(), v.wait(), mask, groups=ring_groups(groups).name, lengths=chunks)
     return _to_tokens(out, to), _to_tokens(lse, to) if with_lse else None
 
 
-def _sent(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[int]) -> InTransit:
+def _in_transit(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[int]) -> InTransit:
     sent = start_ulysses(x, parallel_config=config, lengths=lengths or None) if isinstance(x, Tensor) else x
     assert isinstance(sent, InTransit), "another argument is in transit, so the Ulysses degree is above 1"
     return sent
@@ -143,8 +154,8 @@ def _sent(x: Tensor | InTransit, config: ContextParallelConfig, lengths: list[in
 
 def _to_tokens(x: Tensor, to: Ulysses) -> Tensor:
     """Exchange [b, s_group, h_local, ...] -> [b, s_local, h, ...], with a gradient."""
-    back = _Transfer(start_to_tokens, start_to_heads, to)
-    received: Tensor = _Finish.apply(_Begin.apply(x, back), back)  # type: ignore[no-untyped-call]
+    transfer = _Transfer(start_to_tokens, start_to_heads, to)
+    received: Tensor = _Finish.apply(_Begin.apply(x, transfer), transfer)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -205,7 +216,7 @@ class _Finish(torch.autograd.Function):
         return grads[0].new_empty(0), None
 
 
-def _agree(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[int, ...]:
+def _exchange_token_counts(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[int, ...]:
     """Return the number of tokens on each rank, all-gathered if `lengths` is None. Raises: see `start_ulysses`."""
     error = _refusal(x, lengths, groups)
     if lengths is not None:
@@ -214,16 +225,16 @@ def _agree(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> tuple[in
         return tuple(lengths)
     assert groups.context is not None, "the Ulysses degree is above 1"
     signature = [0] * 5 if error else [1, x.shape[1], x.shape[0], *x.shape[2:]]
-    everyone = all_gather_ints(signature, group=groups.context)
+    signatures = all_gather_ints(signature, group=groups.context)
     if error:
         raise ShapeError(error)
-    if any(theirs[:1] + theirs[2:] != signature[:1] + signature[2:] for theirs in everyone):
-        listing = "; ".join(f"rank {rank}: {theirs[2:]}" for rank, theirs in enumerate(everyone))
+    if any(other[:1] + other[2:] != signature[:1] + signature[2:] for other in signatures):
+        listing = "; ".join(f"rank {rank}: {other[2:]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
-            f"ranks of one context group gave start_ulysses different shapes (batch, heads, head size; zeros: the rank "
-            f"refused its tensor): {listing}"
+            f"ranks of one context group called start_ulysses with different shapes (batch, heads, head_dim; zeros: "
+            f"the rank's tensor is invalid): {listing}"
         )
-    return tuple(theirs[1] for theirs in everyone)
+    return tuple(other[1] for other in signatures)
 
 
 def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
@@ -232,7 +243,7 @@ def _refusal(x: Tensor, lengths: list[int] | None, groups: MeshGroups) -> str:
     if x.ndim != 4:
         return f"{tuple(x.shape)} must be [batch, seq_local, heads, head_dim]"
     if not x.shape[2] or x.shape[2] % degree:
-        return f"start_ulysses needs heads that ulysses_degree={degree} divides, got {x.shape[2]} in {tuple(x.shape)}"
+        return f"ulysses_degree={degree} must divide the number of heads, got {x.shape[2]} in {tuple(x.shape)}"
     if lengths is not None and (len(lengths) != groups.context_size or lengths[groups.context_rank] != x.shape[1]):
         return (
             f"lengths={lengths} must hold one length for each of the {groups.context_size} ranks of the context group, "

@@ -39,14 +39,14 @@ class Lengths:
 
     Attributes:
         query, key: number of queries and of keys on each rank.
-        mask_kind: "keys", "rows" or "" (see `Ring`).
-        mask_rows: size of the query dim of each rank's mask.
+        mask_kind: "key_mask", "query_mask" or "" (see `Ring`).
+        mask_query_sizes: size of the query dim of each rank's mask.
     """
 
     query: tuple[int, ...]
     key: tuple[int, ...]
     mask_kind: str = ""
-    mask_rows: tuple[int, ...] = ()
+    mask_query_sizes: tuple[int, ...] = ()
 
 
 def check_tensors(
@@ -58,35 +58,38 @@ def check_tensors(
         raise ShapeError(f"{shapes}: each must be [batch, seq_local, heads, head_dim]")
     if not q.dtype == k.dtype == v.dtype or q.dtype not in _DTYPES[:4]:
         raise ShapeError(
-            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: query, key and value must share one, of {_DTYPES[:4]}"
+            f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: query, key and value must have the same dtype, one of "
+            f"{_DTYPES[:4]}"
         )
     if not q.shape[0] == k.shape[0] == v.shape[0] or k.shape != v.shape or q.shape[3] != k.shape[3]:
-        raise ShapeError(f"{shapes}: batch and head size must agree, and key and value have one shape")
+        raise ShapeError(f"{shapes}: batch and head_dim must be equal, and key and value must have the same shape")
     hq, hk, ulysses = q.shape[2], k.shape[2], groups.context_shape[1]
     if hq != hk and not settings.grouped:
         raise ShapeError(f"{shapes}: {hq} query heads but {hk} key heads: pass enable_gqa=True to group them")
     if hk == 0 or hq % hk:
-        raise ShapeError(f"{shapes}: {hq} query heads cannot share {hk} key heads evenly")
+        raise ShapeError(f"{shapes}: the number of key heads, {hk}, must divide the number of query heads, {hq}")
     if not q.shape[3]:
         raise ShapeError(f"{shapes}: head_dim must be at least 1")
     if hq < ulysses:
         raise ShapeError(
-            f"ulysses_degree={ulysses} needs at least as many query heads, but there are {hq}: "
-            f"use ulysses_degree<={hq}, and ring_degree for the rest"
+            f"ulysses_degree={ulysses} must be at most the number of query heads, {hq}: use ring_degree for more ranks"
         )
     if mask is not None:
         if mask.ndim != 4 or mask.shape[0] not in (1, q.shape[0]) or mask.shape[1] not in (1, hq):
             raise ShapeError(f"attn_mask {tuple(mask.shape)} does not fit {shapes}: {_MASKS}")
         if mask.dtype not in _DTYPES:
-            raise ShapeError(f"attn_mask has dtype {mask.dtype}; it must be bool (True = attend) or a float to add")
+            raise ShapeError(
+                f"attn_mask has dtype {mask.dtype}: it must be bool (True = attend) or floating-point (added to the "
+                "scores)"
+            )
         if mask.requires_grad:
-            raise ShapeError("attn_mask requires grad, which is not computed: detach it")
+            raise ShapeError("attn_mask requires grad, but its gradient is not computed: detach it")
     choose_kernel(settings.kernel, q, mask)
 
 
 _MASKS = (
-    "a mask is [batch, keys_local], or [batch or 1, heads or 1, 1, keys_local] (travels with its keys), or "
-    "[batch or 1, heads or 1, queries_local or 1, keys_of_all_ranks] (rows of the local queries)"
+    "a mask must be [batch, keys_local] or [batch or 1, heads or 1, 1, keys_local] (a mask of the local keys), or "
+    "[batch or 1, heads or 1, queries_local or 1, keys_of_all_ranks] (a mask of the local queries over all keys)"
 )
 
 
@@ -125,11 +128,11 @@ def exchange_lengths(
 
     size = groups.context_size
     known = bool(q_lengths) and bool(kv_lengths)
-    if size == 1 or (known and (mask is None or not _undecided(q_lengths, kv_lengths))):
+    if size == 1 or (known and (mask is None or not _is_ambiguous(q_lengths, kv_lengths))):
         check()
         lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
         if mask is not None:
-            lengths = _with_mask(lengths, mask, q, k)
+            lengths = _add_mask_kind(lengths, mask, q, k)
     else:
         lengths = _exchange(q, k, v, mask, check=check, groups=groups, settings=settings)
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
@@ -137,35 +140,37 @@ def exchange_lengths(
     return lengths
 
 
-def _check_lengths(name: str, lengths: list[int], own: int, groups: MeshGroups) -> None:
+def _check_lengths(name: str, lengths: list[int], local: int, groups: MeshGroups) -> None:
     rank, size = groups.context_rank, groups.context_size
-    if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != own):
+    if lengths and (len(lengths) != size or min(lengths) < 0 or lengths[rank] != local):
         raise ShapeError(
-            f"{name}={lengths} does not fit: it must hold one length for each of the {size} ranks of the context "
-            f"group, and {own} for this one (rank {rank})"
+            f"{name}={lengths} is not valid: it must hold one length for each of the {size} ranks of the context "
+            f"group, and {local} for this one (rank {rank})"
         )
 
 
-def _with_mask(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
+def _add_mask_kind(lengths: Lengths, mask: Tensor, q: Tensor, k: Tensor) -> Lengths:
     """Add the kind of mask, which `lengths` determine."""
-    kind = _kinds(mask.shape[2], mask.shape[3], q.shape[1], k.shape[1], sum(lengths.key))
+    kind = _possible_mask_kinds(mask.shape[2], mask.shape[3], q.shape[1], k.shape[1], sum(lengths.key))
     if not kind:
         raise ShapeError(
             f"attn_mask {tuple(mask.shape)} does not fit q_lengths={list(lengths.query)}, "
             f"kv_lengths={list(lengths.key)}: {_MASKS}"
         )
-    one_row = kind[0] == "keys" or mask.shape[2] == 1
-    return replace(lengths, mask_kind=kind[0], mask_rows=(1,) * len(lengths.query) if one_row else lengths.query)
+    one_query = kind[0] == "key_mask" or mask.shape[2] == 1
+    return replace(
+        lengths, mask_kind=kind[0], mask_query_sizes=(1,) * len(lengths.query) if one_query else lengths.query
+    )
 
 
-def _undecided(q_lengths: list[int], kv_lengths: list[int]) -> bool:
+def _is_ambiguous(q_lengths: list[int], kv_lengths: list[int]) -> bool:
     """Return True if ranks may infer different kinds of mask: one rank holds all keys, or a single query."""
     return sum(kv_lengths) in kv_lengths or 1 in q_lengths
 
 
-def _kinds(rows: int, columns: int, own_q: int, own_k: int, all_k: int) -> list[str]:
-    kinds = ["keys"] if rows == 1 and columns == own_k else []
-    return [*kinds, "rows"] if columns == all_k and rows in (1, own_q) else kinds
+def _possible_mask_kinds(rows: int, columns: int, own_q: int, own_k: int, all_k: int) -> list[str]:
+    kinds = ["key_mask"] if rows == 1 and columns == own_k else []
+    return [*kinds, "query_mask"] if columns == all_k and rows in (1, own_q) else kinds
 
 
 def _exchange(
@@ -188,30 +193,34 @@ def _exchange(
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
     except ValueError as error:
         refused, signature = error, [0] * _SIGNATURE
-    assert groups.context is not None, "a context group of one knows its lengths"
-    everyone = all_gather_ints(signature, group=groups.context)
+    assert groups.context is not None, "only several ranks exchange lengths"
+    signatures = all_gather_ints(signature, group=groups.context)
     if refused is not None:
         raise refused
-    bad = [rank for rank, theirs in enumerate(everyone) if not theirs[0]]
-    if bad:
-        raise PeerMismatchError(f"rank(s) {bad} of the context group refused their arguments: see their errors")
-    if any(theirs[5:] != signature[5:] for theirs in everyone):
-        listing = "; ".join(f"rank {rank}: {theirs[5:]}" for rank, theirs in enumerate(everyone))
+    failed = [rank for rank, other in enumerate(signatures) if not other[0]]
+    if failed:
+        raise PeerMismatchError(
+            f"rank(s) {failed} of the context group got invalid arguments: see their error messages"
+        )
+    if any(other[5:] != signature[5:] for other in signatures):
+        listing = "; ".join(f"rank {rank}: {other[5:]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
             f"heads, head size, key heads, dtype, causal, bits of scale): {listing}"
         )
-    lengths = Lengths(tuple(theirs[1] for theirs in everyone), tuple(theirs[2] for theirs in everyone))
+    lengths = Lengths(tuple(other[1] for other in signatures), tuple(other[2] for other in signatures))
     if mask is None:
-        return replace(lengths, mask_rows=(0,) * len(everyone))
-    options = [_kinds(rows, columns, sq, sk, sum(lengths.key)) for _, sq, sk, rows, columns, *_ in everyone]
-    kinds = [kind for kind in ("keys", "rows") if all(kind in option for option in options)]
+        return replace(lengths, mask_query_sizes=(0,) * len(signatures))
+    options = [
+        _possible_mask_kinds(rows, columns, sq, sk, sum(lengths.key)) for _, sq, sk, rows, columns, *_ in signatures
+    ]
+    kinds = [kind for kind in ("key_mask", "query_mask") if all(kind in option for option in options)]
     if not kinds:
         raise ShapeError(
-            f"attn_mask (rows, columns) by rank {[tuple(theirs[3:5]) for theirs in everyone]} do not fit "
+            f"attn_mask sizes (queries, keys) by rank {[tuple(other[3:5]) for other in signatures]} do not fit "
             f"q_lengths={lengths.query}, kv_lengths={lengths.key}: {_MASKS}"
         )
-    return replace(lengths, mask_kind=kinds[0], mask_rows=tuple(theirs[3] for theirs in everyone))
+    return replace(lengths, mask_kind=kinds[0], mask_query_sizes=tuple(other[3] for other in signatures))
 
 
 def ring_of(lengths: Lengths, *, groups: MeshGroups, settings: Settings) -> Ring:
@@ -240,12 +249,12 @@ def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Uly
     if groups.ulysses is None:
         return None
     degree = groups.context_shape[1]
-    own = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
+    local = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
     return Ulysses(
         group=groups.ulysses,
         shares=tuple(assign_heads(hq, hk, degree)),
-        q_lengths=lengths.query[own],
-        kv_lengths=lengths.key[own],
+        q_lengths=lengths.query[local],
+        kv_lengths=lengths.key[local],
         mask_kind=lengths.mask_kind,
-        mask_rows=lengths.mask_rows[own],
+        mask_query_sizes=lengths.mask_query_sizes[local],
     )

@@ -43,13 +43,13 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
     """Save tensors for the derivatives. Returns: q, k, v, out, lse and mask after the Ulysses exchange, and lengths."""
     query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
-    out, lse, *kept, agreed = output
-    if kept[0].ndim == 4:
-        q, k, v, m, part_out, part_lse = kept
-        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, agreed)
+    out, lse, *ring_tensors, encoded_lengths = output
+    if ring_tensors[0].ndim == 4:
+        q, k, v, m, part_out, part_lse = ring_tensors
+        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths)
     else:
-        saved = (query, key, value, out, lse, mask, agreed)
-    ctx.mark_non_differentiable(*kept, agreed)
+        saved = (query, key, value, out, lse, mask, encoded_lengths)
+    ctx.mark_non_differentiable(*ring_tensors, encoded_lengths)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
@@ -65,14 +65,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    *saved, mask, agreed = ctx.saved_tensors
+    *saved, mask, encoded_lengths = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
     with STATS.inside_module(ctx.module):
         if transforms_are_on():
-            grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, mask, agreed, ctx.key_shape, *ctx.settings)  # type: ignore[no-untyped-call]
+            grads = _AttentionBackward.apply(
+                grad_out, grad_lse, *saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings
+            )  # type: ignore[no-untyped-call]
         else:
-            grads = attention_backward(grad_out, grad_lse, saved, mask, agreed, ctx.key_shape, *ctx.settings)
+            grads = attention_backward(grad_out, grad_lse, saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings)
     return *grads, *[None] * 11
 
 
@@ -98,7 +100,7 @@ class _Attention(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor | None, ...]:
         query, key, value, mask = tangents[:4]
         if mask is not None:
-            raise NotImplementedError("attn_mask has a tangent, which is not computed: detach it")
+            raise NotImplementedError("attn_mask has a tangent, but its forward derivative is not computed: detach it")
         choose_tangent_kernel(ctx.settings[-1])
         saved = [None if x is None else primal_of(x) for x in ctx.saved_tensors]
         arguments = (ctx.out_shape, ctx.key_shape, ctx.with_lse, *ctx.settings)

@@ -36,8 +36,8 @@ class Ring:
         group: process group of the ring; None for a ring of one rank.
         q_start: global position of the first local query.
         kv_lengths: number of keys on each rank of the ring, in rank order.
-        mask_kind: "keys": the mask is sharded like the keys and sent with them; "rows": the mask holds all keys for
-            the local queries; "": no mask.
+        mask_kind: "key_mask": mask of the local keys, sent with them; "query_mask": mask of the local queries over
+            all keys; "": no mask.
         causal: a query sees keys up to its own global position.
         scale: factor on q k.
         kernel: one of `kernels.KERNEL_NAMES`.
@@ -61,9 +61,9 @@ class Ring:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
-    def several(self) -> dist.ProcessGroup:
+    def process_group(self) -> dist.ProcessGroup:
         """The process group; only valid in a ring of more than one rank."""
-        assert self.group is not None, "a ring of one rank exchanges nothing"
+        assert self.group is not None, "a ring of one rank has no process group"
         return self.group
 
     def keys_of(self, owner: int) -> range:
@@ -98,7 +98,7 @@ def mask_of(mask: Tensor | None, heads: Heads, keys: range) -> Tensor | None:
     return mask[:, heads.query if mask.shape[1] > 1 else slice(None), :, keys.start : keys.stop]
 
 
-class _View(NamedTuple):
+class _ChunkMask(NamedTuple):
     """Mask and causal flag for the local queries over one chunk of keys."""
 
     mask: Tensor | None
@@ -116,11 +116,11 @@ def attend_keys(
         mask: [b or 1, hq or 1, sq_local or 1, sk], over the keys of the chunk; None: no mask.
         start: global position of the first key of the chunk.
     """
-    view = _view(q, k, mask, start=start, ring=ring)
-    if view is None:
+    chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
+    if chunk_mask is None:
         return None
-    kernel = choose_kernel(ring.kernel, q, view.mask)
-    return attend(kernel, q, k, v, mask=view.mask, causal=view.causal, scale=ring.scale)
+    kernel = choose_kernel(ring.kernel, q, chunk_mask.mask)
+    return attend(kernel, q, k, v, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale)
 
 
 def key_grads(
@@ -141,11 +141,13 @@ def key_grads(
         part: out and lse over all keys of the ring.
         q, k, v, mask, start: see `attend_keys`.
     """
-    view = _view(q, k, mask, start=start, ring=ring)
-    if view is None:
+    chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
+    if chunk_mask is None:
         return None
-    kernel = choose_kernel(ring.kernel, q, view.mask)
-    return attend_backward(kernel, grad, q, k, v, part, mask=view.mask, causal=view.causal, scale=ring.scale)
+    kernel = choose_kernel(ring.kernel, q, chunk_mask.mask)
+    return attend_backward(
+        kernel, grad, q, k, v, part, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale
+    )
 
 
 def key_tangents(
@@ -160,11 +162,13 @@ def key_tangents(
         mask, start: see `attend_keys`.
     Returns: the sums of `TangentKernel.tangents`; None if causality hides the whole chunk.
     """
-    view = _view(inputs.query, inputs.key, mask, start=start, ring=ring)
-    if view is None:
+    chunk_mask = _chunk_mask(inputs.query, inputs.key, mask, start=start, ring=ring)
+    if chunk_mask is None:
         return None
     kernel = choose_tangent_kernel(ring.kernel)
-    return attend_tangents(kernel, inputs, tangents, lse, mask=view.mask, causal=view.causal, scale=ring.scale)
+    return attend_tangents(
+        kernel, inputs, tangents, lse, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale
+    )
 
 
 class OnlineSoftmax:
@@ -173,7 +177,7 @@ class OnlineSoftmax:
     def __init__(self, q: Tensor, ring: Ring) -> None:
         self._q, self._dtype = q, ring.accumulation_dtype(q.dtype)
         self._total: PartialAttention | None = None
-        self._alone = True
+        self._is_single_part = True
 
     def add(self, part: PartialAttention | None) -> None:
         """Merge the attention over one more chunk.
@@ -185,8 +189,8 @@ class OnlineSoftmax:
         if self._total is None:
             self._total = part
             return
-        self._total = merge(accumulator(self._total, self._dtype) if self._alone else self._total, part)
-        self._alone = False
+        self._total = merge(accumulator(self._total, self._dtype) if self._is_single_part else self._total, part)
+        self._is_single_part = False
 
     def merged(self) -> PartialAttention:
         """Return attention over all added chunks, out in q's dtype. If no chunk was added: out 0, lse -inf."""
@@ -198,19 +202,19 @@ class OnlineSoftmax:
         return PartialAttention(self._total.out.to(self._q.dtype), self._total.lse)
 
 
-def _view(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> _View | None:
+def _chunk_mask(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring: Ring) -> _ChunkMask | None:
     """Return the mask and causal flag for a chunk of keys that begins at `start`; None if causality hides all of it."""
     sq, sk = q.shape[1], key.shape[1]
     if not ring.causal or start + sk <= ring.q_start + 1:
-        return _View(mask, causal=False)
+        return _ChunkMask(mask, causal=False)
     if start >= ring.q_start + sq:
         return None
     if start == ring.q_start and sq == sk and mask is None:
-        return _View(None, causal=True)
+        return _ChunkMask(None, causal=True)
     rows = torch.arange(ring.q_start, ring.q_start + sq, device=q.device)
-    seen = (torch.arange(start, start + sk, device=q.device) <= rows.unsqueeze(1))[None, None]
+    visible = (torch.arange(start, start + sk, device=q.device) <= rows.unsqueeze(1))[None, None]
     if mask is None:
-        return _View(seen, causal=False)
+        return _ChunkMask(visible, causal=False)
     if mask.dtype == torch.bool:
-        return _View(mask & seen, causal=False)
-    return _View(mask.masked_fill(~seen, float("-inf")), causal=False)
+        return _ChunkMask(mask & visible, causal=False)
+    return _ChunkMask(mask.masked_fill(~visible, float("-inf")), causal=False)

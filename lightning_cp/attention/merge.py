@@ -25,7 +25,9 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     Source: Milakov and Gimelshein, arXiv:1805.02867.
     """
     if a.out.shape != b.out.shape or a.lse.shape != b.lse.shape:
-        raise ShapeError(f"parts of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)} cannot be merged")
+        raise ShapeError(
+            f"attention of shapes {tuple(a.out.shape)} and {tuple(b.out.shape)} cannot be merged: they must be equal"
+        )
     if a.out.is_cuda and a.out.dtype == torch.float32 and _has_triton():
         from lightning_cp.attention.merge_triton import merge_in_place
 

@@ -50,16 +50,16 @@ def attention(
     )
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
-    agreed = encode_lengths(lengths)
+    encoded_lengths = encode_lengths(lengths)
     if ulysses is None:
         part = ring_forward(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
-        return part.out.contiguous(), part.lse.contiguous(), *none, agreed  # type: ignore[return-value]
+        return part.out.contiguous(), part.lse.contiguous(), *none, encoded_lengths  # type: ignore[return-value]
     q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
     part = ring_forward(q, k, v, m, ring=ring)
     out, lse = partial_to_tokens(part, with_lse=with_lse, to=ulysses)
     saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
-    return out.contiguous(), lse.contiguous(), *saved, agreed
+    return out.contiguous(), lse.contiguous(), *saved, encoded_lengths
 
 
 @attention.register_fake
@@ -84,14 +84,14 @@ def _(
     check_tensors(query, key, value, mask, groups=group, settings=settings)
     lse_dtype = accumulation_dtype_of(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
-    agreed = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
+    encoded_lengths = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
     degree = group.context_shape[1]
     if degree == 1:
-        return out, lse, *[query.new_empty(0) for _ in range(6)], agreed  # type: ignore[return-value]
+        return out, lse, *[query.new_empty(0) for _ in range(6)], encoded_lengths  # type: ignore[return-value]
     if not (q_lengths and kv_lengths):
-        raise ShapeError("torch.compile with ulysses_degree > 1 needs q_lengths and kv_lengths: sizes must be known")
-    own = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
-    sq, sk = sum(q_lengths[own]), sum(kv_lengths[own])
+        raise ShapeError("torch.compile with ulysses_degree > 1 needs the arguments q_lengths and kv_lengths")
+    ulysses_ranks = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
+    sq, sk = sum(q_lengths[ulysses_ranks]), sum(kv_lengths[ulysses_ranks])
     share = assign_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
     b, _, _, d = query.shape
     hq = share.queries
@@ -103,10 +103,10 @@ def _(
     m = query.new_empty(0)
     if mask is not None:
         heads = 1 if mask.shape[1] == 1 else hq
-        of_keys = mask.shape[2] == 1 and mask.shape[3] == key.shape[1]
-        m = mask.new_empty(mask.shape[0], heads, *((1, sk) if of_keys else (sq, mask.shape[3])))
+        is_key_mask = mask.shape[2] == 1 and mask.shape[3] == key.shape[1]
+        m = mask.new_empty(mask.shape[0], heads, *((1, sk) if is_key_mask else (sq, mask.shape[3])))
     saved = (q, k, v, m, query.new_empty(b, sq, hq, d), query.new_empty(b, sq, hq, dtype=lse_dtype))
-    return out, lse if with_lse else lse.new_empty(0), *saved, agreed
+    return out, lse if with_lse else lse.new_empty(0), *saved, encoded_lengths
 
 
 @torch.library.custom_op("lightning_cp::attention_backward", mutates_args=())
@@ -115,7 +115,7 @@ def attention_backward(
     grad_lse: Tensor | None,
     saved: list[Tensor],
     mask: Tensor | None,
-    agreed: Tensor,
+    encoded_lengths: Tensor,
     key_shape: list[int],
     causal: bool,
     scale: float,
@@ -130,11 +130,11 @@ def attention_backward(
         grad_lse: gradient of lse; None if lse was not used.
         saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange.
         mask: mask after the Ulysses exchange.
-        agreed: the encoded lengths.
+        encoded_lengths: the encoded lengths.
         key_shape: shape of the key passed to forward.
     """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(agreed, group)
+    lengths = decode_lengths(encoded_lengths, group)
     q, k, v, out, lse = saved
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
@@ -156,7 +156,7 @@ def _(
     grad_lse: Tensor | None,
     saved: list[Tensor],
     mask: Tensor | None,
-    agreed: Tensor,
+    encoded_lengths: Tensor,
     key_shape: list[int],
     causal: bool,
     scale: float,
@@ -173,13 +173,15 @@ def _(
 
 def encode_lengths(lengths: Lengths) -> Tensor:
     """Encode lengths and kind of mask as an int64 tensor on the host, since an operator returns only tensors."""
-    kind = ("", "keys", "rows").index(lengths.mask_kind)
-    return torch.tensor([kind, *lengths.query, *lengths.key, *lengths.mask_rows], dtype=torch.int64, device="cpu")
+    kind = ("", "key_mask", "query_mask").index(lengths.mask_kind)
+    return torch.tensor(
+        [kind, *lengths.query, *lengths.key, *lengths.mask_query_sizes], dtype=torch.int64, device="cpu"
+    )
 
 
-def decode_lengths(agreed: Tensor, groups: MeshGroups) -> Lengths:
+def decode_lengths(encoded_lengths: Tensor, groups: MeshGroups) -> Lengths:
     """Decode the result of `encode_lengths`."""
-    kind, *numbers = agreed.tolist()
+    kind, *numbers = encoded_lengths.tolist()
     size = groups.context_size
     query, key, rows = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))
-    return Lengths(query, key, ("", "keys", "rows")[kind], rows)
+    return Lengths(query, key, ("", "key_mask", "query_mask")[kind], rows)

@@ -21,9 +21,9 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     Args:
         q: [b, sq_local, hq, d].
         k, v: [b, sk_local, hk, d].
-        mask: [b or 1, hq or 1, 1, sk_local] ("keys") or [b or 1, hq or 1, sq_local or 1, sk_global] ("rows").
+        mask: [b or 1, hq or 1, 1, sk_local] (key mask) or [b or 1, hq or 1, sq_local or 1, sk_global] (query mask).
     Returns: out [b, sq_local, hq, d] in q's dtype, lse [b, sq_local, hq].
-    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and a "keys" mask, and holds two
+    Ranks: all of `ring.group`. With "alltoall" each sends (n - 1) packets of K, V and a key mask, and holds two
         remote chunks; with "allgather" see `gathered_forward`.
     """
     if ring.group is not None and ring.rotate_method == "allgather":
@@ -81,9 +81,9 @@ def _rotated_backward(
     def add_own(heads: Heads, key: Tensor, value: Tensor) -> None:
         """Compute the gradients of some heads through the local keys; initializes their dK and dV."""
         keys = ring.keys_of(ring.rank)
-        seen = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "keys" else keys)
+        chunk_mask = mask_of(mask, heads, range(len(keys)) if ring.mask_kind == "key_mask" else keys)
         inputs = (grad_of(grad, heads), *heads.of(q, key, value), part_of(part, heads))
-        grads = key_grads(*inputs, seen, start=keys.start, ring=ring)
+        grads = key_grads(*inputs, chunk_mask, start=keys.start, ring=ring)
         if grads is None:
             dk[:, :, heads.key], dv[:, :, heads.key] = 0, 0
             return
@@ -91,7 +91,9 @@ def _rotated_backward(
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    reducer = RingGradReducer(lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.several)
+    reducer = RingGradReducer(
+        lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.process_group
+    )
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first, *chunk[:2])
@@ -155,15 +157,15 @@ def _chunk_grads(
 
 
 def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | None:
-    """Return the mask of a chunk's keys: received with the chunk ("keys"), or a slice of the local mask ("rows")."""
+    """Return the mask of a chunk's keys: received with the chunk (key mask), or a slice of the local query mask."""
     if len(chunk) > 2:
         return chunk[2]
     return None if mask is None else mask[..., keys.start : keys.stop]
 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
-    local = _by_head([k, v]) if mask is None or ring.mask_kind != "keys" else [*_by_head([k, v]), mask]
-    for owner, chunk in rotate(local, lambda owner: _layout(local, ring.kv_lengths[owner]), group=ring.several):
+    local = _by_head([k, v]) if mask is None or ring.mask_kind != "key_mask" else [*_by_head([k, v]), mask]
+    for owner, chunk in rotate(local, lambda owner: _layout(local, ring.kv_lengths[owner]), group=ring.process_group):
         chunk[:2] = _by_head(chunk[:2])
         yield owner, chunk
 

@@ -31,7 +31,7 @@ def attention_tangents(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
-    agreed: Tensor,
+    encoded_lengths: Tensor,
     query_shape: list[int],
     key_shape: list[int],
     with_lse: bool,
@@ -48,24 +48,24 @@ def attention_tangents(
 
     Args:
         query, key, value: tangents of the inputs; None: 0.
-        q, k, v, out, lse, mask, agreed: tensors saved by `operator.attention`.
+        q, k, v, out, lse, mask, encoded_lengths: tensors saved by `operator.attention`.
         query_shape, key_shape: shapes of the inputs query and key.
         with_lse, causal, ...: see `operator.attention`.
     Ranks: all of the context group.
     """
     group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(agreed, group)
+    lengths = decode_lengths(encoded_lengths, group)
     shapes = (query_shape, key_shape, key_shape)
-    given = ((query, key, value), shapes)
-    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in zip(*given, strict=True)))
+    pairs = ((query, key, value), shapes)
+    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in zip(*pairs, strict=True)))
     ring = ring_of(lengths, groups=group, settings=settings)
     ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=group)
     if ulysses is not None:
         tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
-    found = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)
+    contribution = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)
     if ulysses is not None:
-        found = partial_to_tokens(found, with_lse=with_lse, to=ulysses)
-    return found.out.contiguous(), found.lse.contiguous()
+        contribution = partial_to_tokens(contribution, with_lse=with_lse, to=ulysses)
+    return contribution.out.contiguous(), contribution.lse.contiguous()
 
 
 def ring_tangents(
@@ -79,18 +79,20 @@ def ring_tangents(
         part: the result of `ring_forward`.
         mask: see `ring_forward`; it has no tangent.
     Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
-    Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a "keys" mask.
+    Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a key mask.
     """
     q, d = inputs.query, inputs.query.shape[3]
     out = q.new_zeros(q.shape, dtype=ring.accumulation_dtype(q.dtype))
     lse = torch.zeros_like(part.lse)
     keys, values = (torch.cat(pair, -1) for pair in zip(inputs[1:], tangents[1:], strict=True))
-    for heads, start, key, value, seen in ring_keys(q, keys, values, mask, ring=ring):
-        those = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
-        changes = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
-        found = key_tangents(those, changes, part.lse[:, :, heads.query], seen, start=start, ring=ring)
-        if found is not None:
-            out[:, :, heads.query] += found.out
-            lse[:, :, heads.query] += found.lse
+    for heads, start, key, value, chunk_mask in ring_keys(q, keys, values, mask, ring=ring):
+        primals = Inputs(q[:, :, heads.query], key[..., :d], value[..., :d])
+        chunk_tangents = Inputs(tangents.query[:, :, heads.query], key[..., d:], value[..., d:])
+        contribution = key_tangents(
+            primals, chunk_tangents, part.lse[:, :, heads.query], chunk_mask, start=start, ring=ring
+        )
+        if contribution is not None:
+            out[:, :, heads.query] += contribution.out
+            lse[:, :, heads.query] += contribution.lse
     out -= lse.unsqueeze(-1) * part.out
     return PartialAttention(out.to(q.dtype), lse)

@@ -26,8 +26,8 @@ class Ulysses:
         group: process group of the Ulysses ranks.
         shares: heads of each rank of `group`.
         q_lengths, kv_lengths: number of queries and of keys on each rank of `group`, in rank order.
-        mask_kind: "keys", "rows" or "" (see `Ring`).
-        mask_rows: size of the query dim of each rank's mask.
+        mask_kind: "key_mask", "query_mask" or "" (see `Ring`).
+        mask_query_sizes: size of the query dim of each rank's mask.
     """
 
     group: dist.ProcessGroup
@@ -35,10 +35,10 @@ class Ulysses:
     q_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     mask_kind: str
-    mask_rows: tuple[int, ...]
+    mask_query_sizes: tuple[int, ...]
 
     @property
-    def mine(self) -> Heads:
+    def own_heads(self) -> Heads:
         """This rank's heads."""
         return self.shares[dist.get_rank(self.group)]
 
@@ -53,22 +53,22 @@ def tokens_to_heads(
     Ranks: all of `to.group`; each sends its tokens' (hq + 2 hk) d elements, except for its own heads.
     Adjoint: `grads_to_tokens`.
     """
-    lengths, mine = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.mine
-    heads = (mine.queries, mine.keys, mine.keys)
-    wholes = [_rows(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
-    recv_buffers = [list(rows) for rows in zip(*map(_by_rank, wholes, lengths), strict=True)]
-    messages = [[_by_row(x) for x in share.of(q, k, v)] for share in to.shares]
+    lengths, own_heads = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.own_heads
+    heads = (own_heads.queries, own_heads.keys, own_heads.keys)
+    outputs = [_empty_tokens_first(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
+    recv_buffers = [list(buffers) for buffers in zip(*map(_by_rank, outputs, lengths), strict=True)]
+    messages = [[_tokens_first(x) for x in share.of(q, k, v)] for share in to.shares]
     masks: list[Tensor] = []
     if mask is not None:
         shares, masks = _mask_messages(mask, to)
-        for message, landing, sent, received in zip(messages, recv_buffers, shares, masks, strict=True):
+        for message, recv_buffer, sent, received in zip(messages, recv_buffers, shares, masks, strict=True):
             message.append(sent)
-            landing.append(received)
+            recv_buffer.append(received)
     all_to_all(messages, recv_buffers, group=to.group)
-    q, k, v = (_by_row(x) for x in wholes)
-    if mine.ragged:
-        used = mine.key_of_each(k.device)
-        k, v = k.index_select(2, used), v.index_select(2, used)
+    q, k, v = (_tokens_first(x) for x in outputs)
+    if own_heads.ragged:
+        kv_heads = own_heads.key_of_each(k.device)
+        k, v = k.index_select(2, kv_heads), v.index_select(2, kv_heads)
     return q, k, v, None if mask is None else _join_masks(masks, to)
 
 
@@ -81,16 +81,16 @@ def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
 
 def _mask_messages(mask: Tensor, to: Ulysses) -> tuple[list[Tensor], list[Tensor]]:
     """Return for each rank the mask to send (its heads, our tokens) and a buffer to receive (our heads, its tokens)."""
-    one = mask.shape[1] == 1
+    shared_by_heads = mask.shape[1] == 1
     received = []
-    for sk, rows in zip(to.kv_lengths, to.mask_rows, strict=True):
-        size = (1, sk) if to.mask_kind == "keys" else (rows, mask.shape[3])
-        received.append(mask.new_empty(mask.shape[0], 1 if one else to.mine.queries, *size))
-    return [mask if one else mask[:, share.query] for share in to.shares], received
+    for sk, mask_queries in zip(to.kv_lengths, to.mask_query_sizes, strict=True):
+        size = (1, sk) if to.mask_kind == "key_mask" else (mask_queries, mask.shape[3])
+        received.append(mask.new_empty(mask.shape[0], 1 if shared_by_heads else to.own_heads.queries, *size))
+    return [mask if shared_by_heads else mask[:, share.query] for share in to.shares], received
 
 
 def _join_masks(masks: Sequence[Tensor], to: Ulysses) -> Tensor:
-    if to.mask_kind == "keys":
+    if to.mask_kind == "key_mask":
         return torch.cat(list(masks), 3)
     return torch.cat([x.expand(-1, -1, sq, -1) for x, sq in zip(masks, to.q_lengths, strict=True)], 2)
 
@@ -105,10 +105,10 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
 def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
-    wholes = [_rows(x, sum(to.q_lengths), to.mine.queries) for x in tensors]
-    recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in wholes), strict=True))
-    messages = [[_by_row(x[:, :, share.query]) for x in tensors] for share in to.shares]
-    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [_by_row(x) for x in wholes])
+    outputs = [_empty_tokens_first(x, sum(to.q_lengths), to.own_heads.queries) for x in tensors]
+    recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in outputs), strict=True))
+    messages = [[_tokens_first(x[:, :, share.query]) for x in tensors] for share in to.shares]
+    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [_tokens_first(x) for x in outputs])
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -121,11 +121,11 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
 def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_tokens`. Returns: a function that waits for it and returns its result."""
-    messages = list(zip(*(_by_rank(_by_row(x), to.q_lengths) for x in tensors), strict=True))
-    mine, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
-    wholes = [x.new_empty(x.shape[0], mine, heads, *x.shape[3:]) for x in tensors]
-    recv_buffers = [[_by_row(x[:, :, share.query]) for x in wholes] for share in to.shares]
-    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: wholes)
+    messages = list(zip(*(_by_rank(_tokens_first(x), to.q_lengths) for x in tensors), strict=True))
+    length, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
+    outputs = [x.new_empty(x.shape[0], length, heads, *x.shape[3:]) for x in tensors]
+    recv_buffers = [[_tokens_first(x[:, :, share.query]) for x in outputs] for share in to.shares]
+    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: outputs)
 
 
 def _after(finish: Callable[[], None], result: Callable[[], list[Tensor]]) -> Callable[[], list[Tensor]]:
@@ -151,45 +151,47 @@ def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
     Ranks: all of `to.group`.
     """
     dq, dk, dv = grads
-    if to.mine.ragged:
-        dk, dv = (_sum_heads(x, to.mine) for x in (dk, dv))
+    if to.own_heads.ragged:
+        dk, dv = (_sum_heads(x, to.own_heads) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
-    messages = list(zip(*(_by_rank(_by_row(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True))
+    messages = list(
+        zip(*(_by_rank(_tokens_first(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True)
+    )
     rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
     hq, hk = to.shares[-1].query.stop, to.shares[-1].key.stop
     query = dq.new_empty(b, to.q_lengths[rank], hq, d)
     if sum(share.keys for share in to.shares) == hk:
         key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
-        recv_buffers = [[_by_row(x) for x in share.of(query, key, value)] for share in to.shares]
+        recv_buffers = [[_tokens_first(x) for x in share.of(query, key, value)] for share in to.shares]
         all_to_all(messages, recv_buffers, group=to.group)
         return Grads(query, key, value)
-    keys, values = ([_rows(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
-    queries = [_by_row(query[:, :, share.query]) for share in to.shares]
+    keys, values = ([_empty_tokens_first(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
+    queries = [_tokens_first(query[:, :, share.query]) for share in to.shares]
     all_to_all(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
-    return Grads(query, *(_summed(x, to.shares) for x in (keys, values)))
+    return Grads(query, *(_sum_shared_heads(x, to.shares) for x in (keys, values)))
 
 
-def _summed(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
+def _sum_shared_heads(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
     """Sum the gradients of KV heads that several ranks use: from each rank [s, b, hk_i, d] -> [b, s, hk, d]."""
     (s, b, _, d), dtype = parts[0].shape, parts[0].dtype
     total = parts[0].new_zeros(b, s, shares[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
     for share, part in zip(shares, parts, strict=True):
-        total[:, :, share.key] += _by_row(part)
+        total[:, :, share.key] += _tokens_first(part)
     return total.to(dtype)
 
 
-def _by_row(x: Tensor) -> Tensor:
+def _tokens_first(x: Tensor) -> Tensor:
     """Transpose [b, s, ...] to [s, b, ...] or back."""
     return x.transpose(0, 1)
 
 
-def _rows(like: Tensor, length: int, heads: int) -> Tensor:
+def _empty_tokens_first(like: Tensor, length: int, heads: int) -> Tensor:
     """Allocate [length, b, heads, ...]. Args: like: [b, s, h, ...]."""
     return like.new_empty(length, like.shape[0], heads, *like.shape[3:])
 
 
-def _by_rank(rows: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
-    return torch.split(rows, list(lengths))
+def _by_rank(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
+    return torch.split(x, list(lengths))
 
 
 def _sum_heads(x: Tensor, share: Heads) -> Tensor:

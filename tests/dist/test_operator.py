@@ -36,7 +36,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     arguments = (*inputs, mask, problem.causal, 0.4, True, *lengths, *settings, True)
     opcheck(attention, arguments, test_utils=tests)
     with torch.no_grad():
-        out, lse, *kept, agreed = attention(*arguments)
+        out, lse, *kept, encoded_lengths = attention(*arguments)
     exchanged = problem.ulysses > 1
     q, k, v, m, part_out, part_lse = kept
     saved = [q, k, v, part_out, part_lse] if exchanged else [*(x.detach() for x in inputs), out, lse]
@@ -44,7 +44,7 @@ def _opcheck(rank: int, world: int, problem: Problem, tests: list[str]) -> None:
     grads = laid_out(torch.randn_like(out), problem.layout), torch.randn_like(lse)
     opcheck(
         attention_backward,
-        (*grads, saved, seen, agreed, list(inputs[1].shape), problem.causal, 0.4, *settings),
+        (*grads, saved, seen, encoded_lengths, list(inputs[1].shape), problem.causal, 0.4, *settings),
         test_utils=[test for test in tests if test != "test_autograd_registration"],
     )
 

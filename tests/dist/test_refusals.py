@@ -65,8 +65,8 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "three dims": (_to("query", lambda x: x[0]), ShapeError, "batch, seq_local, heads, head_dim"),
     "key heads without gqa": (_both("key", "value", function=lambda x: x[:, :, :3]), ShapeError, "enable_gqa=True"),
     "batch": (_both("key", "value", function=lambda x: x[:1]), ShapeError, "batch"),
-    "head size": (_both("key", "value", function=lambda x: x[..., :4]), ShapeError, "head size"),
-    "value shape": (_to("value", lambda x: x[:, :2]), ShapeError, "one shape"),
+    "head size": (_both("key", "value", function=lambda x: x[..., :4]), ShapeError, "head_dim"),
+    "value shape": (_to("value", lambda x: x[:, :2]), ShapeError, "same shape"),
     "mixed dtypes": (_to("key", Tensor.double), ShapeError, "torch.float64"),
     "integers": (_both("query", "key", "value", function=Tensor.int), ShapeError, "torch.int32"),
     "mask of 3 dims": (_set(attn_mask=_mask(2, S, S)), ShapeError, r"attn_mask \(2, 4, 4\)"),
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Change, type[Exception], str]] = {
     "lengths that are no ints": (_set(q_lengths=[4.0] * 3), TypeError, "q_lengths"),
     "config": (_set(parallel_config={"ring_degree": 3}), TypeError, "parallel_config"),
     "config without context": (_set(parallel_config=ParallelConfig()), ValueError, "context_parallel_config"),
-    "degrees above the world": (_set(parallel_config=ContextParallelConfig(2, 2)), ValueError, "world has 3"),
+    "degrees above the world": (_set(parallel_config=ContextParallelConfig(2, 2)), ValueError, "world size is 3"),
     "degrees that do not divide it": (_set(parallel_config=ContextParallelConfig(2)), ValueError, "must divide"),
 }
 # Those that one rank sees in its own tensors, and the others do not.

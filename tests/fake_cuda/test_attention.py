@@ -46,7 +46,7 @@ def mask_of(kind: str, lengths: tuple[int, ...]) -> Tensor | None:
     if not kind:
         return None
     own = lengths[RANK]
-    shape = (2, 1, 1, own) if kind == "keys" else (2, 8, own, sum(lengths))
+    shape = (2, 1, 1, own) if kind == "key_mask" else (2, 8, own, sum(lengths))
     return torch.empty(shape, device="cuda", dtype=torch.bool)
 
 
@@ -67,7 +67,7 @@ def check(
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
     groups = groups_for(config)
     settings = (causal, 0.125, kv_heads != 8, list(lengths), list(lengths), groups.name, rotate_method, wide, kernel)
-    agreed = operator.encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
+    encoded_lengths = operator.encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
     with fake_cuda() as recorder:
         q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
@@ -80,12 +80,12 @@ def check(
         seen = (kept[3] if kept[3].ndim == 4 else None) if kept[0].ndim == 4 else given
         grad_lse = torch.empty_like(lse) if with_lse else None
         rest = (list(k.shape), causal, 0.125, groups.name, rotate_method, wide, kernel)
-        backward = (torch.empty_like(out), grad_lse, saved, seen, agreed, *rest)
+        backward = (torch.empty_like(out), grad_lse, saved, seen, encoded_lengths, *rest)
         grads = operator.attention_backward._init_fn(*backward)
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
         shapes = (list(q.shape), list(k.shape))
         rest = (with_lse, causal, 0.125, groups.name, rotate_method, wide, "auto")
-        changes = attention_tangents(q, k, v, *saved, seen, agreed, *shapes, *rest)
+        changes = attention_tangents(q, k, v, *saved, seen, encoded_lengths, *shapes, *rest)
         compare(changes, (out, lse))
     assert [tuple(x.shape) for x in grads] == [tuple(x.shape) for x in (q, k, v)]
     assert recorder.crossings == [], recorder.crossings
@@ -111,7 +111,7 @@ def test_lengths_and_grouped_queries(mode: str, lengths: tuple[int, ...], kv_hea
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("mask", ["keys", "rows"])
+@pytest.mark.parametrize("mask", ["key_mask", "query_mask"])
 @pytest.mark.parametrize("dtype", KERNELS["efficient"])
 def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
     check(mode, mask=mask, dtype=dtype, kernel="efficient")
@@ -119,7 +119,7 @@ def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("mask", ["", "keys"])
+@pytest.mark.parametrize("mask", ["", "key_mask"])
 def test_causal(mode: str, lengths: tuple[int, ...], mask: str) -> None:
     check(mode, causal=True, lengths=lengths, kernel="efficient", mask=mask)
 
@@ -147,7 +147,7 @@ def test_asynchronous_ulysses(mode: str, lengths: tuple[int, ...], masked: bool)
         q, k, v = (torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
         known = list(lengths)
         sent = [start_ulysses(x, parallel_config=config, lengths=known) for x in (q, k, v)]
-        mask = mask_of("rows", lengths) if masked else None
+        mask = mask_of("query_mask", lengths) if masked else None
         out, lse = context_parallel_attention(
             *sent, mask, parallel_config=config, q_lengths=known, kv_lengths=known, return_lse=True
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lightning_cp.app.runs.run_folder import LOCK, claim, hold, release
+from lightning_cp.app.runs.run_folder import LOCK, claim, lock_folder, unlock_folder
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.training.records import read_metrics
 from tests.e2e.recipe import ROOT, ranks_of, started
@@ -182,8 +182,8 @@ def test_without_locks_of_the_file_system_the_run_goes_on_and_says_so(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    hold(tmp_path, "run_dir")
-    release(tmp_path)
+    lock_folder(tmp_path, "run_dir")
+    unlock_folder(tmp_path)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert f"{tmp_path} is on a file system without locks (No locks available)" in said
@@ -193,7 +193,7 @@ def test_without_locks_of_the_file_system_the_run_goes_on_and_says_so(
 def test_a_folder_that_cannot_be_written_to_is_an_error_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(SettingsError, match=r"run_dir=.*file/run cannot be written to: Not a directory"):
-        hold(tmp_path / "file" / "run", "run_dir")
+        lock_folder(tmp_path / "file" / "run", "run_dir")
     with ExitStack() as stack:
         run = start(stack, "output_root=file", cwd=tmp_path)
         stderr = run.communicate(timeout=LIMIT_S)[1]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lightning_cp.checkpoint import folder as folders
-from lightning_cp.checkpoint import held, latest_checkpoint, remove_partials
+from lightning_cp.checkpoint import folder_lock, latest_checkpoint, remove_partials
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest, read_manifest
 from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
@@ -120,7 +120,7 @@ def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
 def main() -> None:
     parent, save = Path(sys.argv[1]) / "run" / "checkpoints", SAVES[sys.argv[2]]
     torch.set_num_threads(1)
-    held._IDLE_S = -1.0
+    folder_lock._IDLE_S = -1.0
     if sys.argv[3] == "moments":
         for step in (5, 6):
             print(*at_every_moment(parent, save, step=step))

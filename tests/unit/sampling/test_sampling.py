@@ -63,7 +63,7 @@ def test_a_digit_anywhere_on_a_canvas_is_recognised() -> None:
 
 
 @pytest.mark.parametrize("frames", [1, 4])
-def test_of_samples_that_are_not_finite_nothing_is_read(frames: int, tmp_path: Path) -> None:
+def test_samples_that_are_not_finite_have_no_prediction(frames: int, tmp_path: Path) -> None:
     scans = load_scans()
     pixels = scans.pixels[:20, None, None].expand(-1, -1, frames, -1, -1).clone()
     whole = recognise_digits(pixels, scans.labels[:20])
@@ -71,13 +71,13 @@ def test_of_samples_that_are_not_finite_nothing_is_read(frames: int, tmp_path: P
     pixels[7, 0, 0, 0, 0] = float("inf")
     some = recognise_digits(pixels, scans.labels[:20])
     lost = torch.tensor([3, 7])
-    assert some.read[lost].tolist() == [-1, -1]
+    assert some.predicted[lost].tolist() == [-1, -1]
     rest = torch.tensor([i for i in range(20) if i not in (3, 7)])
-    assert torch.equal(some.read[rest], whole.read[rest])
+    assert torch.equal(some.predicted[rest], whole.predicted[rest])
     assert some.fraction == pytest.approx(whole.fraction - 0.1)
     none = recognise_digits(torch.full_like(pixels, float("nan")), scans.labels[:20])
-    assert (none.fraction, set(none.read.tolist())) == (0.0, {-1})
-    draw_grid(pixels, scans.labels[:20], some.read, tmp_path / "grid.png", title="a title")
+    assert (none.fraction, set(none.predicted.tolist())) == (0.0, {-1})
+    draw_grid(pixels, scans.labels[:20], some.predicted, tmp_path / "grid.png", title="a title")
 
 
 @pytest.mark.parametrize("frames", [1, 4])
