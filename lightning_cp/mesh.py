@@ -63,13 +63,13 @@ class Branches:
 
     Attributes:
         context: groups over which the tokens of this branch are sharded.
-        across: ranks that hold the same tokens, one from each branch, as a ring.
+        cfg_groups: ranks that hold the same tokens, one from each branch, as a ring.
         sample: all ranks that share a sample (cfg x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
     """
 
     context: MeshGroups
-    across: MeshGroups
+    cfg_groups: MeshGroups
     sample: MeshGroups
     data_rank: int
     data_size: int
@@ -77,12 +77,12 @@ class Branches:
     @property
     def cfg(self) -> int:
         """Number of branches computed at a time."""
-        return self.across.context_size
+        return self.cfg_groups.context_size
 
     @property
     def cfg_rank(self) -> int:
         """Index of this rank's branch."""
-        return self.across.context_rank
+        return self.cfg_groups.context_rank
 
 
 SINGLE_RANK = MeshGroups("single_rank", None, None, None, None, (1, 1), 0, 0, 1)
@@ -224,7 +224,7 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
     coordinates = cfg_rank * groups.context_size + context_rank
     return Branches(
         context=groups,
-        across=_as_ring(groups, group, cfg, cfg_rank, name="across"),
+        cfg_groups=_as_ring(groups, group, cfg, cfg_rank, name="cfg"),
         sample=_as_ring(groups, sample, cfg * groups.context_size, coordinates, name="sample"),
         data_rank=data_rank,
         data_size=len(ranks),

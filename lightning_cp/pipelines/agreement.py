@@ -33,32 +33,33 @@ def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) 
         return
     generators = _generators(arguments.get(_RANDOM))
     is_first = sample.context_rank == 0
-    mine = {
+    local = {
         "arguments": dict(_digests("", {name: x for name, x in arguments.items() if name != _RANDOM})),
         "generators": [x.device.type for x in generators],
         "states": [x.get_state() for x in generators] if is_first else None,
         "default": _default_states() if is_first else None,
     }
-    everyone: list[Any] = [None] * sample.context_size
-    dist.all_gather_object(everyone, mine, group=sample.context)
-    first = everyone[0]
-    for rank, theirs in enumerate(everyone):
-        problem = _problem(first, theirs)
-        if problem:
+    gathered: list[Any] = [None] * sample.context_size
+    dist.all_gather_object(gathered, local, group=sample.context)
+    first = gathered[0]
+    for rank, other in enumerate(gathered):
+        different = _difference(first, other)
+        if different:
             raise PeerMismatchError(
-                f"ranks that share a sample must call the pipeline alike, but {problem} (rank {rank} of them against "
-                "rank 0); prompts of one list are shared out over data groups by lightning_cp.pipelines.sample_prompts"
+                f"ranks that share a sample must call the pipeline with equal arguments, but {different} (rank {rank} "
+                "of this group, compared with its rank 0): pass the same arguments on these ranks. To sample many "
+                "different prompts, use lightning_cp.pipelines.sample_prompts"
             )
     for generator, state in zip(generators, first["states"], strict=True):
         generator.set_state(state)
     _set_default_states(first["default"])
 
 
-def _problem(first: dict[str, Any], theirs: dict[str, Any]) -> str | None:
-    ours, given = first["generators"], theirs["generators"]
-    if ours != given:
-        return f"{_RANDOM} is {ours or 'left out'} on one and {given or 'left out'} on the other"
-    return difference(first["arguments"], theirs["arguments"])
+def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
+    expected, found = first["generators"], other["generators"]
+    if expected != found:
+        return f"{_RANDOM} is on {expected or 'no device'} on one rank and on {found or 'no device'} on the other"
+    return difference(first["arguments"], other["arguments"])
 
 
 def _generators(value: Any) -> list[torch.Generator]:

@@ -19,7 +19,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, branches_for
 from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name, only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.lazy_tensor import resolve_all
@@ -101,7 +101,7 @@ def parallelize_pipeline(
     check_private_uses("pipeline")
     components = components_of(pipe)
     if parallel_pipeline(pipe) is not None:
-        raise PlanError(f"{type(pipe).__name__} is context-parallel already: call unparallelize_pipeline first")
+        raise PlanError(f"{type(pipe).__name__} is already context-parallel: call unparallelize_pipeline first")
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     found = transformers_of(pipe, components)
@@ -122,14 +122,14 @@ def parallelize_pipeline(
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
         calls = BranchCalls(type(pipe).__name__, ranks)
-        undo += [intercept_calls(found[name], _shared_out(calls, one)) for name, one in installed.items()]
+        undo += [intercept_calls(found[name], _over_branches(calls, one)) for name, one in installed.items()]
         scheduler = components.get("scheduler")
         if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
             undo.append(intercept_method(scheduler, "step", _with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
-        undo.append(intercept_calls(pipe, _together(pipe, calls, staged, check), **_places(staged)))
+        undo.append(intercept_calls(pipe, _synchronized(pipe, calls, staged, check), **_device_properties(staged)))
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last: cannot be undone
     except BaseException as error:
@@ -149,7 +149,7 @@ def unparallelize_pipeline(pipe: Any) -> None:
         raise PlanError(f"{type(pipe).__name__} is not context-parallel: nothing to undo")
     if installed.shard and installed.ranks.sample.context_size > 1:
         raise PlanError(
-            f"shard={list(installed.shard)}: weights that are spread over ranks cannot be made whole again in place: "
+            f"shard={list(installed.shard)}: sharded weights cannot be gathered in place: "
             f"load the {type(pipe).__name__} again"
         )
     undo_all(installed.undo)
@@ -162,7 +162,7 @@ def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     return found
 
 
-def _shared_out(calls: BranchCalls, installed: Installed) -> Around:
+def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
     """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwar
     return call(*resolve_all(args), **resolve_all(kwargs))
 
 
-def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
+def _synchronized(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
     signature = inspect.signature(type(pipe).__call__)
 
@@ -187,7 +187,7 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
         given = arguments_by_name(signature, args, kwargs)
         check()
         sync_rng_and_check_inputs(given, calls.branches.sample)
-        calls.begin(may_wait=guidance_may_wait(pipe, given))
+        calls.begin(may_start_late=guidance_may_start_late(pipe, given))
         try:
             with nullcontext() if stages is None else stages.call(given):
                 return resolve_all(call(*args, **kwargs))
@@ -197,7 +197,7 @@ def _together(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Calla
     return around
 
 
-def _places(stages: Stages | None) -> dict[str, Any]:
+def _device_properties(stages: Stages | None) -> dict[str, Any]:
     """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
     if stages is None:
         return {}
@@ -209,7 +209,7 @@ def _check_started() -> None:
     world = os.environ.get("WORLD_SIZE", "1")
     if world not in ("", "1") and not dist.is_initialized():
         raise ValueError(
-            f"a launcher started {world} ranks (WORLD_SIZE), but there is no process group, so each would sample "
+            f"WORLD_SIZE={world}, but there is no process group, so each rank would sample "
             "everything alone: call torch.distributed.init_process_group first"
         )
 
@@ -220,6 +220,6 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
     ranks = installed.ranks
     if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
         degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × ring {config.ring} × ulysses {config.ulysses}"
-        parts = ", ".join([*installed.transformers, *installed.decoders])
+        names = ", ".join([*installed.transformers, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
-        _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, parts)
+        _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

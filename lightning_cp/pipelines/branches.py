@@ -25,7 +25,7 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
-_LONELY_STEPS = 2
+_MAX_INCOMPLETE_EXCHANGES = 2
 _TENSOR = object()  # placeholder for a tensor in _Form.rest
 
 
@@ -53,23 +53,23 @@ class BranchCalls:
         branches: CFG, context and data groups of this rank.
         pending: results that other branches compute and that are not gathered yet.
         forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
-        lonely: number of consecutive exchanges with fewer calls than branches.
+        incomplete_exchanges: number of consecutive exchanges with fewer calls than branches.
         shared: number of calls that were distributed over branches.
         is_active: True during a call of the pipeline.
-        may_wait: True if guidance may start after the first step.
+        may_start_late: True if guidance may start after the first step.
     """
 
     name: str
     branches: Branches
     pending: PendingGathers = field(init=False)
     forms: dict[Any, _Form] = field(default_factory=dict)
-    lonely: int = 0
+    incomplete_exchanges: int = 0
     shared: int = 0
     is_active: bool = False
-    may_wait: bool = False
+    may_start_late: bool = False
 
     def __post_init__(self) -> None:
-        self.pending = PendingGathers(self.branches, self._settled)
+        self.pending = PendingGathers(self.branches, self._count_exchange)
 
     def call(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -77,38 +77,38 @@ class BranchCalls:
         """Run one transformer call, split or assigned to one branch. Ranks: all branches, with equal arguments."""
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
-                f"cfg={self.branches.cfg} is for sampling, but {type(module).__name__} is called where gradients are "
-                "recorded: use torch.no_grad(), or cfg=1"
+                f"cfg={self.branches.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
+                "enabled: use torch.no_grad(), or cfg=1"
             )
         refuse_tangents(f"a pipeline with cfg={self.branches.cfg}", *_tensors((args, kwargs)))
         args, kwargs = resolve_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
-            return self._take_turns(module, compute, args, kwargs)
+            return self._assign_to_branch(module, compute, args, kwargs)
         if len(main) < self.branches.cfg:
             raise self._too_many(len(main))
         self.shared += 1
-        mine_args, mine_kwargs = cfg_split((args, kwargs), self.branches, like=main)
-        return cfg_merge(compute(*mine_args, **mine_kwargs), self.branches, like=main)
+        own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
+        return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
-    def begin(self, *, may_wait: bool = False) -> None:
+    def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
-        self.lonely = self.shared = 0
-        self.is_active, self.may_wait = True, may_wait
+        self.incomplete_exchanges = self.shared = 0
+        self.is_active, self.may_start_late = True, may_start_late
 
     def end(self) -> None:
         """Drop pending results after a call of the pipeline, also if it raised."""
         self.pending.drop()
         self.is_active = False
 
-    def _take_turns(
+    def _assign_to_branch(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         key = (id(module), _shapes((args, kwargs)), _autocast((args, kwargs)))
         form, turn = self.forms.get(key), len(self.pending.results) % self.branches.cfg
         if form is not None and turn != self.branches.cfg_rank:
-            room = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
-            return form.filled(self.pending.lazy_tensors(room, turn))
+            buffers = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
+            return form.filled(self.pending.lazy_tensors(buffers, turn))
         leaves, spec = tree_flatten(compute(*args, **kwargs))
         tensors = [x for x in leaves if isinstance(x, Tensor)]
         if form is None:
@@ -118,11 +118,11 @@ class BranchCalls:
         assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
 
-    def _settled(self, calls: int) -> None:
+    def _count_exchange(self, calls: int) -> None:
         if calls >= self.branches.cfg:
             self.shared += calls
-        self.lonely = 0 if calls >= self.branches.cfg else self.lonely + 1
-        if not self.shared and not self.may_wait and self.lonely == _LONELY_STEPS:
+        self.incomplete_exchanges = 0 if calls >= self.branches.cfg else self.incomplete_exchanges + 1
+        if not self.shared and not self.may_start_late and self.incomplete_exchanges == _MAX_INCOMPLETE_EXCHANGES:
             raise self._too_many(calls)
 
     def _too_many(self, found: int) -> GuidanceError:
@@ -130,13 +130,13 @@ class BranchCalls:
         if found > 1:
             return GuidanceError(f"cfg={cfg}, but {self.name} computes {found} branches of guidance: use cfg={found}")
         return GuidanceError(
-            f"cfg={cfg}, but {self.name} computes one branch at a time: its guidance is off (guidance_scale=1, or no "
-            "negative prompt where one is needed), built into the model, or each branch needs the one before. Use "
-            "cfg=1, and the ranks for ring or ulysses"
+            f"cfg={cfg}, but {self.name} computes one branch at a time: guidance is off (guidance_scale=1, or no "
+            "negative prompt where one is needed), is built into the model, or needs one branch to compute the "
+            "next. Use cfg=1, and use the ranks for ring or ulysses"
         )
 
 
-def guidance_may_wait(pipe: Any, arguments: Mapping[str, Any]) -> bool:
+def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:
     """Return True if guidance may start after the first step, because of the guider or of a start argument."""
     begins = [value for name, value in arguments.items() if "start" in name and ("cfg" in name or "guidance" in name)]
     begins.append(getattr(getattr(pipe, "guider", None), "_start", 0))

@@ -31,9 +31,9 @@ def load_pipeline(source: str, dtype: Any, *, setting: str = "source") -> Any:
             raise
         files = ", ".join(_code_files(source)) or "named in model_index.json"
         raise ValueError(
-            f"{setting}={source} needs Python code of its own (files: {files}), which is not run here: use a pipeline "
-            "whose classes are all in diffusers or transformers. Or read the code, load the pipeline in your script "
-            "with trust_remote_code=True, and call parallelize_pipeline on it"
+            f"{setting}={source} contains Python code (files: {files}), which is not run: use a pipeline with classes "
+            "from diffusers and transformers only. Or read the code, load the pipeline in your script with "
+            "trust_remote_code=True, and call parallelize_pipeline on it"
         ) from error
     except OSError as error:
         raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
@@ -64,13 +64,13 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
             continue
         if installed_on(module) is not None:
             raise PlanError(
-                f"{name} is context-parallel already, by itself or in another pipeline: undo that first. (A pipeline "
-                "that shares a parallel transformer, as from_pipe gives, can be called with equal noise on all ranks)"
+                f"{name} is already context-parallel, on its own or in another pipeline: undo that first. (A pipeline "
+                "that shares a parallel transformer, from from_pipe, can be called with equal noise on all ranks)"
             )
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise PlanError(
-                f"{name} is compiled as a whole, which fixes what its ranks exchange: compile its blocks "
-                f"({name}.compile_repeated_blocks()), after parallelize_pipeline or before"
+                f"{name} is compiled as a whole, so its exchanges cannot be changed: compile its blocks instead "
+                f"({name}.compile_repeated_blocks()), before or after parallelize_pipeline"
             )
         if refusal(type(module)) is not None:
             raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")

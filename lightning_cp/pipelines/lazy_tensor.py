@@ -83,7 +83,7 @@ def _exchange(results: list[_Result], branches: Branches) -> None:
     if not any(by_owner):
         return
     layouts = [layout_of(tensors) for tensors in by_owner]
-    device, group = results[0].tensors[0].device, branches.across.context
+    device, group = results[0].tensors[0].device, branches.cfg_groups.context
     received = all_gather_tensors(by_owner[branches.cfg_rank], layouts, device=device, group=group)
     for rank, tensors in enumerate(received):
         if rank != branches.cfg_rank:
@@ -99,7 +99,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor, pending: PendingGathers) -> LazyTensor:
-        made: LazyTensor = make_wrapper_subclass(
+        tensor: LazyTensor = make_wrapper_subclass(
             cls,
             held.shape,
             strides=held.stride(),
@@ -107,8 +107,8 @@ class LazyTensor(Tensor):
             dtype=held.dtype,
             device=held.device,
         )
-        made.held, made.pending = held, pending
-        return made
+        tensor.held, tensor.pending = held, pending
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -122,8 +122,8 @@ class LazyTensor(Tensor):
                 args, kwargs = _held((args, kwargs))
                 return replace(Tensor, lambda x: LazyTensor(x, pending), func(*args, **kwargs))
             if func.overloadpacket in _LATER and "out" not in kwargs:
-                args, kwargs = replace(Tensor, _as_now, (args, kwargs))
-                return pending.compute_later(partial(func, *args, **kwargs), _room_for(func, args, kwargs))
+                args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
+                return pending.compute_later(partial(func, *args, **kwargs), _empty_result(func, args, kwargs))
         for tensor in lazy:
             tensor.pending.settle()
         args, kwargs = _held((args, kwargs))
@@ -157,19 +157,19 @@ def _held(values: Any) -> Any:
     return replace(LazyTensor, lambda x: x.held, values)
 
 
-def _as_now(x: Tensor) -> Tensor:
+def _snapshot(x: Tensor) -> Tensor:
     """Return a lazy tensor's buffer, or a copy of another tensor: it may be changed before the operator runs."""
     return x.held if isinstance(x, LazyTensor) else x.clone()
 
 
-def _room_for(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Allocate the result of an elementwise operator."""
     shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
         *(x.shape for x in of_type(Tensor, (args, kwargs)))
     )
-    none_of = replace(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
-    one: Tensor = func(*none_of[0], **none_of[1])
-    return one.new_empty(shape)
+    empty_args = replace(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
+    empty: Tensor = func(*empty_args[0], **empty_args[1])
+    return empty.new_empty(shape)
 
 
 def resolve_all(values: Any) -> Any:

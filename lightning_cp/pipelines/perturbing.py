@@ -13,9 +13,9 @@ def refuse_processor_swaps(pipe: Any) -> None:
     if hasattr(pipe, "set_pag_applied_layers"):
         name = type(pipe).__name__
         raise PlanError(
-            f"{name} replaces attention processors in each call (perturbed attention guidance), which then attend "
-            f"within the tokens of one rank: use {name.replace('PAG', '')}, or call it in one process. (The guider "
-            "PerturbedAttentionGuidance works, in pipelines that have guiders)"
+            f"{name} replaces attention processors in each call (perturbed attention guidance), so attention would be "
+            f"limited to the tokens of one rank: use {name.replace('PAG', '')}, or run it in one process. (In "
+            "pipelines with guiders, the guider PerturbedAttentionGuidance is supported)"
         )
 
 
@@ -27,8 +27,8 @@ def check_guiders(pipe: Any, ranks: Branches) -> None:
         for dropout in _dropouts(guider):
             if dropout not in (0, 1):
                 raise PlanError(
-                    f"{type(pipe).__name__}.{name}: {type(guider).__name__} drops at random (dropout={dropout}), and "
-                    "ranks would not draw what one process does: use dropout=1.0, which skips the layers"
+                    f"{type(pipe).__name__}.{name}: {type(guider).__name__} has random dropout (dropout={dropout}), "
+                    "for which ranks would draw other numbers than one process: use dropout=1.0, which skips the layers"
                 )
 
 

@@ -19,7 +19,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
 
-_OF_WHOLE_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
+_NEED_FULL_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
 
 
 def is_vae(module: object) -> bool:
@@ -54,40 +54,41 @@ def check_placement(
         component that both diffusers (or accelerate) and lightning_cp move, or weights that cannot be sharded.
     """
     kind = type(pipe).__name__
-    places = _mapped_places(pipe)
+    pipeline_devices = _mapped_devices(pipe)
     for name, module in components.items():
-        spread = _mapped_places(module) | places
-        if len(spread) > 1:
+        devices = _mapped_devices(module) | pipeline_devices
+        if len(devices) > 1:
             raise PlanError(
-                f"device_map puts {kind}.{name} on {sorted(spread)}, but each rank has a device of its own: load it "
-                "without device_map, move it to the rank's device, and give shard=[...] if it does not fit"
+                f"device_map puts {kind}.{name} on {sorted(devices)}, but each rank uses one device: load it without "
+                "device_map and move it to the rank's device; if it does not fit, set shard=[...]"
             )
-        ours = f"shard={name!r}" if name in shard else f"stages={stages!r}" if stages != "together" else ""
-        mover = _mover(module) if ours else None
+        setting = f"shard={name!r}" if name in shard else f"stages={stages!r}" if stages != "together" else ""
+        mover = _mover(module) if setting else None
         if mover is not None:
             raise PlanError(
-                f"{mover[0]} moves the weights of {kind}.{name}, and so does {ours}: use one of the two ({mover[1]})"
+                f"{mover[0]} moves the weights of {kind}.{name}, and so does {setting}: use only one of them (to "
+                f"disable it: {mover[1]})"
             )
         if name in shard:
             _check_weights(name, module)
     for name, module in transformers.items():
         if pipe.components.get(name) is not module:
             raise PlanError(
-                f"{kind}.{name} was exchanged after parallelize_pipeline, and the new one is not parallel: call "
-                "unparallelize_pipeline, exchange it, and parallelize_pipeline again"
+                f"{kind}.{name} was replaced after parallelize_pipeline, and the new one is not parallel: call "
+                "unparallelize_pipeline, replace it, then call parallelize_pipeline again"
             )
         cache = _cache_on(module)
         if cache is not None:
             raise PlanError(
-                f"{cache} on {name}: diffusers' step caches decide by, and keep, the tokens of one rank, so they "
-                f"cannot be used context-parallel: call {name}.disable_cache()"
+                f"{cache} on {name}: diffusers' step caches read and store the tokens of one rank only, so they "
+                f"do not work with context parallelism: call {name}.disable_cache()"
             )
 
 
-def _mapped_places(thing: Any) -> set[str]:
+def _mapped_devices(thing: Any) -> set[str]:
     """Return the devices in a pipeline's or model's `device_map`, which may also be the name of a single device."""
     found = getattr(thing, "hf_device_map", None) or {}
-    return {str(place) for place in found.values()} if isinstance(found, Mapping) else {str(found)}
+    return {str(device) for device in found.values()} if isinstance(found, Mapping) else {str(found)}
 
 
 def _cache_on(module: nn.Module) -> str | None:
@@ -118,44 +119,44 @@ def layers_to_shard(
     """
     for name, module in components.items():
         if isinstance(module, nn.Module) and any(isinstance(inner, FSDPModule) for inner in module.modules()):
-            raise PlanError(f"{name} is sharded already (FSDP): load it whole, and give shard=[{name!r}]")
+            raise PlanError(f"{name} is already sharded (FSDP): load it unsharded, and set shard=[{name!r}]")
     found: dict[str, list[nn.Module]] = {}
     for name in dict.fromkeys([names] if isinstance(names, str) else names):
         module = components.get(name)
         if not isinstance(module, nn.Module):
-            there = sorted(key for key, x in components.items() if isinstance(x, nn.Module))
-            raise PlanError(f"shard={name!r} is none of the components {there}")
+            names_of_modules = sorted(key for key, x in components.items() if isinstance(x, nn.Module))
+            raise PlanError(f"shard={name!r} is not valid: must be one of the components {names_of_modules}")
         _check_can_shard(name, module)
         if name in transformers and ranks.context.context_size == 1 < ranks.sample.context_size:
             raise PlanError(
-                f"shard={name!r}: a transformer is spread over the ranks that compute the same branch of guidance, "
-                f"and with cfg={ranks.cfg} each computes one alone: use ring or ulysses beside cfg, or instead of it"
+                f"shard={name!r}: a transformer is sharded over the ranks that compute the same branch of guidance, "
+                f"but with cfg={ranks.cfg} and ring x ulysses = 1 each branch has one rank: increase ring or ulysses"
             )
         others = {layer for layers in found.values() for layer in layers}
         found[name] = [layer for layer in dict.fromkeys(_layers(module)) if layer not in others]
         if not _layers(module):
-            raise PlanError(f"shard={name!r}: {type(module).__name__} has no lists of layers that could be spread")
+            raise PlanError(f"shard={name!r}: {type(module).__name__} has no lists of layers to shard")
     return found
 
 
 def _check_can_shard(name: str, module: nn.Module) -> None:
     if is_vae(module):
         raise PlanError(
-            f"shard={name!r}: ranks decode different tiles or rows, so a {type(module).__name__} stays whole on each: "
-            f"vae=True shares its work, and {name}.enable_tiling() bounds its memory"
+            f"shard={name!r}: a {type(module).__name__} cannot be sharded, because ranks decode different tiles or "
+            f"rows: use vae=True to share its work, and {name}.enable_tiling() to limit its memory"
         )
     if any(x.is_meta for x in module.parameters()):
-        raise PlanError(f"shard={name!r}: weights on the meta device have no values yet: load them first")
+        raise PlanError(f"shard={name!r}: its weights are on the meta device: load them first")
     _check_weights(name, module)
 
 
 def _check_weights(name: str, module: nn.Module) -> None:
     if any(_is_quantised(x) for x in module.parameters()):
-        raise PlanError(f"shard={name!r}: quantised weights cannot be spread over ranks: leave {name} out of shard")
+        raise PlanError(f"shard={name!r}: quantised weights cannot be sharded: leave {name} out of shard")
     if has_hook(module, "cast"):
         raise PlanError(
-            f"shard={name!r}: weights that layerwise casting stores in another type cannot be spread over ranks: "
-            f"leave {name} out of shard, or load it without enable_layerwise_casting"
+            f"shard={name!r}: weights with layerwise casting cannot be sharded: leave {name} out of "
+            "shard, or load it without enable_layerwise_casting"
         )
 
 
@@ -185,17 +186,16 @@ def shard_layers(
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_of_other_types(layer))
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_other_dtypes(layer))
         components[name].to(device)
         _refuse_changes(name, components[name])
 
 
 def _refuse_changes(name: str, module: nn.Module) -> None:
     """Make methods raise that need whole weights or the original classes of the blocks (LoRA, compile)."""
-    for method in (method for method in _OF_WHOLE_WEIGHTS if hasattr(module, method)):
+    for method in (method for method in _NEED_FULL_WEIGHTS if hasattr(module, method)):
         message = (
-            f"{name}.{method}: the weights of {name} are spread over ranks (shard={name!r}): call it before "
-            "parallelize_pipeline"
+            f"{name}.{method}: the weights of {name} are sharded (shard={name!r}): call it before parallelize_pipeline"
         )
 
         def refuse(*_: object, message: str = message) -> NoReturn:
@@ -209,7 +209,7 @@ def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: Ba
     if not any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers):
         return
     message = (
-        f"this {type(pipe).__name__} is spread over ranks in part only, since parallelize_pipeline failed with "
+        f"this {type(pipe).__name__} is only partly sharded, because parallelize_pipeline failed with "
         f"shard={list(found)} ({type(error).__name__}: {error}): load it again"
     )
 
@@ -226,7 +226,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
     return [layer for child in module.children() for layer in _layers(child)]
 
 
-def _of_other_types(layer: nn.Module) -> set[nn.Parameter]:
+def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:
     """Return the parameters in other dtypes than the layer's main one (by bytes): FSDP shards one dtype together."""
     sizes: Counter[torch.dtype] = Counter()
     for x in layer.parameters():
@@ -236,6 +236,6 @@ def _of_other_types(layer: nn.Module) -> set[nn.Parameter]:
 
 
 def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
-    assert groups.context is not None, "a group of one is left alone"
+    assert groups.context is not None, "only several ranks shard weights"
     ranks = dist.get_process_group_ranks(groups.context)
     return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("shard",))

@@ -56,25 +56,25 @@ def sample_prompts(
         raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
-    asked = _check_inputs(pipe, inputs)
+    prompt_argument = _check_inputs(pipe, inputs)
     _check_media(inputs, per_call)
     texts, ranks = read_prompts(prompts), installed.ranks
-    mine, most = share_of(len(texts), ranks), -(-len(texts) // ranks.data_size)
-    if installed.stages is not None and installed.stages.setting == "release" and most > per_call:
+    share, most_per_group = share_of(len(texts), ranks), -(-len(texts) // ranks.data_size)
+    if installed.stages is not None and installed.stages.setting == "release" and most_per_group > per_call:
         raise ValueError(
-            f"stages='release' is for a single call, and {len(texts)} prompts over {ranks.data_size} data groups need "
-            f"several: use per_call={most}, or stages='offload'"
+            f"stages='release' allows a single call, but {len(texts)} prompts over {ranks.data_size} data groups need "
+            f"several: use per_call={most_per_group}, or stages='offload'"
         )
     found: list[Any] = []
-    for first, batch in _batches(texts, mine, per_call):
+    for first, batch in _batches(texts, share, per_call):
         generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-        result = pipe(**{asked: batch}, generator=generators, **_for_each(inputs, len(batch)))
+        result = pipe(**{prompt_argument: batch}, generator=generators, **_for_each(inputs, len(batch)))
         samples = _samples(pipe, result, len(batch))
         for i, sample in enumerate(samples):
             if write is not None and ranks.sample.context_rank == 0:
                 write(first + i, sample)
         found += samples
-    return _everyones(found, ranks) if collect else found
+    return _gather_samples(found, ranks) if collect else found
 
 
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
@@ -82,7 +82,8 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     if isinstance(prompts, (str, Path)):
         if not os.path.isfile(prompts):  # False for texts that are too long for a path
             raise ValueError(
-                f"prompts={str(prompts)!r} is no file with a prompt a line; give a list of texts, or a path"
+                f"prompts={str(prompts)!r} is not a file: must be a list of texts, or the path of a file with one "
+                "prompt per line"
             )
         lines = [line.strip() for line in Path(prompts).read_text(encoding="utf-8-sig").splitlines()]
         texts: list[Any] = [line for line in lines if line]
@@ -91,7 +92,7 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     else:
         raise TypeError(f"prompts must be a list of texts or the path of a file, not {prompts!r}")
     if not texts:
-        raise ValueError("prompts: there are none")
+        raise ValueError("prompts is empty: give at least one prompt")
     return texts
 
 
@@ -102,20 +103,27 @@ def share_of(count: int, ranks: Branches) -> range:
 
 def _check_inputs(pipe: Any, inputs: Mapping[str, Any]) -> str:
     """Return the name of the argument for prompts. Raises: ValueError: an input that this pipeline does not take."""
-    taken = list(inspect.signature(type(pipe).__call__).parameters)[1:]
-    asked = next((name for name in ("prompt", "class_labels") if name in taken), None)
-    several = next((name for name in inputs if name.startswith("num_") and name.endswith("_per_prompt")), None)
-    if asked is None:
-        raise ValueError(f"{type(pipe).__name__} takes no prompts; call it on every rank (it takes {', '.join(taken)})")
-    if several is not None and inputs[several] != 1:
-        raise ValueError(f"{several}={inputs[several]}: give a prompt as often as it shall be sampled instead")
-    twice = [name for name in (asked, "generator") if name in inputs]
-    if twice:
-        raise ValueError(f"{twice[0]} is given by sample_prompts itself (prompts, seed): leave it out of the inputs")
-    unknown = sorted(name for name in inputs if name not in taken)
+    accepted = list(inspect.signature(type(pipe).__call__).parameters)[1:]
+    prompt_argument = next((name for name in ("prompt", "class_labels") if name in accepted), None)
+    per_prompt = next((name for name in inputs if name.startswith("num_") and name.endswith("_per_prompt")), None)
+    if prompt_argument is None:
+        raise ValueError(
+            f"{type(pipe).__name__} has no argument for prompts: call it directly, on every rank (its arguments: "
+            f"{', '.join(accepted)})"
+        )
+    if per_prompt is not None and inputs[per_prompt] != 1:
+        raise ValueError(
+            f"{per_prompt}={inputs[per_prompt]} must be 1: to sample a prompt several times, repeat it in prompts"
+        )
+    reserved = [name for name in (prompt_argument, "generator") if name in inputs]
+    if reserved:
+        raise ValueError(f"{reserved[0]} is set by sample_prompts (from prompts and seed): leave it out")
+    unknown = sorted(name for name in inputs if name not in accepted)
     if unknown:
-        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}; it takes {', '.join(taken)}")
-    return asked
+        raise ValueError(
+            f"{type(pipe).__name__} has no argument {', '.join(unknown)}; its arguments: {', '.join(accepted)}"
+        )
+    return prompt_argument
 
 
 def _check_media(inputs: Mapping[str, Any], per_call: int) -> None:
@@ -123,10 +131,10 @@ def _check_media(inputs: Mapping[str, Any], per_call: int) -> None:
 
     Raises: ValueError: per_call > 1 with images, videos, masks or audio.
     """
-    shown = next((name for name, value in inputs.items() if _is_media(name, value)), None)
-    if per_call > 1 and shown is not None:
+    media = next((name for name, value in inputs.items() if _is_media(name, value)), None)
+    if per_call > 1 and media is not None:
         raise ValueError(
-            f"per_call={per_call} is not valid with {shown}, which pipelines encode once a call, not for each prompt: "
+            f"per_call={per_call} is not valid with {media}, which pipelines encode once per call, not per prompt: "
             "use per_call=1"
         )
 
@@ -135,8 +143,8 @@ def _is_media(name: str, value: Any) -> bool:
     """Return True for images, videos, audio and masks of them, but not for their settings (`video_length`)."""
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     words = set(name.split("_"))
-    of_media = bool(words & _MEDIA) and not words & _TEXT and not isinstance(value, (bool, int, float, str))
-    return isinstance(first, Image.Image) or (of_media and value is not None)
+    is_media_name = bool(words & _MEDIA) and not words & _TEXT and not isinstance(value, (bool, int, float, str))
+    return isinstance(first, Image.Image) or (is_media_name and value is not None)
 
 
 def _for_each(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
@@ -158,17 +166,17 @@ def _samples(pipe: Any, result: Any, count: int) -> list[Any]:
     samples = list(values)
     if len(samples) != count:
         raise ValueError(
-            f"{type(pipe).__name__} gave {len(samples)} {name} for {count} prompts, not one for each: use "
-            f"{'per_call=1' if count > 1 else 'another output_type'}, or call the pipeline itself"
+            f"{type(pipe).__name__} returned {len(samples)} {name} for {count} prompts, not one per prompt: use "
+            f"{'per_call=1' if count > 1 else 'another output_type'}, or call the pipeline directly"
         )
     return samples
 
 
-def _everyones(found: list[Any], ranks: Branches) -> list[Any]:
+def _gather_samples(found: list[Any], ranks: Branches) -> list[Any]:
     """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
         return found
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None)
-    shares = dict(entry for entry in everyone if entry is not None)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (ranks.data_rank, found) if ranks.sample.context_rank == 0 else None)
+    shares = dict(entry for entry in gathered if entry is not None)
     return [sample for data_rank in range(ranks.data_size) for sample in shares[data_rank]]

@@ -14,7 +14,7 @@ from lightning_cp.errors import ShapeError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 
-_MOST_BRANCHES = 4
+_MAX_BRANCHES = 4
 _ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 
 
@@ -31,9 +31,9 @@ def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
     """
     like = next(of_type(Tensor, values)) if like is None else like
     if len(like) < ranks.cfg:
-        raise ShapeError(f"a batch of {len(like)} rows cannot be split over cfg={ranks.cfg} branches")
-    mine = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return _rows(values, len(like), slice(mine.start, mine.stop), of_lists=isinstance(like, (list, tuple)))
+        raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)} rows")
+    share = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
+    return _rows(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
@@ -45,7 +45,7 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
         like: argument `like` of `cfg_split`. None: ranks all-gather their numbers of rows.
     Ranks: all branches. Forward: all-gather along dim 0. Backward: reduce-scatter (sum).
     """
-    group = ranks.across.context
+    group = ranks.cfg_groups.context
     if group is None:
         return values
     if like is None:
@@ -53,19 +53,26 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
         sizes = [n for (n,) in all_gather_ints([rows], group=group)]
     else:
         sizes = list(shard_sizes(len(like), ranks.cfg))
-    own, listed = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
+    own_rows, splits_lists = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
 
     def is_list(x: Any) -> bool:
-        return listed and isinstance(x, (list, tuple)) and len(x) == own and all(isinstance(y, Tensor) for y in x)
+        return (
+            splits_lists
+            and isinstance(x, (list, tuple))
+            and len(x) == own_rows
+            and all(isinstance(y, Tensor) for y in x)
+        )
 
     def merge(x: Any) -> Any:
         if is_list(x):
-            return type(x)(gather(torch.stack(list(x)), 0, sizes, ranks.across.name).unbind())
+            return type(x)(gather(torch.stack(list(x)), 0, sizes, ranks.cfg_groups.name).unbind())
         if not isinstance(x, Tensor):
             return x
-        if not x.ndim or x.shape[0] != own:
-            raise ShapeError(f"a result of shape {tuple(x.shape)} does not have the {own} rows of this rank's branch")
-        return gather(x, 0, sizes, ranks.across.name)
+        if not x.ndim or x.shape[0] != own_rows:
+            raise ShapeError(
+                f"a result of shape {tuple(x.shape)} must have {own_rows} rows in dim 0, the rows of this rank's branch"
+            )
+        return gather(x, 0, sizes, ranks.cfg_groups.name)
 
     return tree_map(merge, values, is_leaf=is_list)
 
@@ -78,7 +85,7 @@ def is_repeated(main: Any) -> bool:
         size = len(main)
     else:
         return False
-    return any(_repeats(main, size // k) for k in range(2, _MOST_BRANCHES + 1) if size and size % k == 0)
+    return any(_repeats(main, size // k) for k in range(2, _MAX_BRANCHES + 1) if size and size % k == 0)
 
 
 def _repeats(main: Any, part: int) -> bool:

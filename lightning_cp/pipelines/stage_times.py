@@ -35,7 +35,7 @@ class StageTimes:
         installed = parallel_pipeline(pipe)
         if installed is None:
             raise ValueError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
-        undo = [intercept_calls(pipe, self._whole)]
+        undo = [intercept_calls(pipe, self._call)]
         undo += [intercept_calls(pipe.components[name], self._step) for name in installed.transformers]
         return functools.partial(undo_all, undo)
 
@@ -47,11 +47,11 @@ class StageTimes:
         self.steps += 1
         return result
 
-    def _whole(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._marks, began = [], _now()
+    def _call(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._marks, started = [], _now()
         result = call(*args, **kwargs)
-        first, last = self._marks or (began, began)
-        self.encode_s += first - began
+        first, last = self._marks or (started, started)
+        self.encode_s += first - started
         self.denoise_s += last - first
         self.decode_s += _now() - last
         return result

@@ -47,7 +47,7 @@ class Stages:
         components: modules by name.
         stages: stage by component name. Components without an entry may be called at any time (a safety checker) and
             are never freed.
-        now: current stage; None between calls.
+        current: current stage; None between calls.
         released: names of the components with freed weights.
     """
 
@@ -56,7 +56,7 @@ class Stages:
     device: torch.device
     components: Mapping[str, nn.Module]
     stages: Mapping[str, Stage]
-    now: Stage | None = None
+    current: Stage | None = None
     released: list[str] = field(default_factory=list)
 
     @contextmanager
@@ -66,11 +66,11 @@ class Stages:
         self._begin(Stage.ENCODE)
         for name, stage in self.stages.items():
             if stage is Stage.ENCODE and name not in self.released:  # any of their methods may be called
-                self._bring(name)
+                self._to_device(name)
         try:
             yield
         finally:
-            self.now = None
+            self.current = None
             self.offload_all()
 
     def offload_all(self) -> None:
@@ -82,27 +82,27 @@ class Stages:
 
     def enter(self, stage: Stage) -> None:
         """Enter the stage of the component that is called now. A decode before denoising counts as encoding."""
-        if self.now is None or self.now is stage or (stage is Stage.DECODE and self.now is Stage.ENCODE):
+        if self.current is None or self.current is stage or (stage is Stage.DECODE and self.current is Stage.ENCODE):
             return
         self._begin(stage)
 
-    def bring(self, name: str, values: Any) -> Any:
+    def to_device(self, name: str, values: Any) -> Any:
         """Move a component to the rank's device, and return its arguments (`values`) on that device.
 
         Raises: PlanError: the component's weights were freed.
         """
         if name in self.released:
             raise PlanError(
-                f"{self.pipeline} calls {name} after its stage, whose weights were freed (stages='release'): use "
-                "stages='offload'"
+                f"{self.pipeline} calls {name} after its stage, when its weights were already freed "
+                "(stages='release'): use stages='offload'"
             )
-        self._bring(name)
+        self._to_device(name)
         if all(x.device == self.device for x in of_type(Tensor, values)):
             return values
         return replace(Tensor, lambda x: x.to(self.device), values)
 
     def _begin(self, stage: Stage) -> None:
-        self.now = stage
+        self.current = stage
         for name in self.components:
             other = self.stages.get(name)
             if self.setting == "offload" and other is not stage:
@@ -112,7 +112,7 @@ class Stages:
                 self.released.append(name)
         _empty_cache(self.device)
 
-    def _bring(self, name: str) -> None:
+    def _to_device(self, name: str) -> None:
         self.components[name].to(self.device)
 
     def _offload(self, name: str) -> None:
@@ -125,8 +125,8 @@ class Stages:
             if self.stages[name] is Stage.DENOISE or texts:
                 why = "" if self.stages[name] is Stage.DENOISE else f" for {texts[0]}"
                 raise PlanError(
-                    f"{self.pipeline}.{name} is needed{why}, but its weights were freed in an earlier call, since "
-                    "stages='release' is for a single call: load the pipeline again, or use stages='offload'"
+                    f"{self.pipeline}.{name} is needed{why}, but its weights were freed in an earlier call, because "
+                    "stages='release' allows a single call: load the pipeline again, or use stages='offload'"
                 )
 
 
@@ -175,7 +175,7 @@ def follow_stages(stages: Stages, undo: list[Undo]) -> None:
     for name, module in stages.components.items():
         stage = stages.stages.get(name)
         if stages.setting == "offload":
-            undo.append(_back(module))
+            undo.append(_restore_device(module))
         if stage is Stage.DENOISE:
             undo.append(intercept_calls(module, _around(stages, name, stage)))
         elif is_vae(module):
@@ -190,7 +190,7 @@ def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if stage is not None:
             stages.enter(stage)
-        args, kwargs = stages.bring(name, (args, kwargs))
+        args, kwargs = stages.to_device(name, (args, kwargs))
         return call(*args, **kwargs)
 
     return around
@@ -198,12 +198,12 @@ def _around(stages: Stages, name: str, stage: Stage | None) -> Around:
 
 def _before(stages: Stages, name: str) -> Callable[..., Any]:
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return stages.bring(name, (args, kwargs))
+        return stages.to_device(name, (args, kwargs))
 
     return before
 
 
-def _back(module: nn.Module) -> Undo:
+def _restore_device(module: nn.Module) -> Undo:
     """Return a function that moves a module back to its current device."""
     device = next((x.device for x in module.parameters()), None)
 

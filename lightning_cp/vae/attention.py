@@ -36,10 +36,12 @@ def attend_all_rows(
     Ranks: all of the context group.
     """
     query, key, value = tensors
-    assert groups.context is not None, "a group of one attends alone"
+    assert groups.context is not None, "only several ranks gather keys"
     args, kwargs = rest
     if kwargs.get("is_causal") or any(args[1:2]) or query.shape[-2] != key.shape[-2]:
-        raise NotImplementedError("causal attention and cross-attention of a VAE are not split over rows")
+        raise NotImplementedError(
+            "causal attention and cross-attention of a VAE cannot be split by rows: use vae.enable_tiling()"
+        )
     lengths = [n for (n,) in all_gather_ints([key.shape[-2]], group=groups.context)]
     if mask is not None:
         mask = _mask_of_frames(mask, lengths)
@@ -52,11 +54,13 @@ def _mask_of_frames(mask: Tensor, lengths: list[int]) -> Tensor:
     """Extend a local frame mask to the positions of all ranks: [..., local, local] -> [..., local, all]."""
     first = mask[(0,) * (mask.ndim - 1)]  # first row of the mask: the first position attends to its own frame only
     own = int((first == 0).sum())
-    assert own, "a position that may attend to nothing"
-    assert len(first) % own == 0, f"a mask over {len(first)} positions is not one of frames of {own}"
+    assert own, "the first position attends to no position"
+    assert len(first) % own == 0, f"a mask over {len(first)} positions is not a mask of frames with {own} positions"
     frames = len(first) // own
     by_frame = mask[..., ::own, ::own]
     rows = by_frame.repeat_interleave(own, -2)
     if not torch.equal(rows.repeat_interleave(own, -1), mask):
-        raise NotImplementedError("an attention mask of a VAE that is not one of whole frames is not split over rows")
+        raise NotImplementedError(
+            "a VAE's attention mask can be split by rows only if it masks whole frames: use vae.enable_tiling()"
+        )
     return torch.cat([rows.repeat_interleave(length // frames, -1) for length in lengths], -1)

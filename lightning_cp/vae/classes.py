@@ -53,23 +53,23 @@ def class_of(vae: nn.Module) -> VaeClass:
     found = next((CLASSES[c.__name__] for c in type(vae).__mro__ if c.__name__ in CLASSES), None)
     if found is None:
         raise ValueError(
-            f"{name} cannot be decoded over several ranks; leave it alone, then every rank decodes the whole. "
-            f"Supported: {', '.join(CLASSES)}"
+            f"{name} cannot be split over ranks: leave out parallelize_vae (or set vae=False), so that every rank "
+            f"decodes everything. Supported: {', '.join(CLASSES)}"
         )
     _check_loops(vae, found)
     for path, module in vae.named_modules():
         if getattr(module, "per_channel_scale1", None) is not None:
             raise ValueError(
-                f"{name} adds random noise while it decodes ({path}), which several ranks cannot draw as one does; "
-                "leave it alone, then every rank decodes the whole"
+                f"{name} adds random noise while it decodes ({path}), which ranks would draw differently: leave out "
+                "parallelize_vae (or set vae=False), so that every rank decodes everything"
             )
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
-            raise ValueError(f"{name} has a compiled part ({path or 'itself'}): parallelize it without torch.compile")
+            raise ValueError(f"{name} is compiled ({path or 'as a whole'}): make it parallel without torch.compile")
         processor = type(getattr(module, "processor", None)).__name__
         if found.halos and processor != "NoneType" and processor not in _PROCESSORS:
             raise ValueError(
                 f"{name} computes attention with {processor} ({path}): call vae.set_default_attn_processor(), "
-                "so that it goes through F.scaled_dot_product_attention"
+                "which uses F.scaled_dot_product_attention"
             )
     return found
 

@@ -46,7 +46,7 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     if groups.context_size == 1:
         return lambda: None
     if isinstance(vae.__dict__.get("_parallel_vae"), _Session):
-        raise ValueError(f"this {type(vae).__name__} is parallel already: undo that first")
+        raise ValueError(f"this {type(vae).__name__} is already parallel: undo that first")
     session = _Session(vae, class_of(vae), groups)
     session.refuse_untiled()
     undo: list[Undo] = []
@@ -78,8 +78,8 @@ class _Session:
     def refuse_untiled(self) -> None:
         if not self.kind.halos and not self.vae.use_tiling:
             raise ValueError(
-                f"{type(self.vae).__name__} is shared by tiles only: call vae.enable_tiling() first, or leave it "
-                "alone, then every rank computes the whole"
+                f"{type(self.vae).__name__} can be split by tiles only: call vae.enable_tiling() first, or leave "
+                "out parallelize_vae (or set vae=False)"
             )
 
     def refuse_gradients(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -89,8 +89,8 @@ class _Session:
             return
         if any(x.requires_grad for x in (*inputs, *module.parameters())):
             raise ValueError(
-                f"a parallel {type(self.vae).__name__} has no gradients: decode and encode under torch.no_grad(), or "
-                "undo parallelize_vae to train"
+                f"a parallel {type(self.vae).__name__} has no gradients: call decode and encode under torch.no_grad(), "
+                "or undo parallelize_vae to train"
             )
 
 

@@ -118,7 +118,9 @@ def _convolve(
     A shard begins at a multiple of the stride, so its output rows are aligned with those of the whole image.
     """
     if isinstance(padding, str):
-        raise NotImplementedError(f"a convolution with padding={padding!r} is not split over rows")
+        raise NotImplementedError(
+            f"a convolution with padding={padding!r} cannot be split by rows: use vae.enable_tiling()"
+        )
     strides, paddings, dilations = (_each(x, weight.ndim - 2) for x in (stride, padding, dilation))
     pad, step = paddings[rows.dim], strides[rows.dim]
     beyond = dilations[rows.dim] * (weight.shape[rows.dim] - 1) + 1 - step  # halo rows that the output needs
@@ -169,7 +171,9 @@ def _interpolate(
         along = given[rows.dim] if isinstance(given, (list, tuple)) else given
         factor = along / input.shape[rows.dim] if scale_factor is None else along
         if not mode.startswith("nearest") or factor != int(factor):
-            raise NotImplementedError(f"interpolation by {factor} with mode={mode!r} is not split over rows")
+            raise NotImplementedError(
+                f"interpolation by {factor} with mode={mode!r} cannot be split by rows: use vae.enable_tiling()"
+            )
     return function(input, size, scale_factor, mode, *args, **kwargs)
 
 

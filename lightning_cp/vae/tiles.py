@@ -87,7 +87,9 @@ class TileWorker:
             raise failure
         failed = [rank for rank, row in enumerate(everyone) if row[0]]
         if failed:
-            raise RuntimeError(f"the VAE's tiles are not complete: rank {failed[0]} of the context group failed")
+            raise RuntimeError(
+                f"rank {failed[0]} of the context group could not compute its VAE tiles: see its error message"
+            )
         total = [sum(column) for column in zip(*everyone, strict=True)][1:]
         entries = [total[i * _FIELDS : (i + 1) * _FIELDS] for i in range(len(calls))]
         return {

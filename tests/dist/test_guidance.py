@@ -26,7 +26,7 @@ from lightning_cp.pipelines import (
     sampling_ranks,
     split,
 )
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_wait
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
@@ -84,7 +84,9 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
 @pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "read", "printed", "numpy"])
 def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, world: int) -> None:
     if how in ("read", "printed", "numpy"):
-        with pytest.raises(AssertionError, match=r"computes one branch at a time.*each branch needs the one before"):
+        with pytest.raises(
+            AssertionError, match=r"computes one branch at a time.*needs one branch to compute the next"
+        ):
             run_ranks(world, _reading, how)
         return
     x = torch.arange(6.0).view(1, 6)
@@ -259,16 +261,16 @@ def _refused(rank: int, world: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("no guidance", "GuidanceError: cfg=2, but WanPipeline computes one branch at a time: its guidance is off"),
+        ("no guidance", "GuidanceError: cfg=2, but WanPipeline computes one branch at a time: guidance is off"),
         ("prompt", "PeerMismatchError: .*prompt has 'rank 1' on one and 'rank 0' on the other"),
-        ("generator", r"PeerMismatchError: .*generator is \['cpu'\] on one and left out on the other"),
-        ("gradients", "cfg=2 is for sampling, but WanTransformer3DModel is called where gradients are recorded"),
+        ("generator", r"PeerMismatchError: .*generator is on \['cpu'\] on one rank and on no device on the other"),
+        ("gradients", "cfg=2 is for sampling only, but WanTransformer3DModel is called with gradients enabled"),
         ("tangents", "a pipeline with cfg=2 has no forward derivative"),
-        ("exchanged", "WanPipeline.transformer was exchanged after parallelize_pipeline"),
+        ("exchanged", "WanPipeline.transformer was replaced after parallelize_pipeline"),
         ("noise of another", "the contents of hidden_states differ"),
         ("cfg", "ValueError: cfg=3 x ring=1 x ulysses=1 = 3 must divide the world size 2"),
         ("mesh", "ValueError: cfg=4 contradicts the mesh: its axis 'cfg' has size 2"),
-        ("twice", "PlanError: WanPipeline is context-parallel already"),
+        ("twice", "PlanError: WanPipeline is already context-parallel"),
     ],
 )
 def test_what_cannot_be_shared_out_is_refused_on_every_rank(run_ranks: RankPool, what: str, told: str) -> None:
@@ -353,8 +355,8 @@ def test_pipelines_that_share_a_scheduler_are_undone_in_any_order(run_ranks: Ran
 @pytest.mark.parametrize("start", [0.0, 0.6])
 def test_guidance_may_begin_late_where_a_guider_or_an_argument_says_so(start: float) -> None:
     pipe = type("Pipe", (), {"guider": type("Guider", (), {"_start": start})()})()
-    assert guidance_may_wait(pipe, {}) == (start > 0)
-    assert guidance_may_wait(object(), {"cfg_interval_start": start, "prompt": "a start"}) == (start > 0)
+    assert guidance_may_start_late(pipe, {}) == (start > 0)
+    assert guidance_may_start_late(object(), {"cfg_interval_start": start, "prompt": "a start"}) == (start > 0)
 
 
 def _default_noise(rank: int, world: int) -> tuple[float, float]:

@@ -197,7 +197,7 @@ def test_features_beside_shards(run_ranks: RankPool, feature: str, when: str) ->
         assert (
             run_ranks(2, _changes_shards, feature, timeout_s=240)
             == [
-                f"transformer.{method}: the weights of transformer are spread over ranks (shard='transformer'): "
+                f"transformer.{method}: the weights of transformer are sharded (shard='transformer'): "
                 "call it before parallelize_pipeline"
             ]
             * 2

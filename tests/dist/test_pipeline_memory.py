@@ -90,7 +90,7 @@ def _sharded(
     held = {key: _layer_bytes(pipe.components[key]) / layers[key] for key in shard}
     saved = before - _bytes_of(_live())
     assert saved >= 0.9 * sum(layers[key] * (1 - held[key]) for key in shard), "the whole weights live on"
-    with pytest.raises(PlanError, match="cannot be made whole again in place"):
+    with pytest.raises(PlanError, match="cannot be gathered in place"):
         unparallelize_pipeline(pipe)
     assert _error(_output(pipe, family, name), together) == 0.0, "a refusal changes nothing"
     return _error(together, alone), held
@@ -194,15 +194,17 @@ def _fails_half_way(rank: int, world: int) -> list[str]:
 
 def test_what_cannot_be_sharded_is_refused_by_name(run_ranks: RankPool) -> None:
     for said in run_ranks(2, _refused):
-        for message, part in zip(said, ("a AutoencoderKL stays whole", "none of the components", "cfg=2"), strict=True):
+        for message, part in zip(
+            said, ("a AutoencoderKL cannot be sharded", "must be one of the components", "cfg=2"), strict=True
+        ):
             assert part in message
 
 
 def test_a_pipeline_sharded_in_part_says_so(run_ranks: RankPool) -> None:
     for called, again in run_ranks(2, _fails_half_way):
-        assert "spread over ranks in part only" in called
+        assert "is only partly sharded" in called
         assert "out of memory" in called
-        assert "transformer is sharded already (FSDP): load it whole" in again
+        assert "transformer is already sharded (FSDP): load it unsharded" in again
 
 
 # --- stages, one after another
@@ -341,7 +343,7 @@ def test_what_is_no_longer_needed_is_freed(run_ranks: RankPool, kind: str, shard
         assert _with_bytes(found["denoise"]) == {*denoise, "vae"}
         assert _with_bytes(found["decode"]) == {"vae"}
         assert ".text_encoder is needed for prompt" in said or ".transformer is needed" in said
-        assert "stages='release' is for a single call" in said
+        assert "stages='release' allows a single call" in said
 
 
 def _with_bytes(held_bytes: dict[str, int]) -> set[str]:

@@ -61,7 +61,7 @@ def _not_one_a_prompt(rank: int, world: int) -> tuple[str, list[int]]:
 def test_a_result_that_is_not_one_a_prompt_is_refused_on_every_rank(run_ranks: RankPool) -> None:
     for told, written in run_ranks(3, _not_one_a_prompt):
         assert told.startswith(
-            "HunyuanVideoFramepackPipeline gave 2 frames for 1 prompts, not one for each: use another"
+            "HunyuanVideoFramepackPipeline returned 2 frames for 1 prompts, not one per prompt: use another"
         )
         assert written == []
 
@@ -107,10 +107,10 @@ def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
         ({"hint": Image.new("RGB", (2, 2))}, "per_call=2 is not valid with hint"),
         (
             {"prompt_attention_mask": torch.ones(2, 9)},
-            "Halves gave 1 images for 2 prompts, .*: use per_call=1, or call",
+            "Halves returned 1 images for 2 prompts, .*: use per_call=1, or call",
         ),
-        ({"video_length": 9, "image": None}, "Halves gave 1 images for 2 prompts"),
-        ({"return_dict": False}, "Halves gave 1 entries for 2 prompts"),
+        ({"video_length": 9, "image": None}, "Halves returned 1 images for 2 prompts"),
+        ({"return_dict": False}, "Halves returned 1 entries for 2 prompts"),
     ],
 )
 def test_several_prompts_a_call_that_a_pipeline_does_not_keep_apart_are_refused(
@@ -126,5 +126,5 @@ def test_the_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
 
 
 def test_a_long_text_is_no_file() -> None:
-    with pytest.raises(ValueError, match="is no file with a prompt a line; give a list of texts"):
+    with pytest.raises(ValueError, match="is not a file: must be a list of texts"):
         read_prompts("cat" * 200)

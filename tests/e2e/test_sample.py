@@ -135,7 +135,7 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
 def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tmp_path: Path) -> None:
     done = sampled(f"source={pipeline}", "prompts=a cat", "+call.size=3", folder=tmp_path / "out")
     assert done.exit_code == 1
-    assert "WanPipeline takes no size; it takes prompt, negative_prompt, height" in done.stderr
+    assert "WanPipeline has no argument size; its arguments: prompt, negative_prompt, height" in done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -179,11 +179,11 @@ def test_branches_of_guidance_are_groups_beside_the_context(
             assert sample[ranks.cfg_rank][ranks.context.context_rank] == rank
             assert ranks.cfg == len(sample)
             assert _members(ranks.context.context) in (sample[ranks.cfg_rank], None)
-            assert _members(ranks.across.context) == [branch[ranks.context.context_rank] for branch in sample]
+            assert _members(ranks.cfg_groups.context) == [branch[ranks.context.context_rank] for branch in sample]
             assert _members(ranks.sample.context) == sorted(rank for branch in sample for rank in branch)
             everyone = [rank for branch in sample for rank in branch]
             assert everyone[ranks.sample.context_rank] == rank
-            assert groups_by_name(ranks.across.name) is ranks.across
+            assert groups_by_name(ranks.cfg_groups.name) is ranks.cfg_groups
             assert groups_by_name(ranks.sample.name) is ranks.sample
 
 
