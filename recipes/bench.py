@@ -1,9 +1,9 @@
-"""Measures attention, a training step and sampling: one process, lightning_cp in every mode, diffusers' own.
+"""Measure attention, a training step and sampling: in one process, in every mode of lightning_cp, and in diffusers'.
 
     python recipes/bench.py
     python recipes/bench.py bench=quick
 
-Leaves bench.csv, a picture for each workload and a trace of each subject in the run directory. `--help` lists the
+Writes bench.csv, a picture per workload and a trace per subject to the run directory. `--help` lists the
 settings.
 """
 
@@ -23,7 +23,7 @@ from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher, Machine
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling")
-OF_ATTENTION = ("attention", "one_rank")
+ATTENTION_WORKLOADS = ("attention", "one_rank")
 
 
 def measure_all(config: DictConfig) -> None:
@@ -38,24 +38,24 @@ def measure_all(config: DictConfig) -> None:
     from lightning_cp.app.benchmark.measure import measure
     from lightning_cp.app.benchmark.report import rows_of
 
-    warnings.filterwarnings("ignore")  # of others' functions
+    warnings.filterwarnings("ignore")  # from other packages
     diffusers.logging.set_verbosity_error()
     if config.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = (
         torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     )
-    if config.pretended:
+    if config.simulated_ranks:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.pretended)
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.simulated_ranks)
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
     sets = []
     for name in (x for x in WORKLOADS if x in config.workloads):
         work = getattr(workloads, name)
-        if name in OF_ATTENTION:
+        if name in ATTENTION_WORKLOADS:
             sets += [
                 (name, n, lambda n=n, work=work: work(config.attention, n, device)) for n in config.attention.lengths
             ]
@@ -72,25 +72,25 @@ def measure_all(config: DictConfig) -> None:
 
 
 def check(config: DictConfig) -> str:
-    """Return what is wrong with the settings; "" if nothing is."""
+    """Describe what is wrong with the settings; "" if nothing is."""
     if "stages" in config:
         return check_stages(config)
     unknown = [x for x in config.workloads if x not in WORKLOADS]
     if unknown or not config.workloads:
-        return f"workloads={list(config.workloads)}: valid are {', '.join(WORKLOADS)}"
-    for name, least in (("ranks", 2), ("attention.lengths", 1)):
-        given = OmegaConf.select(config, name)
-        if not given or not all(isinstance(x, int) and x >= least for x in given):
-            return f"{name}={list(given or [])}: numbers of at least {least}"
+        return f"workloads={list(config.workloads)} is not valid: must be some of {', '.join(WORKLOADS)}"
+    for name, minimum in (("ranks", 2), ("attention.lengths", 1)):
+        values = OmegaConf.select(config, name)
+        if not values or not all(isinstance(x, int) and x >= minimum for x in values):
+            return f"{name}={list(values or [])}: must be integers of at least {minimum}"
     if config.device not in ("cpu", "cuda"):
-        return f"device={config.device}: cpu or cuda"
+        return f"device={config.device} is not valid: must be cpu or cuda"
     gpus = Machine.this().gpus
-    needed = max(config.ranks) if _real(config) else 1
+    needed = max(config.ranks) if _real_workloads(config) else 1
     if config.device == "cuda" and needed > gpus:
-        return f"ranks={list(config.ranks)}: there are {gpus} GPUs here; use device=cpu, or bench=cpu"
-    of_models = [x for x in config.workloads if x not in OF_ATTENTION]
-    if of_models and "model" not in config:
-        return f"workloads={list(config.workloads)}: these settings have no model; bench=cpu and bench=four_gpus do"
+        return f"ranks={list(config.ranks)}: but there are {gpus} GPUs here; use device=cpu, or bench=cpu"
+    model_workloads = [x for x in config.workloads if x not in ATTENTION_WORKLOADS]
+    if model_workloads and "model" not in config:
+        return f"workloads={list(config.workloads)}: these settings have no model; use bench=cpu or bench=four_gpus"
     return ""
 
 
@@ -100,14 +100,14 @@ def check_stages(config: DictConfig) -> str:
 
     unknown = [name for name in config.stages if name not in STAGES]
     if unknown or not config.stages:
-        return f"stages={list(config.stages)}: valid are {', '.join(STAGES)}"
+        return f"stages={list(config.stages)} is not valid: must be some of {', '.join(STAGES)}"
     if config.device not in ("cpu", "cuda"):
-        return f"device={config.device}: cpu or cuda"
+        return f"device={config.device} is not valid: must be cpu or cuda"
     for name in ("stage_s", "total_s"):
         if not isinstance(config[name], (int, float)) or not config[name] > 0:
             return f"{name}={config[name]}: must be a number of seconds above 0"
     if config.device == "cuda" and not Machine.this().gpus:
-        return "device=cuda: there is no GPU here; bench=gpu_on_cpu runs the same stages on CPU and in small"
+        return "device=cuda needs a GPU, but there is none here; bench=gpu_on_cpu runs the same stages on CPU"
     return ""
 
 
@@ -132,48 +132,53 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
             (page if path.suffix == ".md" else page.with_name(path.name)).write_bytes(path.read_bytes())
     missed = [check for found in results.values() for check in found.checks if check.passed is False]
     failed = [name for name in config.stages if name in results and results[name].error]
-    left = [name for name in config.stages if name not in results]
+    not_run = [name for name in config.stages if name not in results]
     for check in missed:
         print(f"goal missed: {check.name}: {check.value}, goal {check.goal}")
-    if left:
-        print(f"not run: {', '.join(left)}; give hydra.run.dir={folder} again to run them")
-    if missed or failed or left:
+    if not_run:
+        print(f"not run: {', '.join(not_run)}; to run them, use hydra.run.dir={folder} again")
+    if missed or failed or not_run:
         sys.exit(1)
 
 
-def _real(config: DictConfig) -> list[str]:
-    """Workloads that run on all ranks; the other workload computes rank 0's share with a simulated world."""
+def _real_workloads(config: DictConfig) -> list[str]:
+    """Return the workloads that run on all ranks; the other workload computes rank 0's share with a simulated world."""
     return [x for x in config.workloads if x != "one_rank"]
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
 def main(config: DictConfig) -> None:
-    """Measures with each number of ranks in turn, and shows what came of it."""
+    """Measure with each number of ranks in turn and show the results."""
     from lightning_cp.app.benchmark.plots import draw
     from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
 
-    wrong = check(config)
-    if wrong:
-        sys.exit(f"error: {wrong}")
+    problem = check(config)
+    if problem:
+        sys.exit(f"error: {problem}")
     console, folder = Console(width=None if sys.stdout.isatty() else 140), Path(HydraConfig.get().runtime.output_dir)
     if "stages" in config:
         run_gpu_stages(config, folder)
         return
     rows = []
-    jobs = [(ranks, 0, _real(config)) for ranks in config.ranks if _real(config)]
+    jobs = [(ranks, 0, _real_workloads(config)) for ranks in config.ranks if _real_workloads(config)]
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
-    for ranks, pretended, workloads in jobs:
+    for ranks, simulated_ranks, workloads in jobs:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
             result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
-            given = {"workloads": workloads, "pretended": pretended, "result": str(result), "folder": str(folder)}
-            OmegaConf.save({**config, **given}, settings, resolve=True)
+            values = {
+                "workloads": workloads,
+                "simulated_ranks": simulated_ranks,
+                "result": str(result),
+                "folder": str(folder),
+            }
+            OmegaConf.save({**config, **values}, settings, resolve=True)
             threads = 1 if config.device == "cpu" else 0
             target, quiet = f"{os.path.abspath(__file__)}:measure_all", {"KINETO_LOG_LEVEL": "6"}
             job = Job(target, settings, ranks, folder / "logs", threads=threads, environment=quiet)
-            done = LocalLauncher(limit_s=config.limit_s).launch(job)
-            if done.failure is not None:
-                print(f"error: {done.failure.describe()}", file=sys.stderr)
-                sys.exit(done.exit_code)
+            outcome = LocalLauncher(limit_s=config.limit_s).launch(job)
+            if outcome.failure is not None:
+                print(f"error: {outcome.failure.describe()}", file=sys.stderr)
+                sys.exit(outcome.exit_code)
             sets = [json.loads(line) for line in result.read_text(encoding="utf-8").splitlines()]
         for found in sets:
             rows += found
@@ -189,8 +194,8 @@ def main(config: DictConfig) -> None:
         pictures = [path.name.replace("bench", page.stem, 1) for path in drawn]
         for path, name in zip(drawn, pictures, strict=True):
             page.with_name(name).write_bytes(path.read_bytes())
-        given = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
-        command = shlex.join(["python", "recipes/bench.py", *given])
+        overrides = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
+        command = shlex.join(["python", "recipes/bench.py", *overrides])
         page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
     console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")
 

@@ -2,7 +2,7 @@
 
     python recipes/check.py model=my_model.py plan=my_model.py
 
-docs/plans.md takes you through it. `--help` lists the settings. Exit code 1 where something differs.
+docs/plans.md explains the steps. `--help` lists the settings. Exit code 1 if something differs.
 """
 
 import importlib
@@ -32,50 +32,52 @@ def check(config: DictConfig) -> None:
 
     dist.init_process_group("gloo")
     n = dist.get_world_size()
-    module, inputs = _named(config.model, "model")(), _named(config.model, "inputs")()
-    plan = None if config.plan is None else _named(config.plan, "plan")
+    module, inputs = _load(config.model, "model")(), _load(config.model, "inputs")()
+    plan = None if config.plan is None else _load(config.plan, "plan")
     for name, chosen in modes(n).items():
         found = check_plan(module, inputs, chosen, plan, tolerance=config.tolerance)
         if dist.get_rank() == 0:
-            told = {
+            row = {
                 "mode": name,
                 "model": type(module).__name__,
                 "output": found.output_error,
                 "gradient": found.gradient_error,
                 "passed": found.passed,
-                "told": str(found),
+                "text": str(found),
             }
             with Path(config.result).open("a", encoding="utf-8") as file:
-                file.write(f"{json.dumps(told)}\n")
+                file.write(f"{json.dumps(row)}\n")
 
 
-def _named(place: str, name: str) -> Any:
-    """`name` in a python file or a module."""
-    return load_target(f"{place}:{name}")
+def _load(location: str, name: str) -> Any:
+    """Return `name` from a Python file or a module."""
+    return load_target(f"{location}:{name}")
 
 
-def _problem(config: DictConfig) -> str | None:
-    """Return what is wrong with the settings."""
+def _find_problem(config: DictConfig) -> str | None:
+    """Describe what is wrong with the settings; None if nothing is."""
     for key in ("model", "plan"):
-        place = config[key]
-        if place is None:
+        location = config[key]
+        if location is None:
             continue
-        if str(place).endswith(".py"):
-            if not Path(place).is_file():
-                return f"{key}={place}: there is no such file"
+        if str(location).endswith(".py"):
+            if not Path(location).is_file():
+                return f"{key}={location} does not exist: must be a .py file or a module"
         else:
             try:
-                importlib.import_module(str(place))
+                importlib.import_module(str(location))
             except ImportError as error:
-                return f"{key}={place} is neither a .py file nor a module that can be imported ({error})"
+                return f"{key}={location} must be a .py file or a module that can be imported ({error})"
     if not isinstance(config.ranks, int) or config.ranks < 2:
-        return f"ranks={config.ranks} must be 2 or more"
+        return f"ranks={config.ranks} must be an integer of at least 2"
     return None
 
 
 def run(config: DictConfig) -> int:
-    """Runs all modes on ranks of this machine, and shows what came of it. Returns: the exit code."""
-    problem = "model=<file.py> must be given, see --help" if OmegaConf.is_missing(config, "model") else _problem(config)
+    """Run all modes on ranks of this machine and show the results. Returns: the exit code."""
+    problem = (
+        "model=<file.py> must be set, see --help" if OmegaConf.is_missing(config, "model") else _find_problem(config)
+    )
     if problem is not None:
         print(f"error: {problem}", file=sys.stderr)
         return 2
@@ -84,13 +86,13 @@ def run(config: DictConfig) -> int:
         result, settings = Path(folder) / "result.jsonl", Path(folder) / "settings.yaml"
         OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
         job = Job(f"{os.path.abspath(__file__)}:check", settings, config.ranks, Path(folder) / "logs", threads=1)
-        done = LocalLauncher(limit_s=config.limit_s).launch(job)
+        result_of_job = LocalLauncher(limit_s=config.limit_s).launch(job)
         rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     if rows:
         _show(rows, config)
-    if done.failure is not None:
-        print(f"error: {done.failure.describe()}", file=sys.stderr)
-        return done.exit_code
+    if result_of_job.failure is not None:
+        print(f"error: {result_of_job.failure.describe()}", file=sys.stderr)
+        return result_of_job.exit_code
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -106,14 +108,14 @@ def _show(rows: list[dict[str, Any]], config: DictConfig) -> None:
     console.print(table)
     for row in rows:
         if not row["passed"]:
-            console.print(f"[red]{row['mode']}[/]: {row['told']}")
+            console.print(f"[red]{row['mode']}[/]: {row['text']}")
     passed = all(row["passed"] for row in rows)
     console.print("exact in every mode" if passed else f"differs by more than {config.tolerance:.0e}, see above")
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="check"), config_name="check")
 def main(config: DictConfig) -> None:
-    """Checks the settings, starts the ranks, and ends with their verdict."""
+    """Check the settings, run all modes, and exit with 1 if something differs."""
     code = run(config)
     if code:
         sys.exit(code)

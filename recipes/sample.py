@@ -1,10 +1,10 @@
-"""Samples from a checkpoint of recipes/train.py, or with any pipeline of diffusers, on one rank or several.
+"""Sample from a checkpoint of recipes/train.py, or with any diffusers pipeline, on one rank or several.
 
     python recipes/sample.py                                     the newest checkpoint under outputs
     python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
-    python recipes/sample.py source=my/pipeline prompts=[a cat]  a folder of a pipeline, or its id on the hub
+    python recipes/sample.py source=my/pipeline prompts=[a cat]  a pipeline's folder, or its id on the Hub
 
-It starts its own ranks. `--help` lists the settings.
+It starts the ranks itself. `--help` lists the settings.
 """
 
 import json
@@ -45,7 +45,7 @@ def sample(config: DictConfig) -> None:
 
 
 def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
-    """Samples of a run's classes, with its averaged weights. Returns: seconds of each stage."""
+    """Sample the classes of a run with its EMA weights. Returns: seconds per stage."""
     import torch
 
     from lightning_cp import apply_context_parallel
@@ -57,7 +57,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.sampling import SamplingSettings, draw_samples
     from lightning_cp.training.ranks import DataShard
 
-    began, trained, data = time.perf_counter(), config.trained, config.trained.data
+    started, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg)
     module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust).to(fabric.device)
     if ranks.context.context_size > 1:
@@ -82,26 +82,26 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
             album.add(number, pixels)
         if are_digits(data):
-            read = recognise_digits(drawn.pixels, drawn.labels)
-            print(f"A classifier of the real digits recognises {read.fraction:.1%} of {count} samples.")
-    return {"load": loaded - began, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
+            recognition = recognise_digits(drawn.pixels, drawn.labels)
+            print(f"A classifier of the real digits recognises {recognition.fraction:.1%} of {count} samples.")
+    return {"load": loaded - started, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
 
 
 def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
-    """Samples of a pipeline, each data group with its share of the prompts. Returns: seconds of each stage."""
+    """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
 
-    began = time.perf_counter()
+    started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     pipe: Any = load_pipeline(config.pipeline, precisions[config.precision])
     inputs = call_arguments(config)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
         pipe.to(fabric.device)
-    chosen = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
-    parallelize_pipeline(pipe, parallel, shard=list(config.shard), **chosen)
+    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
+    parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
     times.watch(pipe)
@@ -116,7 +116,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     )
     sampling = times.encode_s + times.denoise_s + times.decode_s
     stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
-    return {"load": loaded - began, **stages, "write": time.perf_counter() - loaded - sampling}
+    return {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}
 
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
-    """Says how long each stage took, and where things lie."""
+    """Print the duration of each stage and the paths of the results."""
     (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
@@ -149,7 +149,7 @@ def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, ha
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="sample")
 def main(config: DictConfig) -> float | None:
-    """Checks the settings and starts the ranks."""
+    """Check the settings and start the ranks."""
     return run_recipe(config, target=f"{os.path.abspath(__file__)}:sample", check=check_sampling)
 
 

@@ -1,9 +1,9 @@
-"""Trains a small diffusers transformer on real digits, samples from it, and shows what came of it.
+"""Train a small diffusers transformer on real digits, sample from it, and show the result.
 
     python recipes/train.py                       one process
     python recipes/train.py strategy=cp ring=2    two ranks share the tokens of each sample
 
-It needs no launcher, no download and no GPU: it starts its own ranks. `--help` lists the settings.
+It needs no launcher, no download and no GPU: it starts the ranks itself. `--help` lists the settings.
 """
 
 import os
@@ -29,19 +29,19 @@ def train(config: DictConfig) -> None:
     from lightning_cp.sampling import SamplingSettings
 
     started = time.perf_counter()
-    chosen, data = config.sampling, config.data
-    drawn = (chosen.num_samples, chosen.num_inference_steps, chosen.guidance_scale)
+    sampling, data = config.sampling, config.data
+    drawn = (sampling.num_samples, sampling.num_inference_steps, sampling.guidance_scale)
     settings = SamplingSettings(*drawn, seed=config.seed)
     pictures = SamplePictures(
         (data.channels, data.frames, data.height, data.width), data.num_classes, settings, are_digits(data)
     )
 
-    def picture_on_the_way(run: Run) -> None:
+    def draw_sometimes(run: Run) -> None:
         step = run.state.step
-        if chosen.every is not None and step % chosen.every == 0 and step < config.max_steps:
+        if sampling.every is not None and step % sampling.every == 0 and step < config.max_steps:
             pictures.make(run, f"step_{step:08d}")
 
-    def picture_and_tell(run: Run) -> None:
+    def finish(run: Run) -> None:
         recognised = pictures.make(run, "final")
         if config.export:
             with run.state.average.swapped_in(run.state.module):
@@ -50,7 +50,7 @@ def train(config: DictConfig) -> None:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
 
-    train_run(config, after_step=picture_on_the_way, at_end=picture_and_tell)
+    train_run(config, after_step=draw_sometimes, at_end=finish)
 
 
 def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds: float) -> None:
@@ -60,7 +60,7 @@ def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds
     spread = f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}"
     print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
     if state.skipped:
-        print(f"{state.skipped} of these steps changed nothing: their loss or gradient was not finite.")
+        print(f"{state.skipped} of these steps were skipped, because their loss or gradient was not finite.")
     if recognised is not None:
         print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
     print(f"{run.folder.path}")
@@ -69,7 +69,7 @@ def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="train")
 def main(config: DictConfig) -> float | None:
-    """Checks the settings and starts the ranks. Returns, in a sweep, the objective: the mean of the last losses."""
+    """Check the settings and start the ranks. Returns: in a sweep the objective, the mean of the last losses."""
     return run_recipe(config, target=f"{os.path.abspath(__file__)}:train")
 
 

@@ -54,10 +54,13 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
 
 def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
     for given, said in (
-        ("workloads=[atention]", "workloads=['atention']: valid are attention, one_rank, training, sampling"),
-        ("ranks=[1]", "ranks=[1]: numbers of at least 2"),
-        ("attention.lengths=[0]", "attention.lengths=[0]: numbers of at least 1"),
-        ("workloads=[]", "workloads=[]: valid are attention"),
+        (
+            "workloads=[atention]",
+            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling",
+        ),
+        ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
+        ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
+        ("workloads=[]", "workloads=[] is not valid: must be some of attention"),
         ("~model", "these settings have no model"),
     ):
         done = _bench(tmp_path, given)

@@ -54,10 +54,10 @@ def test_a_class_without_a_plan_is_told_so(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ((), "model=<file.py> must be given"),
-        (("model=none.py",), "model=none.py: there is no such file"),
-        (("model=no_such_module",), "neither a .py file nor a module"),
-        (("model=my_model.py", "ranks=1"), "ranks=1 must be 2 or more"),
+        ((), "model=<file.py> must be set"),
+        (("model=none.py",), "model=none.py does not exist"),
+        (("model=no_such_module",), "must be a .py file or a module"),
+        (("model=my_model.py", "ranks=1"), "ranks=1 must be an integer of at least 2"),
     ],
 )
 def test_bad_settings_are_refused_before_anything_starts(folder: Path, settings: tuple[str, ...], told: str) -> None:

@@ -74,7 +74,7 @@ def test_a_step_can_be_skipped(settings: str, share: int, tmp_path: Path) -> Non
     assert [math.isfinite(row.loss) for row in finished.rows] == [True, True, False, True, True]
     assert finished.rows[-1].loss < finished.rows[0].loss * 1.5
     assert "Trained 5 steps" in finished.stdout
-    assert "1 of these steps changed nothing: their loss or gradient was not finite." in finished.stdout
+    assert "1 of these steps were skipped, because their loss or gradient was not finite." in finished.stdout
     assert checkpoints(finished) == ["step_00000004", "step_00000005"]
     newest = latest_checkpoint(finished.folder)
     assert newest is not None
