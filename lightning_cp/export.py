@@ -78,9 +78,8 @@ def save_lora(
     model: Any = _unwrapped(transformer)
     adapters = getattr(model, "peft_config", None) or {}
     if adapter not in adapters:
-        raise ValueError(
-            f"adapter={adapter!r} must be an adapter of {type(model).__name__}: {', '.join(adapters) or 'it has none'}"
-        )
+        names = ", ".join(adapters) or "none"
+        raise ValueError(f"adapter={adapter!r} is not valid: {type(model).__name__} has the adapters: {names}")
     state = _full_state(model, dtype=dtype)
 
     def write() -> None:
