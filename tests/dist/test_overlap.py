@@ -38,7 +38,7 @@ def _hidden(rank: int, world: int, method: str) -> list[list[int]]:
 
 def _kernels_within(events: list[dict[str, Any]]) -> list[int]:
     kernels = spans_of(events, KERNELS)
-    return [sum(x.begin <= one.begin and one.end <= x.end for one in kernels) for x in read_trace(events).under_way]
+    return [sum(x.begin <= one.begin and one.end <= x.end for one in kernels) for x in read_trace(events).transfers]
 
 
 @pytest.mark.parametrize("world", [2, 3])

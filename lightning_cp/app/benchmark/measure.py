@@ -53,81 +53,85 @@ class Figures:
 def measure(
     subjects: Sequence[Subject], *, repeats: int, seconds: float, device: torch.device, traces: Path | None = None
 ) -> dict[str, Figures]:
-    """Figures of each subject, by name.
+    """Measure each subject. Returns: figures by name, the same on every rank.
 
     Args:
-        repeats: fewest repetitions, each of all subjects.
-        seconds: repetitions go on for so long.
-        traces: a folder for a trace of each subject's step on the first rank, in Chrome's format.
-    Ranks: all of the world, with equal arguments. Returns: the same on every rank.
+        subjects: ways to do the same step.
+        repeats: minimum number of repetitions, each of all subjects.
+        seconds: minimum duration of the repetitions together.
+        device: device of the measurement.
+        traces: folder for a Chrome trace of each subject's step on rank 0; None: no traces.
+    Ranks: the whole world, with equal arguments.
     """
-    found = {subject.name: Figures() for subject in subjects}
+    figures_of = {subject.name: Figures() for subject in subjects}
     steps: dict[str, Callable[[], object]] = {}
     for subject in subjects:
-        step, refused = _built(subject, device)
-        found[subject.name].refused = refused
+        step, refused = _build(subject, device)
+        figures_of[subject.name].refused = refused
         if not refused:
             steps[subject.name] = step
-    able = [subject for subject in subjects if subject.name in steps]
-    waited: dict[str, list[float]] = {subject.name: [] for subject in able}
-    began, done = time.perf_counter(), 0
-    while _goes_on(done < repeats or time.perf_counter() - began < seconds):
-        for subject in able:
+    runnable = [subject for subject in subjects if subject.name in steps]
+    waited: dict[str, list[float]] = {subject.name: [] for subject in runnable}
+    started, count = time.perf_counter(), 0
+    while _decide_on_rank_zero(count < repeats or time.perf_counter() - started < seconds):
+        for subject in runnable:
             before = STATS.waited_s
-            elapsed = _timed(subject, steps[subject.name], device)
-            found[subject.name].times_s.append(_most([elapsed])[0])
+            elapsed = _time_step(subject, steps[subject.name], device)
+            figures_of[subject.name].times_s.append(_max_over_ranks([elapsed])[0])
             waited[subject.name].append((STATS.waited_s - before) / max(elapsed, 1e-9))
-        done += 1
-    for subject in able:
-        figures, exchanges, sent = found[subject.name], STATS.collectives, STATS.sent_bytes
+        count += 1
+    for subject in runnable:
+        figures, exchanges, sent = figures_of[subject.name], STATS.collectives, STATS.sent_bytes
         path = None if traces is None or dist.get_rank() else traces / f"{subject.name.replace(' ', '_')}.json"
-        peak, exposed = _traced(subject, steps[subject.name], device, path)
+        peak, exposed = _trace_step(subject, steps[subject.name], device, path)
         counted = [float(x) for x in (peak, STATS.collectives - exchanges, STATS.sent_bytes - sent)]
-        share = statistics.median(waited[subject.name]) if device.type == "cpu" else exposed
-        peak_, exchanges_, sent_, waited_ = _most([*counted, share])
+        waiting = statistics.median(waited[subject.name]) if device.type == "cpu" else exposed
+        peak_, exchanges_, sent_, waited_ = _max_over_ranks([*counted, waiting])
         figures.peak_bytes = int(peak_)
         if exchanges_:
             figures.exchanges, figures.sent_bytes, figures.waited = int(exchanges_), int(sent_), waited_
-    return found
+    return figures_of
 
 
-def _built(subject: Subject, device: torch.device) -> tuple[Callable[[], object], str]:
-    """The step, warmed up, and why it cannot be done on some rank ("" where it can)."""
+def _build(subject: Subject, device: torch.device) -> tuple[Callable[[], object], str]:
+    """Build a step and warm it up. Returns: the step, and the error of a rank that cannot run it ("" if all can)."""
     step: Callable[[], object] = lambda: None  # noqa: E731
-    told = ""
+    message = ""
     try:
-        if not subject.alone or not dist.get_rank():
+        if not subject.rank_zero_only or not dist.get_rank():
             step = subject.build()
             for _ in range(_WARM_UPS):
                 step()
-    except Exception as error:  # of any kind: it is another library's
-        told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    everyone: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(everyone, told)
-    _settle(device)
-    return step, next((x for x in everyone if x), "")
+    except Exception as error:  # any exception: the step may belong to another library
+        message = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    messages: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    _synchronize(device)
+    return step, next((x for x in messages if x), "")
 
 
-def _timed(subject: Subject, step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a step on this rank; 0 where it takes no part."""
+def _time_step(subject: Subject, step: Callable[[], object], device: torch.device) -> float:
+    """Run a step. Returns: seconds on this rank; 0 if this rank does not take part."""
     dist.barrier()
-    if subject.alone and dist.get_rank():
+    if subject.rank_zero_only and dist.get_rank():
         return 0.0
     threads = torch.get_num_threads()
     if subject.threads:
         torch.set_num_threads(subject.threads)
-    began = time.perf_counter()
+    started = time.perf_counter()
     step()
-    _settle(device)
-    elapsed = time.perf_counter() - began
+    _synchronize(device)
+    elapsed = time.perf_counter() - started
     torch.set_num_threads(threads)
     return elapsed
 
 
-def _traced(subject: Subject, step: Callable[[], object], device: torch.device, path: Path | None) -> tuple[int, float]:
-    """Peak bytes, and the share of the step in which a transfer is waited for, of one more step."""
+def _trace_step(
+    subject: Subject, step: Callable[[], object], device: torch.device, path: Path | None
+) -> tuple[int, float]:
+    """Trace one more step. Returns: peak bytes, and the fraction of the step spent waiting for transfers."""
     dist.barrier()
-    if subject.alone and dist.get_rank():
+    if subject.rank_zero_only and dist.get_rank():
         return 0, 0.0
     if device.type == "cpu":
         trace = read_trace(record(step, path))
@@ -138,22 +142,22 @@ def _traced(subject: Subject, step: Callable[[], object], device: torch.device, 
     return torch.cuda.max_memory_allocated(device) - before, trace.exposed
 
 
-def _goes_on(mine: bool) -> bool:
-    """Stop all ranks together, when rank 0 decides to."""
-    told = [mine]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
+def _decide_on_rank_zero(proceed: bool) -> bool:
+    """Return rank 0's decision on every rank, so that all ranks stop together."""
+    message = [proceed]
+    dist.broadcast_object_list(message, src=0)
+    return message[0]
 
 
-def _most(values: Sequence[float]) -> list[float]:
-    most = torch.tensor(values, dtype=torch.float64)
+def _max_over_ranks(values: Sequence[float]) -> list[float]:
+    largest = torch.tensor(values, dtype=torch.float64)
     if moves_cuda_by("nccl"):
-        most = most.cuda()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    found: list[float] = most.tolist()
-    return found
+        largest = largest.cuda()
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    values_: list[float] = largest.tolist()
+    return values_
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

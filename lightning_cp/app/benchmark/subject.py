@@ -20,25 +20,25 @@ class Subject:
     Attributes:
         name: row name in the table.
         build: function that returns the step, called on every participating rank. An error replaces the figures.
-        alone: only rank 0 participates.
+        rank_zero_only: only rank 0 participates.
         threads: number of CPU threads during the step; 0: unchanged.
         is_peer: belongs to another library.
     """
 
     name: str
     build: Callable[[], Callable[[], object]]
-    alone: bool = False
+    rank_zero_only: bool = False
     threads: int = 0
     is_peer: bool = False
 
 
 def modes(ranks: int) -> dict[str, ContextParallelConfig]:
     """Return this library's modes for a number of ranks, by name."""
-    found = {
+    configs = {
         "ring allgather": ContextParallelConfig(ring_degree=ranks),
         "ring alltoall": ContextParallelConfig(ring_degree=ranks, rotate_method="alltoall"),
         "Ulysses": ContextParallelConfig(ulysses_degree=ranks),
     }
     if ranks >= 4 and ranks % 2 == 0:
-        found["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
-    return found
+        configs["unified"] = ContextParallelConfig(ring_degree=2, ulysses_degree=ranks // 2)
+    return configs

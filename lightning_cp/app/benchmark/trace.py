@@ -28,51 +28,51 @@ class Trace:
     Attributes:
         peak_bytes: peak memory allocated during the step, without what was allocated before (CPU).
         held_bytes: memory allocated during the step that is still held at its end (CPU).
-        under_way: one interval per exchange, from its start to the wait for its result.
+        transfers: one interval per exchange, from its start to the wait for its result.
         exposed: fraction of the step in which a transfer is waited for and nothing is computed (CPU: by the rank's
             thread; CUDA: by the GPU).
     """
 
     peak_bytes: int
     held_bytes: int
-    under_way: tuple[Span, ...]
+    transfers: tuple[Span, ...]
     exposed: float
 
 
 def record(step: Callable[[], object], path: Path | None = None) -> list[dict[str, Any]]:
     """Run a step under the profiler. Returns: the events of the trace, which is also written to `path`."""
     BUFFERS.forget()  # what a step needs is counted, not what an earlier one left
-    with traced(memory=True) as found:
+    with traced(memory=True) as profiler:
         step()
         BUFFERS.forget()  # used by the next call, not held for this one's backward
     with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-        where = Path(folder) / "trace.json" if path is None else path
-        where.parent.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(where))
-        events: list[dict[str, Any]] = json.loads(where.read_text(encoding="utf-8"))["traceEvents"]
+        file = Path(folder) / "trace.json" if path is None else path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(file))
+        events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
     return events
 
 
 def read_trace(events: list[dict[str, Any]]) -> Trace:
     """Compute the figures of a trace from its events."""
     allocations = [x for x in events if x["name"] == "[memory]" and x["args"]["Device Type"] == 0]
-    held = most = 0
+    allocated = peak = 0
     for event in sorted(allocations, key=lambda x: float(x["ts"])):
-        held += event["args"]["Bytes"]
-        most = max(most, held)
+        allocated += event["args"]["Bytes"]
+        peak = max(peak, allocated)
     spans = [x for x in events if x.get("ph") == "X" and "dur" in x and x.get("cat") != "gpu_user_annotation"]
     begun = {_number(x): _span(x).end for x in spans if x["name"].startswith(EXCHANGE)}
     waits = {_number(x): _span(x) for x in spans if x["name"].startswith(WAIT)}
-    under_way = tuple(Span(begun[number], wait.begin) for number, wait in sorted(waits.items()) if number in begun)
+    transfers = tuple(Span(begun[number], wait.begin) for number, wait in sorted(waits.items()) if number in begun)
     kernels = [x for x in spans if x.get("cat") == "kernel"]
     if kernels:
         computing = _covered(_span(x) for x in kernels if "nccl" not in x["name"])
-        alone = _covered(map(_span, kernels)) - computing
+        exposed = _covered(map(_span, kernels)) - computing
     else:
-        alone = _covered(waits.values())
-    whole = [_span(x) for x in kernels or spans]
-    length = max((x.end for x in whole), default=0.0) - min((x.begin for x in whole), default=0.0)
-    return Trace(most, held, under_way, alone / length if length else 0.0)
+        exposed = _covered(waits.values())
+    timeline = [_span(x) for x in kernels or spans]
+    length = max((x.end for x in timeline), default=0.0) - min((x.begin for x in timeline), default=0.0)
+    return Trace(peak, allocated, transfers, exposed / length if length else 0.0)
 
 
 def spans_of(events: list[dict[str, Any]], name: str) -> list[Span]:

@@ -1,4 +1,4 @@
-"""The work: attention alone, a training step, a step of sampling; each done by every subject."""
+"""Workloads: attention, a training step, a sampling step. Each subject does the same work."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ _LR = 1e-6
 
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
-    """Forward and backward of attention over `length` tokens: q, k, v [batch, length, heads, head_dim]."""
-    sizes, mine = _shards(length)
+    """List the subjects for forward and backward of attention: q, k, v [batch, length, heads, head_dim]."""
+    sizes, own_tokens = _shards(length)
     step_of = functools.partial(_attention_step, config, length, device)
 
     def sharded(x: Tensor) -> Tensor:
-        return x[:, mine]
+        return x[:, own_tokens]
 
-    def theirs(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
+    def peer(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
         return step_of(build(sizes), sharded)
 
-    found = _alone(lambda: step_of(_plain_attention), device)
-    found += _calls(step_of, config.heads, length) + _ours(step_of, length)
-    found.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
-    theirs_by_name = peers.attentions(device)
-    return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
+    subjects = _one_process(lambda: step_of(_plain_attention), device)
+    subjects += _calls(step_of, config.heads, length) + _own_modes(step_of, length)
+    subjects.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
+    peer_builders = peers.attentions(device)
+    return subjects + [Subject(name, functools.partial(peer, x), is_peer=True) for name, x in peer_builders.items()]
 
 
 def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
-    """What the first rank computes of `attention`, transfers being free; and single calls of the same products.
+    """List the subjects for rank 0's share of `attention` without transfers, and single calls with the same FLOPs.
 
-    Ranks: one, in a world that is only pretended (the "fake" backend, which sends nothing).
+    Ranks: one, in a simulated world (the "fake" backend, which sends nothing).
     """
     step_of = functools.partial(_attention_step, config, length, device)
-    # On a GPU the same kernel as ours: PyTorch may choose another one.
-    call = _own_kernel if device.type == "cuda" else _plain_attention
-    found = _alone(lambda: step_of(call), device)
-    return found + _calls(step_of, config.heads, length, call) + _ours(step_of, length)
+    # On a GPU use the same kernel as our modes: PyTorch may choose another one.
+    call = _lightning_cp_kernel if device.type == "cuda" else _plain_attention
+    subjects = _one_process(lambda: step_of(call), device)
+    return subjects + _calls(step_of, config.heads, length, call) + _own_modes(step_of, length)
 
 
 def _attention_step(
@@ -70,15 +70,21 @@ def _attention_step(
     length: int,
     device: torch.device,
     attend: Attend,
-    cut: Callable[[Tensor], Tensor] | None = None,
-    whole: Sequence[int] = (),
+    shard: Callable[[Tensor], Tensor] | None = None,
+    not_sharded: Sequence[int] = (),
 ) -> Callable[[], object]:
-    """Args: cut: what of q, k, v and the gradient is used; None: all. whole: indices of those that are not cut."""
+    """Build a step.
+
+    Args:
+        attend: attention function.
+        shard: function that shards q, k, v and the gradient; None: full tensors.
+        not_sharded: indices of the tensors that are not sharded.
+    """
     generator = torch.Generator(device).manual_seed(0)
     shape, dtype = (config.batch, length, config.heads, config.head_dim), getattr(torch, config.dtype)
     tensors = [torch.randn(shape, generator=generator, device=device).to(dtype) for _ in range(4)]
-    if cut is not None:
-        tensors = [x if index in whole else cut(x).clone() for index, x in enumerate(tensors)]
+    if shard is not None:
+        tensors = [x if index in not_sharded else shard(x).clone() for index, x in enumerate(tensors)]
     *leaves, grad = [x.requires_grad_(index < 3) for index, x in enumerate(tensors)]
 
     def forward() -> None:
@@ -91,40 +97,40 @@ def _attention_step(
     return step if config.get("backward", True) else forward
 
 
-def _ours(step_of: Callable[..., Callable[[], object]], length: int) -> list[Subject]:
-    """Each of our modes over this rank's shards."""
-    sizes, mine = _shards(length)
+def _own_modes(step_of: Callable[..., Callable[[], object]], length: int) -> list[Subject]:
+    """List our modes, on this rank's shards."""
+    sizes, own_tokens = _shards(length)
 
     def build(settings: ContextParallelConfig) -> Callable[[], object]:
-        given: dict[str, Any] = {"parallel_config": settings, "q_lengths": sizes, "kv_lengths": sizes}
-        return step_of(functools.partial(context_parallel_attention, **given), lambda x: x[:, mine])
+        settings_of_call: dict[str, Any] = {"parallel_config": settings, "q_lengths": sizes, "kv_lengths": sizes}
+        return step_of(functools.partial(context_parallel_attention, **settings_of_call), lambda x: x[:, own_tokens])
 
-    found = modes(dist.get_world_size())
-    return [Subject(name, functools.partial(build, settings)) for name, settings in found.items()]
+    subjects = modes(dist.get_world_size())
+    return [Subject(name, functools.partial(build, settings)) for name, settings in subjects.items()]
 
 
 def _calls(
     step_of: Callable[..., Callable[[], object]], heads: int, length: int, call: Attend | None = None
 ) -> list[Subject]:
-    """A rank's products in a single call, nothing being sent: with all ranks at it, the least that a mode can take."""
+    """List a rank's work as a single call without communication: a lower bound for the modes if all ranks run it."""
     _, tokens = _shards(length)
     call = call or _plain_attention
     share = assign_heads(heads, heads, dist.get_world_size())[dist.get_rank()].query
     return [
-        Subject(QUERIES_CALL, lambda: step_of(call, lambda x: x[:, tokens], whole=(1, 2))),
+        Subject(QUERIES_CALL, lambda: step_of(call, lambda x: x[:, tokens], not_sharded=(1, 2))),
         Subject(HEADS_CALL, lambda: step_of(call, lambda x: x[:, :, share])),
     ]
 
 
 def _shards(length: int) -> tuple[tuple[int, ...], slice]:
-    """Tokens of each rank, and this one's place among all."""
+    """Return the number of tokens on each rank, and the slice of this rank's tokens."""
     world = dist.get_world_size()
-    mine = shard_range(length, world, dist.get_rank())
-    return shard_sizes(length, world), slice(mine.start, mine.stop)
+    own_tokens = shard_range(length, world, dist.get_rank())
+    return shard_sizes(length, world), slice(own_tokens.start, own_tokens.stop)
 
 
 def training(config: DictConfig, device: torch.device) -> list[Subject]:
-    """A training step of a transformer: forward, mean squared error, backward, mean of gradients, SGD."""
+    """List the subjects for a training step: forward, mean squared error, backward, gradient averaging, SGD."""
 
     def step_of(model: nn.Module, *, averaged: bool) -> Callable[[], object]:
         optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
@@ -139,14 +145,14 @@ def training(config: DictConfig, device: torch.device) -> list[Subject]:
 
         return step
 
-    return _of_model(config, device, step_of, copied=copy.deepcopy)
+    return _model_subjects(config, device, step_of, copied=copy.deepcopy)
 
 
 def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
-    """A step of sampling with guidance: a transformer's forward with both branches in one batch, without gradients."""
+    """List the subjects for a sampling step with guidance: forward with both branches in one batch, no gradients."""
 
     def step_of(model: nn.Module, *, averaged: bool) -> Callable[[], object]:
-        arguments = {name: _twice(x) for name, x in _arguments(config, device).items()}
+        arguments = {name: _two_samples(x) for name, x in _arguments(config, device).items()}
 
         def step() -> None:
             with torch.inference_mode():
@@ -155,53 +161,53 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
         return step
 
     def copied(model: nn.Module) -> nn.Module:
-        return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # which are not written to
+        return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
 
-    return _of_model(config, device, step_of, copied=copied)
+    return _model_subjects(config, device, step_of, copied=copied)
 
 
-def _of_model(
+def _model_subjects(
     config: DictConfig,
     device: torch.device,
     step_of: Callable[..., Callable[[], object]],
     *,
     copied: Callable[[nn.Module], nn.Module],
 ) -> list[Subject]:
-    """Every subject with a model of its own, of equal weights."""
+    """List the subjects of a model workload; each subject gets a copy of the same model."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
 
-    def ours(settings: ContextParallelConfig, check_peers: str = "sampled") -> Callable[[], object]:
-        mine = copied(model)
-        parallelize(mine, settings, check_peers=check_peers)
-        return step_of(mine, averaged=True)
+    def own_mode(settings: ContextParallelConfig, check_peers: str = "sampled") -> Callable[[], object]:
+        own_tokens = copied(model)
+        parallelize(own_tokens, settings, check_peers=check_peers)
+        return step_of(own_tokens, averaged=True)
 
-    def theirs(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
+    def peer(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
         return step_of(enable(copied(model)), averaged=True)
 
-    found = _alone(lambda: step_of(copied(model), averaged=False), device)
+    subjects = _one_process(lambda: step_of(copied(model), averaged=False), device)
     for name, x in modes(dist.get_world_size()).items():
-        found += [
-            Subject(name, functools.partial(ours, x)),
-            Subject(name + UNCHECKED, functools.partial(ours, x, "off")),
+        subjects += [
+            Subject(name, functools.partial(own_mode, x)),
+            Subject(name + UNCHECKED, functools.partial(own_mode, x, "off")),
         ]
-    theirs_by_name = peers.models(device)
-    return found + [Subject(name, functools.partial(theirs, x), is_peer=True) for name, x in theirs_by_name.items()]
+    peer_builders = peers.models(device)
+    return subjects + [Subject(name, functools.partial(peer, x), is_peer=True) for name, x in peer_builders.items()]
 
 
-def _alone(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
-    """One process, with one thread and with as many as there are cores."""
+def _one_process(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
+    """List one process: with one thread, and with one thread per core."""
     if device.type == "cuda":
-        return [Subject(SINGLE_RANK, build, alone=True)]
+        return [Subject(SINGLE_RANK, build, rank_zero_only=True)]
     cores = torch.multiprocessing.cpu_count()
     return [
-        Subject(ONE_THREAD, build, alone=True, threads=1),
-        Subject(ALL_THREADS, build, alone=True, threads=cores),
+        Subject(ONE_THREAD, build, rank_zero_only=True, threads=1),
+        Subject(ALL_THREADS, build, rank_zero_only=True, threads=cores),
     ]
 
 
-def _own_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _lightning_cp_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return context_parallel_attention(q, k, v, parallel_config=ContextParallelConfig())
 
 
@@ -211,7 +217,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Of the transformer's forward, for one sample: random tensors of the shapes given."""
+    """Return arguments of the transformer's forward for one sample: random tensors of the configured shapes."""
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, config.dtype)
     tensors = {
@@ -220,6 +226,6 @@ def _arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
     return {**tensors, "return_dict": False}
 
 
-def _twice(x: Any) -> Any:
-    """Two samples of one; what has no batch stays."""
+def _two_samples(x: Any) -> Any:
+    """Repeat a tensor of one sample for two samples; return other values unchanged."""
     return torch.cat([x, x]) if isinstance(x, Tensor) and x.shape[0] == 1 else x

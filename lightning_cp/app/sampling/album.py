@@ -45,14 +45,16 @@ class Album:
 
         Ranks: the whole world; the first rank writes. Returns: False if there is nothing to show (sounds only).
         """
-        everyone: list[Any] = [self.thumbnails]
+        gathered: list[Any] = [self.thumbnails]
         if dist.is_initialized():
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, self.thumbnails)
-        found = {number: picture for theirs in everyone for number, picture in theirs.items()}
-        if not found or (dist.is_initialized() and dist.get_rank() != 0):
-            return bool(found)
-        pictures = _alike([found[number] for number in sorted(found)])  # [n, c, f, h, w]
+            gathered = [None] * dist.get_world_size()
+            dist.all_gather_object(gathered, self.thumbnails)
+        pictures_by_number = {number: picture for thumbnails in gathered for number, picture in thumbnails.items()}
+        if not pictures_by_number or (dist.is_initialized() and dist.get_rank() != 0):
+            return bool(pictures_by_number)
+        pictures = _pad_to_one_size(
+            [pictures_by_number[number] for number in sorted(pictures_by_number)]
+        )  # [n, c, f, h, w]
         samples = pictures[:, :, 0] if pictures.shape[2] == 1 else pictures
         write_png(tile(samples, value_range=(0, 255), margin=_MARGIN), path)
         return True
@@ -70,11 +72,11 @@ def thumbnail(frames: Tensor) -> Tensor:
     return pixels.round().to(torch.uint8).expand(-1, 3, -1, -1).transpose(0, 1).contiguous()
 
 
-def _alike(pictures: list[Tensor]) -> Tensor:
+def _pad_to_one_size(pictures: list[Tensor]) -> Tensor:
     """Pad pictures to one size: white at the right and bottom; shorter clips repeat their last frame."""
     frames, height, width = (max(x.shape[dim] for x in pictures) for dim in (1, 2, 3))
     sheet = torch.full((len(pictures), 3, frames, height, width), 255, dtype=torch.uint8)
-    for place, x in zip(sheet, pictures):
-        place[:, : x.shape[1], : x.shape[2], : x.shape[3]] = x
-        place[:, x.shape[1] :, : x.shape[2], : x.shape[3]] = x[:, -1:]
+    for target, x in zip(sheet, pictures):
+        target[:, : x.shape[1], : x.shape[2], : x.shape[3]] = x
+        target[:, x.shape[1] :, : x.shape[2], : x.shape[3]] = x[:, -1:]
     return sheet

@@ -30,9 +30,9 @@ def frames_of(sample: Any) -> Tensor:
         pixels = torch.as_tensor(sample).detach().cpu()
         pixels = pixels.unsqueeze(0) if pixels.ndim == 3 else pixels
         if pixels.ndim == 4 and pixels.shape[-1] in (1, 3, 4):
-            whole = pixels.dtype == torch.uint8
-            return pixels if whole else (pixels.float().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
-    raise MediaError(f"a {_described(sample)} is neither a picture [h, w, c] nor a clip [f, h, w, c]")
+            is_uint8 = pixels.dtype == torch.uint8
+            return pixels if is_uint8 else (pixels.float().nan_to_num(0).clamp(0, 1) * 255).round().to(torch.uint8)
+    raise MediaError(f"a sample must be a picture [h, w, c] or a clip [f, h, w, c], got a {_describe(sample)}")
 
 
 def is_sound(sample: Any) -> bool:
@@ -73,7 +73,7 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     return path
 
 
-def _described(sample: Any) -> str:
+def _describe(sample: Any) -> str:
     shape = f" of shape {tuple(sample.shape)}" if hasattr(sample, "shape") else ""
     return f"{type(sample).__name__}{shape}"
 
@@ -85,7 +85,7 @@ def _image(frame: Tensor) -> Image.Image:
 
 def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:
     if not is_sound(sample):
-        raise MediaError(f"a {_described(sample)} is no sound [channels, n], which format=wav is for: use auto")
+        raise MediaError(f"format=wav needs a sound [channels, n], got a {_describe(sample)}: use format=auto")
     values = torch.as_tensor(sample).detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     channels = values.unsqueeze(0) if values.ndim == 1 else values
     with wave.open(str(path), "wb") as file:

@@ -69,12 +69,12 @@ def test_a_sound_is_a_wav(tmp_path: Path) -> None:
     ("sample", "format", "told"),
     [
         (CLIP, "png", "format=png holds one picture, but a sample has 3 frames"),
-        (torch.zeros(2, 5, 7, 9), "auto", r"a Tensor of shape \(2, 5, 7, 9\) is neither a picture"),
-        ("a cat", "auto", "a str is neither a picture"),
-        (CLIP, "wav", r"a Tensor of shape \(3, 5, 7, 3\) is no sound"),
-        (Image.new("RGB", (4, 4)), "wav", r"a Image is no sound \[channels, n\], which format=wav is for: use auto"),
-        ([Image.new("RGB", (4, 4))], "wav", "a list is no sound"),
-        (np.zeros(()), "auto", r"a ndarray of shape \(\) is neither a picture"),
+        (torch.zeros(2, 5, 7, 9), "auto", r"must be a picture .* got a Tensor of shape \(2, 5, 7, 9\)"),
+        ("a cat", "auto", "must be a picture .* got a str"),
+        (CLIP, "wav", r"needs a sound \[channels, n\], got a Tensor of shape \(3, 5, 7, 3\)"),
+        (Image.new("RGB", (4, 4)), "wav", r"got a Image: use format=auto"),
+        ([Image.new("RGB", (4, 4))], "wav", "got a list"),
+        (np.zeros(()), "auto", r"must be a picture .* got a ndarray of shape \(\)"),
     ],
 )
 def test_what_cannot_be_written_is_refused(sample: Any, format: str, told: str, tmp_path: Path) -> None:

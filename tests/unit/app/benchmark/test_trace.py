@@ -24,7 +24,7 @@ def test_an_exchange_is_under_way_until_it_is_asked_for() -> None:
     marks = [("exchange 7", 1.0, 1.5), ("exchange 12", 2.0, 2.5), ("wait 7", 4.0, 5.0), ("wait 12", 6.0, 6.5)]
     events = [_span("step", 0.0, 10.0), *(_span(f"lightning_cp::{name}", a, b) for name, a, b in marks)]
     trace = read_trace(events)
-    assert trace.under_way == (Span(1.5, 4.0), Span(2.5, 6.0))
+    assert trace.transfers == (Span(1.5, 4.0), Span(2.5, 6.0))
     assert trace.exposed == pytest.approx(0.15)
     assert spans_of(events, "ste") == [Span(0.0, 10.0)]
 
@@ -43,4 +43,4 @@ def test_on_a_gpu_a_transfer_is_exposed_where_no_other_kernel_runs() -> None:
 
 def test_an_empty_trace_says_nothing() -> None:
     trace = read_trace([])
-    assert (trace.peak_bytes, trace.under_way, trace.exposed) == (0, (), 0.0)
+    assert (trace.peak_bytes, trace.transfers, trace.exposed) == (0, (), 0.0)
