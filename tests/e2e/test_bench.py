@@ -78,7 +78,7 @@ def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     first = _gpu_stages(tmp_path, "stages=[errors]")
     assert first.returncode == 0, first.stderr
     second = _gpu_stages(tmp_path, "stages=[errors,merge]", "stage_s=0.5")
-    assert "errors: kept from an earlier run" in second.stdout
+    assert "errors: result of an earlier run" in second.stdout
     assert "merge: ended after its limit" in second.stdout
     assert second.returncode == 1, "a stage that did not finish is an error"
     given = ("errors.tokens=32", "total_s=400", "stage_s=150", f"page={tmp_path / 'docs' / 'one.md'}")

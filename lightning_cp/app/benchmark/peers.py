@@ -1,4 +1,4 @@
-"""Others' context parallelism, called as they say, where it is installed and runs."""
+"""Context parallelism of other libraries, called as documented, if they are installed and run here."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def attend_gathered(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _gathered(x: Tensor) -> Tensor:
-    whole: Tensor = _Gathered.apply(x)  # type: ignore[no-untyped-call]
-    return whole
+    gathered: Tensor = _Gathered.apply(x)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _Gathered(torch.autograd.Function):
@@ -42,52 +42,52 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         parts = [part.contiguous() for part in torch.chunk(grads[0], dist.get_world_size(), 1)]
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter(own, parts)
-        return own
+        local = torch.empty_like(parts[0])
+        dist.reduce_scatter(local, parts)
+        return local
 
 
 def attentions(device: torch.device) -> dict[str, Callable[[Sequence[int]], Attend]]:
-    """By name: given the lengths of all ranks, attention of local q, k, v [b, s, h, d]."""
+    """Return builders by name: lengths of all ranks -> attention of local q, k, v [b, s, h, d]."""
     world = dist.get_world_size()
-    given = " (kernel given)" if device.type == "cpu" else ""
-    found: dict[str, Callable[[Sequence[int]], Attend]] = {
-        "diffusers Ulysses": lambda _: _as_shipped(device, ring=1, ulysses=world),
-        f"diffusers ring{given}": lambda _: diffusers_attention(device, ring=world, ulysses=1),
+    kernel_note = " (kernel given)" if device.type == "cpu" else ""
+    builders: dict[str, Callable[[Sequence[int]], Attend]] = {
+        "diffusers Ulysses": lambda _: _unmodified(device, ring=1, ulysses=world),
+        f"diffusers ring{kernel_note}": lambda _: diffusers_attention(device, ring=world, ulysses=1),
     }
-    if given:
-        found[f"diffusers Ulysses{given}"] = lambda _: diffusers_attention(device, ring=1, ulysses=world)
+    if kernel_note:
+        builders[f"diffusers Ulysses{kernel_note}"] = lambda _: diffusers_attention(device, ring=1, ulysses=world)
     if world >= 4 and world % 2 == 0:
-        found[f"diffusers unified{given}"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
+        builders[f"diffusers unified{kernel_note}"] = lambda _: diffusers_attention(device, ring=2, ulysses=world // 2)
     if importlib.util.find_spec("yunchang") is not None:
-        found["yunchang Ulysses"] = lambda _: _yunchang(device, ring=1, ulysses=world)
-        found["yunchang ring"] = lambda _: _yunchang(device, ring=world, ulysses=1)
-    return found
+        builders["yunchang Ulysses"] = lambda _: _yunchang(device, ring=1, ulysses=world)
+        builders["yunchang ring"] = lambda _: _yunchang(device, ring=world, ulysses=1)
+    return builders
 
 
 def models(device: torch.device) -> dict[str, Callable[[nn.Module], nn.Module]]:
-    """By name: what makes a diffusers model parallel."""
+    """Return by name functions that make a diffusers model parallel."""
     world = dist.get_world_size()
-    found = {
-        "diffusers Ulysses": lambda model: _enabled(model, device, ring=1, ulysses=world),
-        "diffusers ring": lambda model: _enabled(model, device, ring=world, ulysses=1),
+    builders = {
+        "diffusers Ulysses": lambda model: _enable(model, device, ring=1, ulysses=world),
+        "diffusers ring": lambda model: _enable(model, device, ring=world, ulysses=1),
     }
     if world >= 4 and world % 2 == 0:
-        found["diffusers unified"] = lambda model: _enabled(model, device, ring=2, ulysses=world // 2)
-    return found
+        builders["diffusers unified"] = lambda model: _enable(model, device, ring=2, ulysses=world // 2)
+    return builders
 
 
 def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., Tensor]:
-    """diffusers' own: attention of local q, k, v [b, s, h, d], and a mask.
+    """Return diffusers' context-parallel attention of local q, k, v [b, s, h, d] and a mask.
 
-    It has no kernel for a ring on CPU, so there it is given PyTorch's; everything else runs as shipped.
+    diffusers has no ring kernel for CPU, so PyTorch's is used there; the rest of it runs unchanged.
 
-    Args: settings: of its ContextParallelConfig, `ring` and `ulysses` for the degrees.
+    Args: settings: settings of diffusers' ContextParallelConfig; `ring` and `ulysses` are the degrees.
     """
     from lightning_cp.compat.diffusers_names import templated_context_parallel_attention
 
     if device.type != "cpu":
-        return _as_shipped(device, **settings)
+        return _unmodified(device, **settings)
     config = _diffusers_config(device, **settings)
 
     def attend(
@@ -111,8 +111,8 @@ def diffusers_attention(device: torch.device, **settings: Any) -> Callable[..., 
     return attend
 
 
-def _as_shipped(device: torch.device, **settings: Any) -> Attend:
-    """On CPU its own kernel's backward repeats the forward."""
+def _unmodified(device: torch.device, **settings: Any) -> Attend:
+    """Return diffusers' attention without changes; on CPU its backward repeats the forward."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
     config = _diffusers_config(device, **settings)
@@ -138,7 +138,7 @@ def _cpu_forward(
     lse: bool,
     **more: Any,
 ) -> Any:
-    """A kernel for diffusers' templates: out [b, s, h, d] and, if asked, lse [b, s, h]."""
+    """Compute attention for diffusers' templates: out [b, s, h, d] and, if `lse`, also lse [b, s, h]."""
     bias = None if mask is None else torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
     out, log_sum = aten("_scaled_dot_product_flash_attention_for_cpu")(
         *(x.transpose(1, 2) for x in (q, k, v)), 0.0, causal, attn_mask=bias
@@ -159,8 +159,8 @@ def _cpu_backward(ctx: Any, grad_out: Tensor, *_: Any, **other: Any) -> tuple[Te
     return tuple(x.transpose(1, 2) for x in grads)
 
 
-def _enabled(model: Any, device: torch.device, *, ring: int, ulysses: int) -> nn.Module:
-    """`enable_parallelism`; on CPU, where it divides by the number of GPUs, what it does otherwise."""
+def _enable(model: Any, device: torch.device, *, ring: int, ulysses: int) -> nn.Module:
+    """Call `enable_parallelism`; on CPU, where it fails because there are no GPUs, do the same steps here."""
     from diffusers import ContextParallelConfig
     from diffusers.hooks import apply_context_parallel
 
@@ -188,7 +188,7 @@ def _diffusers_config(device: torch.device, *, ring: int, ulysses: int, **settin
 
 
 def _yunchang(device: torch.device, *, ring: int, ulysses: int) -> Attend:
-    """On CPU it has but its "math" kernel."""
+    """Return yunchang's attention; on CPU only its "math" kernel exists."""
     from yunchang import LongContextAttention, set_seq_parallel_pg
     from yunchang.kernels import AttnType
 

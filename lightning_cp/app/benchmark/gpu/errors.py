@@ -32,7 +32,7 @@ _TITLE = "Largest RMS error of output, LSE and gradients against float64, relati
 
 
 def kernel_errors(config: DictConfig) -> Iterator[Measurement]:
-    """Compare output, LSE and gradients of every kernel and dtype; of kernels for sampling, output and LSE."""
+    """Compare output, LSE and gradients of every kernel and dtype (sampling kernels: output and LSE)."""
     device = torch.device(config.device)
     for kernel in (*choice.KERNELS, *choice.SAMPLING_KERNELS):
         if kernel.device_type in ("any", device.type):
@@ -50,7 +50,7 @@ def _all_cases(kernel: Kernel, dtype: torch.dtype, device: torch.device, tokens:
         name = f"{kernel.name}, {dtype_name(dtype)}, {case}"
         try:
             error = kernel_error(kernel, dtype, device, tokens, has_gradient=has_gradient, **options)
-        except Exception as failure:  # of any kind: the other cases are measured all the same
+        except Exception as failure:  # any exception: the other cases are still measured
             error = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:120]}"
             result.checks.append(Check(name, error, "runs", False))
             if device.type == "cuda":
@@ -74,7 +74,7 @@ def kernel_error(
     masked: bool = False,
     has_gradient: bool = True,
 ) -> float | str:
-    """The largest relative RMS error, or why the kernel refuses the case."""
+    """Return the largest relative RMS error, or the reason why the kernel refuses the case."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(2, tokens, heads, 64) for heads in (4, key_heads, key_heads, 4)]
     q, k, v, grad = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
@@ -84,19 +84,19 @@ def kernel_error(
     reason = kernel.refusal(q, mask)
     if reason is not None:
         return reason
-    given: dict[str, Any] = {"mask": mask, "causal": causal, "scale": 64**-0.5}
-    part = attend(kernel, q, k, v, **given)
-    found = [*part]
+    options: dict[str, Any] = {"mask": mask, "causal": causal, "scale": 64**-0.5}
+    part = attend(kernel, q, k, v, **options)
+    results = [*part]
     if has_gradient:
-        found += attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **given)
-    expected = _float64_attention(q, k, v, grad, **given)[: len(found)]
-    return max(_relative_error(mine, exact) for mine, exact in zip(found, expected, strict=True))
+        results += attend_backward(kernel, PartialAttentionGrad(grad, None), q, k, v, part, **options)
+    expected = _float64_attention(q, k, v, grad, **options)[: len(results)]
+    return max(_relative_error(result, exact) for result, exact in zip(results, expected, strict=True))
 
 
 def _float64_attention(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, mask: Tensor | None, causal: bool, scale: float
 ) -> list[Tensor]:
-    """out, lse, dq, dk, dv of softmax attention in float64. q, k, v, grad: [b, s, h, d]."""
+    """Compute out, lse, dq, dk, dv of softmax attention in float64. Args: q, k, v, grad: [b, s, h, d]."""
     leaves = [x.double().detach().requires_grad_() for x in (q, k, v)]
     query, key, value = leaves
     groups = q.shape[2] // k.shape[2]
@@ -105,8 +105,8 @@ def _float64_attention(
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf)
     if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, -torch.inf)
     out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), value)
     grads = torch.autograd.grad(out, leaves, grad.double())
     return [out.detach(), scores.logsumexp(-1).transpose(1, 2).detach(), *grads]

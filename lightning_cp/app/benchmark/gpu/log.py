@@ -15,7 +15,7 @@ _CHUNK_BYTES = 1 << 14
 class LogWriter:
     """Copy a pipe into a file in a thread: the first `HEAD_BYTES`, and at the end the last `TAIL_BYTES`.
 
-    What lies between is left out, and so is the head once the file has `MAX_BYTES`.
+    The bytes in between are omitted; so is the head once the file has `MAX_BYTES`.
     """
 
     def __init__(self, pipe: IO[bytes], path: Path) -> None:
@@ -28,7 +28,7 @@ class LogWriter:
     def finish(self, *, within_s: float = 5.0) -> str:
         """Wait for the end of the pipe, write the end of the output, and return it.
 
-        Args: within_s: a process that outlives its parent can keep the pipe open; it is not waited for longer.
+        Args: within_s: time limit in seconds: a process that outlives its parent can keep the pipe open.
         """
         self._thread.join(within_s)
         tail = b"".join(self._chunks)[-TAIL_BYTES:]
@@ -36,17 +36,17 @@ class LogWriter:
 
     def _copy(self) -> None:
         with self._pipe, self._path.open("ab") as file:
-            room, kept = max(0, min(HEAD_BYTES, MAX_BYTES - file.tell())), 0
+            head_left, omitted = max(0, min(HEAD_BYTES, MAX_BYTES - file.tell())), 0
             while chunk := self._pipe.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
                 self._keep(chunk)
-                written = chunk[:room]
+                written = chunk[:head_left]
                 file.write(written)
                 file.flush()
-                room -= len(written)
-                kept += len(chunk) - len(written)
-            if kept:
-                tail = b"".join(self._chunks)[-min(TAIL_BYTES, kept) :]
-                file.write(f"\n[{kept - len(tail)} bytes left out]\n".encode() + tail)
+                head_left -= len(written)
+                omitted += len(chunk) - len(written)
+            if omitted:
+                tail = b"".join(self._chunks)[-min(TAIL_BYTES, omitted) :]
+                file.write(f"\n[{omitted - len(tail)} bytes left out]\n".encode() + tail)
 
     def _keep(self, chunk: bytes) -> None:
         """Keep at least the last `TAIL_BYTES`."""

@@ -31,26 +31,26 @@ def train_on_one_gpu(config: DictConfig) -> Iterator[Measurement]:
 
 
 def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
-    own = config.main_job
+    settings = config.main_job
     with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
         command = [sys.executable, str(REPOSITORY / "recipes" / "train.py"), f"strategy={strategy}", "devices=1"]
-        command += [f"accelerator={config.device}", f"max_steps={own.steps}", "progress=false"]
-        command += [f"hydra.run.dir={folder}/run", *own.overrides]
-        began = time.monotonic()
-        done = subprocess.run(
+        command += [f"accelerator={config.device}", f"max_steps={settings.steps}", "progress=false"]
+        command += [f"hydra.run.dir={folder}/run", *settings.overrides]
+        started = time.monotonic()
+        completed = subprocess.run(
             command, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
         )
-        seconds = time.monotonic() - began
-        print(done.stdout)
+        seconds = time.monotonic() - started
+        print(completed.stdout)
         metrics = Path(folder) / "run" / "metrics.csv"
-        if done.returncode or not metrics.is_file():
+        if completed.returncode or not metrics.is_file():
             name = f"recipes/train.py strategy={strategy}"
-            result.checks.append(Check(name, f"exit code {done.returncode}", "exit code 0", False))
+            result.checks.append(Check(name, f"exit code {completed.returncode}", "exit code 0", False))
             return
         with metrics.open(encoding="utf-8") as file:
             losses = [float(row["loss"]) for row in csv.DictReader(file)]
-    said = re.search(r"recognises ([\d.]+)%", done.stdout)
-    recognised = float(said.group(1)) / 100 if said else 0.0
+    match = re.search(r"recognises ([\d.]+)%", completed.stdout)
+    recognised = float(match.group(1)) / 100 if match else 0.0
     result.values[strategy] = losses
     result.checks += judge_training(strategy, losses, recognised, config)
     result.add_row(
@@ -61,37 +61,40 @@ def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
 
 
 def judge_training(strategy: str, losses: Sequence[float], recognised: float, config: DictConfig) -> Iterator[Check]:
-    """Compare the losses with those on CPU, in consecutive parts of the run, and the share of recognised samples.
+    """Compare the losses with those on CPU, part by part, and check the fraction of recognised samples.
 
-    Args: losses: of each step; at least as many as `config.main_job.expected_losses` has entries.
+    Args: losses: loss of each step; at least as many as `config.main_job.expected_losses` has entries.
     """
-    own = config.main_job
+    settings = config.main_job
     name = f"samples recognised, {strategy}"
-    if own.recognised is None:
+    if settings.recognised is None:
         yield Check(name, f"{recognised:.0%}")
     else:
-        yield Check(name, f"{recognised:.0%}", f"≥ {own.recognised:.0%}", recognised >= own.recognised)
-    if own.expected_losses is None:
+        yield Check(name, f"{recognised:.0%}", f"≥ {settings.recognised:.0%}", recognised >= settings.recognised)
+    if settings.expected_losses is None:
         return
-    count = len(own.expected_losses)
+    count = len(settings.expected_losses)
     ends = [index * len(losses) // count for index in range(count + 1)]
     means = [statistics.fmean(losses[begin:end]) for begin, end in itertools.pairwise(ends)]
-    apart = [abs(mean / expected - 1) for mean, expected in zip(means, own.expected_losses, strict=True)]
-    worst = max(apart) if all(x == x for x in apart) else float("nan")  # NaN is equal to nothing
+    differences = [abs(mean / expected - 1) for mean, expected in zip(means, settings.expected_losses, strict=True)]
+    worst = max(differences) if all(x == x for x in differences) else float("nan")  # NaN is equal to nothing
     title = f"mean losses of {count} parts of the job, {strategy}, against CPU"
-    yield Check(title, f"at most {worst:.1%} apart", f"≤ {own.tolerance:.0%}", worst <= own.tolerance)
+    yield Check(title, f"at most {worst:.1%} apart", f"≤ {settings.tolerance:.0%}", worst <= settings.tolerance)
 
 
 def _compare(result: StageResult) -> None:
-    """Compare the losses of both strategies; they take the same batches, noise and timesteps."""
+    """Compare the losses of both strategies; both use the same batches, noise and timesteps."""
     if not all(strategy in result.values for strategy in STRATEGIES):
         return
     single, cp = (result.values[strategy] for strategy in STRATEGIES)
-    apart = [abs(a - b) / abs(a) for a, b in zip(single, cp, strict=True)]
-    passed = apart[0] <= _FIRST_STEP_TOLERANCE
+    differences = [abs(a - b) / abs(a) for a, b in zip(single, cp, strict=True)]
+    passed = differences[0] <= _FIRST_STEP_TOLERANCE
     result.checks += [
         Check(
-            "loss of the first step, cp and single", f"{apart[0]:.1e} apart", f"≤ {_FIRST_STEP_TOLERANCE:.0e}", passed
+            "loss of the first step, cp and single",
+            f"{differences[0]:.1e} apart",
+            f"≤ {_FIRST_STEP_TOLERANCE:.0e}",
+            passed,
         ),
-        Check("loss of all steps, cp and single", f"at most {max(apart):.1e} apart"),
+        Check("loss of all steps, cp and single", f"at most {max(differences):.1e} apart"),
     ]

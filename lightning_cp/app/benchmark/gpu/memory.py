@@ -24,7 +24,7 @@ MEMORY_TOLERANCE = 1.1
 
 
 class _Sizes(NamedTuple):
-    """Sizes of one measurement. slices: turns in which "allgather" gathers K and V, some heads at a time."""
+    """Sizes of one measurement. slices: number of slices of heads in which "allgather" gathers K and V."""
 
     batch: int
     tokens: int
@@ -44,7 +44,7 @@ class _Sizes(NamedTuple):
 
     @property
     def merge_dtype(self) -> torch.dtype:
-        """The dtype that merged outputs and sums of gradients are kept in."""
+        """Dtype of merged outputs and of sums of gradients."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -60,13 +60,13 @@ def peak_memory(config: DictConfig) -> Iterator[Measurement]:
 
 
 def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
-    device, own, given = torch.device(config.device), config.memory, config.attention
-    dtype = getattr(torch, given.dtype)
-    key_bytes = 2 * given.batch * own.tokens * given.heads * given.head_dim * dtype.itemsize
-    slices = min(given.heads, -(-key_bytes // gathered.SLICE_BYTES[device.type]))
-    sizes = _Sizes(given.batch, own.tokens, own.ranks, given.heads, given.head_dim, dtype, slices)
-    with fake_world(own.ranks):
-        peaks = _peaks(modes(own.ranks)[name], sizes, device)
+    device, settings, attention = torch.device(config.device), config.memory, config.attention
+    dtype = getattr(torch, attention.dtype)
+    key_bytes = 2 * attention.batch * settings.tokens * attention.heads * attention.head_dim * dtype.itemsize
+    slices = min(attention.heads, -(-key_bytes // gathered.SLICE_BYTES[device.type]))
+    sizes = _Sizes(attention.batch, settings.tokens, settings.ranks, attention.heads, attention.head_dim, dtype, slices)
+    with fake_world(settings.ranks):
+        peaks = _peaks(modes(settings.ranks)[name], sizes, device)
     units = buffer_units(name, sizes)
     workspaces = workspace_bytes(name, sizes, device) if units else (0, 0)
     for index, (passes, peak) in enumerate(zip(("forward", "backward"), peaks, strict=True)):
@@ -79,30 +79,34 @@ def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
             passed = share <= MEMORY_TOLERANCE
             result.checks.append(Check(title, f"{share:.2f}", f"≤ {MEMORY_TOLERANCE}", passed))
         result.add_row(
-            f"Peak memory of a rank of {own.ranks}, {own.tokens:,} tokens",
+            f"Peak memory of a rank of {settings.ranks}, {settings.tokens:,} tokens",
             ["mode", "pass", "peak MB", "workspace MB", "formula MB", "share"],
             [name, passes, f"{peak / 1e6:,.1f}", *cells],
         )
 
 
 def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
-    """Buffers that are alive at once in forward and in backward, in units of the local q; None for other modes."""
-    ranks, wide = sizes.ranks, sizes.merge_dtype.itemsize // sizes.dtype.itemsize
+    """Return the buffers allocated at once in forward and backward, in units of the local q; None for other modes."""
+    ranks, accumulation_factor = sizes.ranks, sizes.merge_dtype.itemsize // sizes.dtype.itemsize
     if name == "ring alltoall":
         # Forward: K and V of two chunks, a partial output, the merged output; in half precision, the first merge also
         # holds the first output before its conversion. Backward: K and V of two chunks; dq, dk
         # and dv from the kernel; the sum of dq; the sums of dK and dV of this rank, leaving, and arriving.
-        return 4 + 1 + wide + (wide > 1), 4 + 3 + wide + 6 * wide
+        return 4 + 1 + accumulation_factor + (
+            accumulation_factor > 1
+        ), 4 + 3 + accumulation_factor + 6 * accumulation_factor
     if name == "ring allgather":
         # Gathered K and V: two slices in transit and one put together, or the only slice.
         one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
-        held = one_slice if sizes.slices == 1 else 3 * one_slice
+        gathered_units = one_slice if sizes.slices == 1 else 3 * one_slice
         # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, the sums of dK and dV and
         # their conversion; of one slice: dq and its sum, the kernel's inputs made contiguous and its dk and dv, and the
         # sums that leave and arrive.
-        converted, slice_of_dq = 2 if wide > 1 else 0, one_slice / (2 * ranks)
-        of_a_slice = slice_of_dq * (4 + wide) + one_slice * (1 + 2 * wide * (ranks - 1) / ranks)
-        return held + 2, held + 2 + 2 * wide + converted + of_a_slice
+        converted, slice_of_dq = 2 if accumulation_factor > 1 else 0, one_slice / (2 * ranks)
+        slice_units = slice_of_dq * (4 + accumulation_factor) + one_slice * (
+            1 + 2 * accumulation_factor * (ranks - 1) / ranks
+        )
+        return gathered_units + 2, gathered_units + 2 + 2 * accumulation_factor + converted + slice_units
     if name == "Ulysses":
         # Forward: q, k and v sharded by heads, the same packed, the output. Backward: the gradient of the output, and
         # dq, dk, dv, sharded by heads; dq, dk, dv packed; the inputs of the kernel that it needs contiguous.
@@ -111,7 +115,7 @@ def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
 
 
 def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
-    """Bytes that one call of the kernel allocates beyond its output or its gradients, in forward and in backward.
+    """Measure the bytes that one kernel call allocates in addition to its output or gradients, forward and backward.
 
     The call has the shapes of the mode `name`, and no transfer around it. "ring alltoall" merges in forward: there, the
     larger of the kernel's and the merge's workspace counts.
@@ -143,14 +147,16 @@ def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int
     backward()
     merging()
     results = part.out.nbytes, q.nbytes + k.nbytes + v.nbytes
-    found = [peak_bytes(step, device) - own for step, own in zip((forward, backward), results, strict=True)]
+    workspaces = [
+        peak_bytes(step, device) - result_bytes for step, result_bytes in zip((forward, backward), results, strict=True)
+    ]
     if name == "ring alltoall":
-        found[0] = max(found[0], peak_bytes(merging, device))
-    return max(0, found[0]), max(0, found[1])
+        workspaces[0] = max(workspaces[0], peak_bytes(merging, device))
+    return max(0, workspaces[0]), max(0, workspaces[1])
 
 
 def _peaks(mode: ContextParallelConfig, sizes: _Sizes, device: torch.device) -> tuple[int, int]:
-    """Bytes allocated at once by forward and by backward, beyond what was allocated before."""
+    """Measure the peak bytes allocated by forward and by backward, without what was allocated before."""
     local = len(shard_range(sizes.tokens, sizes.ranks, dist.get_rank()))
     shape = (sizes.batch, local, sizes.heads, sizes.head_dim)
     *leaves, grad = (torch.randn(shape, device=device).to(sizes.dtype).requires_grad_(i < 3) for i in range(4))

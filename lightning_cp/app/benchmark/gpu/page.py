@@ -29,12 +29,12 @@ def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: P
     """Write `gpu.md` and its plots into `folder`. Returns: their paths.
 
     Args:
-        results: by stage; a stage that is missing is listed as not run.
+        results: results by stage; missing stages are listed as not run.
         stages: all stages, in order.
         device: "cuda", or "cpu" for a rehearsal.
     """
     plots = _plots(results, folder)
-    checks = [(name, check) for name, found in results.items() for check in found.checks]
+    checks = [(name, check) for name, result in results.items() for check in result.checks]
     failed = [(name, check) for name, check in checks if check.passed is False]
     met = sum(check.passed is True for _, check in checks)
     lines = ["# One GPU", ""]
@@ -46,32 +46,32 @@ def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: P
     if failed:
         lines += ["", "## Goals missed", ""]
         lines += _table(["stage", "check", "value", "goal"], [[n, c.name, c.value, c.goal] for n, c in failed])
-    for name, found in results.items():
+    for name, result in results.items():
         lines += ["", f"## Stage `{name}`", "", _ABOUT.get(name, ""), ""]
         lines += [f"![{path.stem}]({path.name})" for path in plots.get(name, [])]
-        for table in [*_ratio_tables(found), *found.tables]:
+        for table in [*_ratio_tables(result), *result.tables]:
             lines += ["", f"### {table.title}", "", *_table(table.columns, table.rows)]
     page = folder / "gpu.md"
     page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [page, *(path for paths in plots.values() for path in paths)]
 
 
-def _summary(name: str, found: StageResult | None) -> list[str]:
-    if found is None:
+def _summary(name: str, result: StageResult | None) -> list[str]:
+    if result is None:
         return [name, "not run", ""]
-    missed = sum(check.passed is False for check in found.checks)
-    told = found.error or (f"{missed} goals missed" if missed else "all goals met" if _goals(found) else "no goals")
-    return [name, told.replace("|", "/").replace("\n", " ")[:300], f"{found.seconds:.0f}"]
+    missed = sum(check.passed is False for check in result.checks)
+    text = result.error or (f"{missed} goals missed" if missed else "all goals met" if _goals(result) else "no goals")
+    return [name, text.replace("|", "/").replace("\n", " ")[:300], f"{result.seconds:.0f}"]
 
 
-def _goals(found: StageResult) -> list[Check]:
-    return [check for check in found.checks if check.passed is not None]
+def _goals(result: StageResult) -> list[Check]:
+    return [check for check in result.checks if check.passed is not None]
 
 
-def _ratio_tables(found: StageResult) -> Iterable[ResultTable]:
-    """The checks of the stage that has rows for `bench.csv`, as one table."""
-    if found.rows:
-        yield ResultTable("Ratios", ["case", "ratio", "goal"], [[c.name, c.value, c.goal] for c in found.checks])
+def _ratio_tables(result: StageResult) -> Iterable[ResultTable]:
+    """Yield the checks of a stage with rows for `bench.csv` as one table."""
+    if result.rows:
+        yield ResultTable("Ratios", ["case", "ratio", "goal"], [[c.name, c.value, c.goal] for c in result.checks])
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -80,7 +80,7 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path]]:
-    """The plots of each stage that has some."""
+    """Draw the plots. Returns: their paths by stage."""
     plots: dict[str, list[Path]] = {}
     ratios = results.get("one_rank")
     if ratios is not None and ratios.rows:
@@ -96,7 +96,7 @@ def _plots(results: dict[str, StageResult], folder: Path) -> dict[str, list[Path
 
 
 def _draw_memory(table: ResultTable, path: Path) -> None:
-    """Bars of measured and expected peak memory."""
+    """Draw bars of measured and expected peak memory."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 0.5 * len(table.rows) + 1.4), layout="constrained")

@@ -16,7 +16,7 @@ class Check:
     """One measured value and the goal it must meet.
 
     Attributes:
-        name: what was measured.
+        name: name of the measured quantity.
         value: the measured value with its unit.
         goal: the bound, as text; "" if there is none on this device.
         passed: None if there is no goal.
@@ -42,14 +42,14 @@ class StageResult:
     """Everything that one stage reports.
 
     Attributes:
-        settings: the settings it ran with; with other settings the stage runs again.
+        settings: settings of the run; with other settings the stage runs again.
         seconds: wall-clock time, of all runs of the stage.
-        error: why the stage did not finish; "" if it did.
+        error: reason why the stage did not finish; "" if it did.
         rows: rows of `bench.csv`, for the plots.
         values: numbers that a later measurement of the stage reads.
-        finished: names of the measurements that are done. A stage that was cut off goes on after them.
-        failed: measurements that ended the process, and how. They run again in the next run, not in this one.
-        started: the measurement under way; "" if there is none.
+        finished: names of the measurements that are done. An interrupted stage continues after them.
+        failed: error by measurement that ended the process. These run again in the next run, not in this one.
+        started: current measurement; "" if there is none.
     """
 
     settings: dict[str, Any]
@@ -79,7 +79,7 @@ Measurement = tuple[str, Callable[[StageResult], None]]
 def run_measurements(measurements: Iterable[Measurement], result: StageResult, save: Callable[[], None]) -> None:
     """Run the measurements that have neither finished nor failed, and save after each.
 
-    Args: save: writes `result`; what a measurement adds is saved when it is finished, not before.
+    Args: save: function that writes `result`; it is called before and after each measurement.
     """
     for name, measure in measurements:
         if name in result.finished or name in result.failed:
@@ -104,21 +104,21 @@ def read_results(path: Path) -> dict[str, StageResult]:
         return {
             name: StageResult(
                 **{
-                    **found,
-                    "checks": [Check(**check) for check in found["checks"]],
-                    "tables": [ResultTable(**table) for table in found["tables"]],
+                    **fields,
+                    "checks": [Check(**check) for check in fields["checks"]],
+                    "tables": [ResultTable(**table) for table in fields["tables"]],
                 }
             )
-            for name, found in stored.items()
+            for name, fields in stored.items()
         }
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{path} does not hold results of this benchmark: {error}. Remove it, or choose another folder"
+            f"{path} is not a results file of this benchmark: {error}. Remove it, or use another folder"
         ) from error
 
 
 def write_results(results: dict[str, StageResult], path: Path) -> None:
     """Replace the file with `results`."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps({name: asdict(found) for name, found in results.items()}, indent=1), "utf-8")
+    partial.write_text(json.dumps({name: asdict(fields) for name, fields in results.items()}, indent=1), "utf-8")
     partial.replace(path)

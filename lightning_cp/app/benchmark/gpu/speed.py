@@ -21,7 +21,7 @@ RATIO_GOAL, BANDWIDTH_GOAL = 1.03, 0.8
 
 
 def merge_bandwidth(config: DictConfig) -> Iterator[Measurement]:
-    """Time the merge of two partial results, as a share of the bandwidth of a plain copy."""
+    """Time the merge of two partial results, as a fraction of the bandwidth of a plain copy."""
     for tokens in config.merge.lengths:
         for dtype in (torch.float32, torch.bfloat16):
             yield f"{tokens} tokens, {dtype_name(dtype)}", functools.partial(_time_merge, config, tokens, dtype)
@@ -37,19 +37,19 @@ def _time_merge(config: DictConfig, tokens: int, dtype: torch.dtype, result: Sta
     b = PartialAttention(torch.randn(shape, device=device).to(dtype), torch.randn(shape[:3], device=device))
     moved = a.out.numel() * (8 + dtype.itemsize) + a.lse.numel() * 12
     rate = moved / seconds_of(functools.partial(merge, a, b), device)
-    share = rate / copy_rate
+    fraction = rate / copy_rate
     result.add_row(
         "Merge of two partial results",
         ["tokens", "dtype of the second", "GB/s", "GB/s of a copy", "share of the copy"],
-        [f"{tokens:,}", dtype_name(dtype), f"{rate / 1e9:,.0f}", f"{copy_rate / 1e9:,.0f}", f"{share:.2f}"],
+        [f"{tokens:,}", dtype_name(dtype), f"{rate / 1e9:,.0f}", f"{copy_rate / 1e9:,.0f}", f"{fraction:.2f}"],
     )
     goal = f"≥ {BANDWIDTH_GOAL}" if device.type == "cuda" and tokens == max(config.merge.lengths) else ""
     name = f"merge of {tokens:,} tokens in {dtype_name(dtype)}: share of the copy's bandwidth"
-    result.checks.append(Check(name, f"{share:.2f}", goal, share >= BANDWIDTH_GOAL if goal else None))
+    result.checks.append(Check(name, f"{fraction:.2f}", goal, fraction >= BANDWIDTH_GOAL if goal else None))
 
 
 def one_rank_times(config: DictConfig) -> Iterator[Measurement]:
-    """Time what one rank computes in every mode, against one attention call with the same FLOPs.
+    """Time one rank's work in every mode, relative to one attention call with the same FLOPs.
 
     The process group is a fake that sends nothing, so only computation and memory traffic are measured.
     """
@@ -61,30 +61,30 @@ def one_rank_times(config: DictConfig) -> Iterator[Measurement]:
 
 
 def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, result: StageResult) -> None:
-    device, own = torch.device(config.device), config.one_rank
+    device, settings = torch.device(config.device), config.one_rank
     sizes = OmegaConf.merge(config.attention, {"backward": backward})
     with fake_world(ranks):
         subjects = one_rank(sizes, tokens, device)  # type: ignore[arg-type]
-        found = measure(subjects, repeats=own.repeats, seconds=own.seconds, device=device)
-    rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, found)
+        figures = measure(subjects, repeats=settings.repeats, seconds=settings.seconds, device=device)
+    rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, figures)
     result.rows += [dict(row) for row in rows]
     result.checks += _ratio_checks(rows, on_gpu=device.type == "cuda")
 
 
 def _ratio_checks(rows: list[Row], *, on_gpu: bool) -> Iterator[Check]:
-    """One check for each mode: its time over the time of a single call with the same FLOPs."""
+    """Yield one check per mode: its time divided by the time of a single call with the same FLOPs."""
     times = {row["subject"]: row["median_s"] for row in rows}
     tokens, ranks, passes = rows[0]["tokens"], rows[0]["ranks"], "forward"
     if rows[0]["workload"] == "one_rank":
         passes = "forward and backward"
     for name in modes(ranks):
         call = times[HEADS_CALL if name == "Ulysses" else QUERIES_CALL]
-        mine = times[name]
-        if mine is None or call is None:
+        time = times[name]
+        if time is None or call is None:
             reason = next(row["refused"] for row in rows if row["subject"] in (name, QUERIES_CALL) and row["refused"])
             yield Check(f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}", reason, "runs", False)
             continue
-        ratio = mine / call
+        ratio = time / call
         goal = f"≤ {RATIO_GOAL}" if on_gpu else ""
         title = f"{name}, {ranks} ranks, {tokens:,} tokens, {passes}: time over one call"
         yield Check(title, f"{ratio:.3f}", goal, ratio <= RATIO_GOAL if goal else None)

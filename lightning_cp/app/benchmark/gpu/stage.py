@@ -24,7 +24,7 @@ STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
 
 
 def main(name: str, settings: str, results: str) -> None:
-    """Run the measurements of the stage that the file of results does not hold yet, and save each in that file."""
+    """Run the measurements of a stage that have no result in the results file yet, and save each there."""
     config, path = OmegaConf.load(settings), Path(results)
     assert isinstance(config, DictConfig), "the runner wrote a mapping"
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -18,20 +18,20 @@ REPOSITORY = Path(__file__).parents[4]
 
 
 def run_tests(config: DictConfig) -> Iterator[Measurement]:
-    """Run the files `config.tests.files`, relative to the repository. One check for each file and each failed test."""
+    """Run the files `config.tests.files`, relative to the repository. Adds one check per file and per failed test."""
     for file in config.tests.files:
         yield file, functools.partial(_run_file, file, config.device == "cuda")
 
 
-def _run_file(file: str, needed: bool, result: StageResult) -> None:
-    """Args: needed: at least one test must pass."""
+def _run_file(file: str, must_pass: bool, result: StageResult) -> None:
+    """Run one test file. Args: must_pass: at least one test must pass."""
     with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
         report = Path(folder) / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-m", "full or not full", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, file]
-        done = subprocess.run(command, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
+        completed = subprocess.run(command, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
         if not report.is_file():
-            result.checks.append(Check(file, f"pytest ended with exit code {done.returncode}", "passes", False))
+            result.checks.append(Check(file, f"pytest ended with exit code {completed.returncode}", "passes", False))
             return
         outcomes = [_outcome(case) for case in ElementTree.parse(report).iter("testcase")]
     passed, failed, skipped = (
@@ -39,16 +39,16 @@ def _run_file(file: str, needed: bool, result: StageResult) -> None:
     )
     result.add_row("GPU tests", ["file", "passed", "failed", "skipped"], [file, *map(str, (passed, failed, skipped))])
     value = f"{passed} passed, {failed} failed"
-    result.checks.append(Check(file, value, "all pass", not failed and passed > 0) if needed else Check(file, value))
+    result.checks.append(Check(file, value, "all pass", not failed and passed > 0) if must_pass else Check(file, value))
     for name, outcome, message in outcomes:
         if outcome == "failed":
             result.checks.append(Check(name, message, "passes", False))
 
 
 def _outcome(case: ElementTree.Element) -> tuple[str, str, str]:
-    """Name, "passed", "failed" or "skipped", and the first line of the message."""
+    """Return the name, the outcome ("passed", "failed" or "skipped") and the first line of the message."""
     for kind, outcome in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-        found = case.find(kind)
-        if found is not None:
-            return case.get("name", ""), outcome, (found.get("message") or "").split("\n")[0][:200]
+        element = case.find(kind)
+        if element is not None:
+            return case.get("name", ""), outcome, (element.get("message") or "").split("\n")[0][:200]
     return case.get("name", ""), "passed", ""

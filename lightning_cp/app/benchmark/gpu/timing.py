@@ -15,15 +15,15 @@ from lightning_cp.compat.torch_names import fake_store
 
 
 def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int = 20) -> float:
-    """The median time of `step`, by CUDA events on a GPU."""
+    """Measure the median time of `step` in seconds; with CUDA events on a GPU."""
     for _ in range(3):
         step()
     if device.type == "cpu":
         times = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            started = time.perf_counter()
             step()
-            times.append(time.perf_counter() - began)
+            times.append(time.perf_counter() - started)
         return statistics.median(times)
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]  # type: ignore[no-untyped-call]
     for begin, end in pairs:
@@ -35,7 +35,7 @@ def seconds_of(step: Callable[[], object], device: torch.device, *, repeats: int
 
 
 def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `step` has allocated at once, beyond what was allocated before."""
+    """Measure the peak bytes that `step` allocates, without what was allocated before."""
     if device.type == "cpu":
         return read_trace(record(step)).peak_bytes
     torch.cuda.synchronize(device)
@@ -48,7 +48,7 @@ def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
 
 @contextmanager
 def fake_world(ranks: int) -> Iterator[None]:
-    """A default process group of `ranks` ranks whose collectives send nothing; this process is rank 0."""
+    """Create a default process group of `ranks` ranks with collectives that send nothing; this process is rank 0."""
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
     try:
         yield
@@ -57,5 +57,5 @@ def fake_world(ranks: int) -> Iterator[None]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.bfloat16` -> "bfloat16"."""
+    """Return the short name of a dtype: `torch.bfloat16` -> "bfloat16"."""
     return str(dtype).removeprefix("torch.")

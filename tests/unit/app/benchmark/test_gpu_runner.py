@@ -51,7 +51,7 @@ def test_a_crash_ends_one_measurement_only(tmp_path: Path) -> None:
     (tmp_path / "crash").unlink()
     result, said = run(tmp_path)
     assert (tmp_path / "ran.txt").read_text() == "abcdb", "only what failed runs again"
-    assert said[0] == "errors: goes on after 3 measurements of an earlier run"
+    assert said[0] == "errors: continues after 3 measurements of an earlier run"
     assert (result.error, result.failed) == ("", {})
     assert [check.name for check in result.checks] == ["a", "c", "d", "b"]
 
