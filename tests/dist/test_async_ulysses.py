@@ -150,7 +150,7 @@ def _refusals(rank: int, world: int) -> list[str]:
     return said
 
 
-def test_what_cannot_be_sent_is_refused_on_every_rank(run_ranks: RankPool) -> None:
+def test_tensors_that_cannot_be_sent_are_refused_on_every_rank(run_ranks: RankPool) -> None:
     for rank, said in enumerate(run_ranks(3, _refusals)):
         assert "ulysses_degree=3 must divide the number of heads, got 5" in said[0]
         assert "must be [batch, seq_local, heads, head_dim]" in said[1]

@@ -74,7 +74,7 @@ def test_a_right_plan_passes_and_the_model_is_left_as_it_was(run_ranks: RankPool
     assert told[0].startswith("1 output: largest error")
 
 
-def test_a_wrong_plan_is_told_alike_on_every_rank_by_name(run_ranks: RankPool) -> None:
+def test_a_wrong_plan_raises_the_same_error_on_every_rank(run_ranks: RankPool) -> None:
     told = run_ranks(3, _wrong)
     assert len({text for text, _ in told}) == 1
     text, names = told[0]

@@ -125,7 +125,7 @@ def _refused(rank: int, world: int, folder: Path) -> str:
     return str(caught.value)
 
 
-def test_what_cannot_be_written_is_told_on_every_rank(run_ranks: RankPool, tmp_path: Path) -> None:
+def test_a_failed_write_raises_on_every_rank(run_ranks: RankPool, tmp_path: Path) -> None:
     for said in run_ranks(2, _refused, tmp_path, init=False):
         assert "NotADirectoryError" in said
 

@@ -59,7 +59,7 @@ def _by_name(rank: int, world: int, name: str) -> tuple[int, int, int, float]:
 
 
 @pytest.mark.parametrize(("name", "degrees"), [("cp", (1, 1, 2)), ("cp_ring", (2, 1, 1)), ("cp_ulysses", (1, 2, 1))])
-def test_a_name_makes_the_whole_world_the_context(
+def test_cp_ring_and_cp_ulysses_use_the_whole_world_as_context(
     run_ranks: RankPool, name: str, degrees: tuple[int, int, int]
 ) -> None:
     for *found, error in run_ranks(2, _by_name, name, init=False):
@@ -208,7 +208,7 @@ def _peers(rank: int, world: int, check_peers: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("check_peers", "refused"), [("first", [1]), ("always", [1, 3]), ("off", [])])
-def test_differing_peers_are_refused_as_often_as_asked(
+def test_differing_peers_are_refused_as_often_as_check_peers_says(
     run_ranks: RankPool, check_peers: str, refused: list[int]
 ) -> None:
     assert run_ranks(2, _peers, check_peers, init=False) == [refused] * 2

@@ -182,7 +182,7 @@ def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: in
     ("ring", "ulysses", "cfg", "rows"),
     [(1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 3), (1, 1, 3, 4), (1, 1, 4, 6), (3, 1, 1, 2)],
 )
-def test_a_loop_of_ones_own_with_the_pieces_is_exact(
+def test_a_custom_loop_with_split_and_gather_is_exact(
     run_ranks: RankPool, ring: int, ulysses: int, cfg: int, rows: int
 ) -> None:
     answers = run_ranks(ring * ulysses * cfg, _own_loop, ring, ulysses, cfg, rows)
@@ -229,7 +229,7 @@ def _refused(rank: int, world: int, what: str) -> str:
     if what == "exchanged":
         parallelize_pipeline(pipe, config, cfg=2)
         pipe.transformer = _pipe().transformer
-        with pytest.raises(ValueError, match=r"transformer was exchanged") as exchanged:
+        with pytest.raises(ValueError, match=r"transformer was replaced") as exchanged:
             pipe(**inputs)
         return str(exchanged.value)
     if what == "noise of another":
@@ -273,7 +273,9 @@ def _refused(rank: int, world: int, what: str) -> str:
         ("twice", "PlanError: WanPipeline is already context-parallel"),
     ],
 )
-def test_what_cannot_be_shared_out_is_refused_on_every_rank(run_ranks: RankPool, what: str, told: str) -> None:
+def test_pipeline_calls_that_cannot_be_distributed_are_refused_on_every_rank(
+    run_ranks: RankPool, what: str, told: str
+) -> None:
     import re
 
     answers = run_ranks(2, _refused, what)

@@ -190,7 +190,7 @@ def _tried_with_shards(
 @pytest.mark.full
 @pytest.mark.parametrize("when", [BEFORE, AFTER])
 @pytest.mark.parametrize("feature", BESIDE_SHARDS)
-def test_features_beside_shards(run_ranks: RankPool, feature: str, when: str) -> None:
+def test_features_with_sharded_weights(run_ranks: RankPool, feature: str, when: str) -> None:
     others = {"joint_attention_kwargs": {"scale": 0.5}} if feature == "lora" else {}
     if when == AFTER and feature != "attention backend":
         method = "compile_repeated_blocks" if feature == "compiled blocks" else "load_lora_adapter"

@@ -200,7 +200,7 @@ def test_what_cannot_be_sharded_is_refused_by_name(run_ranks: RankPool) -> None:
             assert part in message
 
 
-def test_a_pipeline_sharded_in_part_says_so(run_ranks: RankPool) -> None:
+def test_a_partly_sharded_pipeline_raises_at_every_call(run_ranks: RankPool) -> None:
     for called, again in run_ranks(2, _fails_half_way):
         assert "is only partly sharded" in called
         assert "out of memory" in called

@@ -101,7 +101,7 @@ def _unseeded(rank: int, world: int, kind: str, ring: int, shuffle: bool) -> tup
     ("world", "ring", "kind", "shuffle"),
     [(2, 2, "cp", False), (3, 3, "cp", True), (3, 3, "cp_fsdp", False), (4, 2, "cp", True), (4, 2, "cp_fsdp", True)],
 )
-def test_peers_draw_alike_without_a_seed_and_groups_do_not(
+def test_peers_draw_equal_numbers_without_a_seed_and_groups_do_not(
     run_ranks: RankPool, world: int, ring: int, kind: str, shuffle: bool
 ) -> None:
     """Ten steps of batches that are augmented in the main process: more than an epoch."""
@@ -179,7 +179,7 @@ def _regrouped(rank: int, world: int, path: Path, ring: int) -> tuple[Tensor, Te
     return noise, torch.rand(3)
 
 
-def test_another_number_of_data_groups_draws_numbers_of_its_own(run_ranks: RankPool, tmp_path: Path) -> None:
+def test_another_number_of_data_groups_draws_new_numbers(run_ranks: RankPool, tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     before = run_ranks(4, _saved, path, [1, 1, 2, 2], init=False)
     first, peer = run_ranks(2, _regrouped, path, 2, init=False)

@@ -61,7 +61,7 @@ def _stalled(rank: int, world: int, place: str) -> list[str]:
     return _told_while(step, world=world)
 
 
-def test_a_stalled_forward_is_told_by_every_rank_that_waits(run_ranks: RankPool) -> None:
+def test_a_stalled_forward_is_reported_by_every_waiting_rank(run_ranks: RankPool) -> None:
     first, sleeper, last = run_ranks(3, _stalled, "forward")
     assert sleeper == []
     for (told,) in (first, last):
@@ -72,7 +72,7 @@ def test_a_stalled_forward_is_told_by_every_rank_that_waits(run_ranks: RankPool)
         assert "in nap)" in told
 
 
-def test_a_stalled_backward_is_told_with_the_module_of_its_forward(run_ranks: RankPool) -> None:
+def test_a_stalled_backward_is_reported_with_the_module_of_its_forward(run_ranks: RankPool) -> None:
     (told,), _, _ = run_ranks(3, _stalled, "backward")
     assert "in backward, blocks.1.attn1 of WanTransformer3DModel" in told
     assert "rank 1 is in no collective" in told
@@ -82,7 +82,7 @@ def _first_is_elsewhere(rank: int, world: int) -> list[str]:
     return _told_while(lambda: time.sleep(NAP_S if rank == 0 else 0), world=world)
 
 
-def test_the_first_rank_tells_of_peers_that_wait_for_it(run_ranks: RankPool) -> None:
+def test_rank_zero_reports_peers_that_wait_for_it(run_ranks: RankPool) -> None:
     (first,), (other,) = run_ranks(2, _first_is_elsewhere)
     for told in (first, other):
         assert "rank 1 wait" in told
@@ -151,5 +151,5 @@ def _late(rank: int, world: int) -> float:
         stall.TCPStore = connect  # type: ignore[misc]
 
 
-def test_a_first_rank_that_ends_at_once_keeps_nobody_waiting(run_ranks: RankPool) -> None:
+def test_a_rank_zero_that_ends_at_once_blocks_no_other_rank(run_ranks: RankPool) -> None:
     assert max(run_ranks(3, _late)) < 5

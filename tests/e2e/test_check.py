@@ -33,7 +33,7 @@ def test_the_plan_of_the_guide_is_short_and_exact(folder: Path) -> None:
     assert [path.name for path in folder.iterdir() if path.name != "__pycache__"] == ["my_model.py"]
 
 
-def test_a_wrong_plan_is_told_with_what_differs(folder: Path) -> None:
+def test_a_wrong_plan_is_reported_with_the_differences(folder: Path) -> None:
     file = folder / "my_model.py"
     file.write_text(file.read_text().replace('mask("text", "image")', 'mask("image", "text")'))
     done = _check(folder, "model=my_model.py", "plan=my_model.py")
@@ -43,7 +43,7 @@ def test_a_wrong_plan_is_told_with_what_differs(folder: Path) -> None:
     assert "gradient blocks.0.self_qkv.weight" in done.stdout
 
 
-def test_a_class_without_a_plan_is_told_so(folder: Path) -> None:
+def test_a_class_without_a_plan_is_refused_with_advice(folder: Path) -> None:
     done = _check(folder, "model=my_model.py")
     assert done.returncode == 1
     assert done.stderr.count("error:") == 1

@@ -49,7 +49,7 @@ def wait_for_checkpoint(folder: Path, process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.parametrize("victim", [pytest.param("rank 0", marks=pytest.mark.full), "rank 1", "recipe"])
-def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_path: Path) -> None:
+def test_a_kill_ends_the_job_and_the_last_checkpoint_is_complete(victim: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(*ENDLESS, folder=folder) as process:
         wait_for_checkpoint(folder, process)
@@ -77,9 +77,7 @@ def test_a_kill_ends_the_job_and_the_last_checkpoint_is_whole(victim: str, tmp_p
         pytest.param(signal.SIGTERM, "lightning", marks=pytest.mark.full),
     ],
 )
-def test_a_job_asked_to_stop_writes_a_checkpoint_from_which_it_goes_on(
-    number: int, trainer: str, tmp_path: Path
-) -> None:
+def test_a_stopped_job_writes_a_checkpoint_and_resumes_from_it(number: int, trainer: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with started(*ENDLESS, f"trainer={trainer}", folder=folder) as process:
         wait_for_checkpoint(folder, process)
@@ -170,7 +168,7 @@ def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) ->
     assert finished.stdout.count("recognises") == 1
 
 
-def test_a_refusal_under_torchrun_is_told_once_though_the_first_rank_comes_late(tmp_path: Path) -> None:
+def test_an_error_under_torchrun_is_printed_once_even_if_rank_zero_is_late(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         'import os, time\nif os.environ.get("RANK") == "0":\n    time.sleep(4)\n', encoding="utf-8"
     )
@@ -181,7 +179,7 @@ def test_a_refusal_under_torchrun_is_told_once_though_the_first_rank_comes_late(
 
 
 @pytest.mark.full  # it waits for the first rank's word
-def test_a_rank_that_alone_refuses_under_torchrun_tells_why(tmp_path: Path) -> None:
+def test_a_rank_that_alone_fails_under_torchrun_prints_the_reason(tmp_path: Path) -> None:
     """As one whose node has no room: the first rank does not refuse, and waits for the others."""
     (tmp_path / "of_1").touch()
     folder = f"run_dir={tmp_path}/of_${{oc.env:RANK}}"

@@ -87,9 +87,7 @@ def test_pictures_are_the_same_at_every_degree(
     assert np.abs(pictures(tmp_path / "out") - pictures(alone)).max() <= most
 
 
-def test_classes_that_are_asked_for_are_sampled_by_data_groups_in_order(
-    alone: Path, trained: Path, tmp_path: Path
-) -> None:
+def test_requested_classes_are_sampled_by_data_groups_in_order(alone: Path, trained: Path, tmp_path: Path) -> None:
     options = ("prompts=[7,1,1]", "count=1", "strategy=cp", "data_parallel=2")
     done = sampled(f"source={trained}", *options, folder=tmp_path / "out")
     assert done.exit_code == 0, done.stderr

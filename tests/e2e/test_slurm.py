@@ -66,7 +66,7 @@ def test_across_nodes_slurm_starts_the_ranks(slurm: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_on_one_node_a_failed_job_fails_alone_and_no_gpus_are_asked_for_on_cpu(slurm: Path, tmp_path: Path) -> None:
+def test_on_one_node_a_failed_job_affects_no_other_and_cpu_jobs_request_no_gpus(slurm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     settings = ("launcher=slurm", "strategy=cp", "devices=2", "accelerator=cpu", "ring=2", "+fault=raise_1,none")
     ran = sweep(*settings, folder=folder)
@@ -78,7 +78,7 @@ def test_on_one_node_a_failed_job_fails_alone_and_no_gpus_are_asked_for_on_cpu(s
 
 
 @pytest.mark.full
-def test_a_job_whose_time_is_up_is_queued_again_and_goes_on_where_it_was(slurm: Path, tmp_path: Path) -> None:
+def test_a_job_that_exceeds_its_time_is_requeued_and_resumes(slurm: Path, tmp_path: Path) -> None:
     job = {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}
     settings = (*SMALL, "strategy=cp", "ring=2", "max_steps=60", "checkpoint_every=2")
     with started(*settings, folder=tmp_path / "run", environment=job) as process:

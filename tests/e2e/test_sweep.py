@@ -50,7 +50,7 @@ def test_jobs_of_changing_worlds_are_each_a_fresh_start(tmp_path: Path) -> None:
     assert all(f"ring={ring}" in ran.stdout for ring in (1, 2, 3))
 
 
-def test_a_job_that_fails_fails_alone_and_is_told_at_the_end(tmp_path: Path) -> None:
+def test_a_failed_job_affects_no_other_job_and_is_listed_at_the_end(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     faults = "raise_0,raise_1,kill_1,none"
     ran = sweep("strategy=cp", "ring=2", f"+fault={faults}", "ulysses=1,7", folder=folder)
@@ -67,7 +67,7 @@ def test_a_job_that_fails_fails_alone_and_is_told_at_the_end(tmp_path: Path) -> 
     assert math.isnan(outcomes[0].loss)
 
 
-def test_bad_settings_fail_alone_and_the_folder_may_have_been_used_before(tmp_path: Path) -> None:
+def test_bad_settings_of_one_job_affect_no_other_and_the_folder_may_exist(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     (folder / "mine").mkdir(parents=True)
     (folder / "mine" / "outcome.json").write_text("keep")

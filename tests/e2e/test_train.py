@@ -37,7 +37,7 @@ def assert_same_training(finished: Finished, reference: Finished) -> None:
     assert (ours - theirs).abs().max() <= 1e-3
 
 
-def test_every_rank_leaves_the_trace_of_the_step_that_was_asked_for(tmp_path: Path) -> None:
+def test_every_rank_writes_the_trace_of_trace_step(tmp_path: Path) -> None:
     finished = run(*SMALL, "max_steps=3", "ring=3", "strategy=cp", "trace_step=3", folder=tmp_path / "run")
     assert finished.exit_code == 0, finished.stderr
     traces = [finished.folder / "trace" / f"rank_{rank}.json" for rank in range(3)]
@@ -48,7 +48,7 @@ def test_every_rank_leaves_the_trace_of_the_step_that_was_asked_for(tmp_path: Pa
         assert any(name.startswith("lightning_cp::wait") for name in names)
 
 
-def test_a_run_leaves_what_it_says(one_process: Finished) -> None:
+def test_a_run_writes_the_files_that_it_lists(one_process: Finished) -> None:
     folder = one_process.folder
     for picture in ("samples/final.png", "loss.png"):
         assert (folder / picture).read_bytes().startswith(b"\x89PNG")

@@ -99,7 +99,7 @@ def test_only_the_side_stream_waits() -> None:
         assert recorder.crossings == ["aten.copy_.default"], "the copy to the host, and nothing else"
 
 
-def test_the_event_says_when_it_is_done() -> None:
+def test_a_background_gather_is_done_when_its_event_is() -> None:
     device = _Device()
     with fake_cuda():
         gather, _ = _gather(device)

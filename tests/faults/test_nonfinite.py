@@ -84,7 +84,7 @@ def test_a_step_can_be_skipped(settings: str, share: int, tmp_path: Path) -> Non
 
 
 @full
-def test_ignored_nan_is_never_saved_and_samples_of_it_are_told_as_unreadable(tmp_path: Path) -> None:
+def test_ignored_nan_is_never_saved_and_its_samples_are_marked(tmp_path: Path) -> None:
     finished = spoilt_run("on_nonfinite=ignore", share=12, rank=0, count=1, folder=tmp_path / "run")
     assert finished.exit_code == 0, finished.stderr
     assert checkpoints(finished) == ["step_00000002"]
@@ -95,7 +95,7 @@ def test_ignored_nan_is_never_saved_and_samples_of_it_are_told_as_unreadable(tmp
 
 @full
 @pytest.mark.parametrize("trainer", ["fabric", "lightning"])
-def test_a_learning_rate_that_is_far_too_high_is_told(trainer: str, tmp_path: Path) -> None:
+def test_a_learning_rate_that_is_far_too_high_ends_the_run_with_advice(trainer: str, tmp_path: Path) -> None:
     settings = ("optim.lr=1e6", "max_steps=200", "checkpoint_every=10", "strategy=cp", "ring=2")
     finished = run(*SMALL, *settings, f"trainer={trainer}", folder=tmp_path / "run")
     assert finished.exit_code == 1

@@ -250,7 +250,7 @@ def test_an_output_root_that_cannot_be_written_to_is_an_error_in_one_line(
 
 
 @pytest.mark.full
-def test_under_a_launcher_it_is_said_once(read_only: Path, tmp_path: Path) -> None:
+def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
         process = start(stack, f"output_root={read_only}", cwd=tmp_path, launcher=TORCHRUN)
         _, stderr = process.communicate(timeout=LIMIT_S)

@@ -11,7 +11,7 @@ from lightning_cp.callbacks.sampling import EMACallback, SamplingCallback
 
 
 @pytest.mark.parametrize("decay", [1, 1.5, -0.1, float("nan"), True, "0.9", None])
-def test_an_ema_decay_that_is_none_is_refused(decay: Any) -> None:
+def test_an_ema_decay_outside_of_zero_to_one_is_refused(decay: Any) -> None:
     with pytest.raises(ValueError, match=r"^decay=.* must be a number from 0 to below 1"):
         EMACallback(decay)
 

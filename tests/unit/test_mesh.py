@@ -99,7 +99,7 @@ def test_a_mesh_is_built_once_for_each_process_group() -> None:
         assert (second.data_size, second.context_rank) == (4, 3)
 
 
-def test_two_meshes_of_one_shape_have_groups_of_their_own() -> None:
+def test_two_meshes_of_one_shape_have_separate_groups() -> None:
     with pretended_world(5, 8):
         names = (("dp", "ring", "ulysses"), ("ring", "ulysses", "dp"))
         meshes = [init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=name) for name in names]
@@ -166,7 +166,7 @@ def test_a_mesh_without_this_rank_is_refused() -> None:
         (8, 2, lambda: _mesh((2, 2, 2), ("ring", "dp", "ulysses")), [[[0, 1, 4, 5], [2, 3, 6, 7]]]),
     ],
 )
-def test_branches_of_guidance_are_groups_beside_the_context(
+def test_guidance_branches_are_separate_from_context_groups(
     size: int, cfg: int, config: Callable[[], ContextParallelConfig], samples: list[list[list[int]]]
 ) -> None:
     for rank in range(size):

@@ -111,7 +111,7 @@ def test_what_sampling_does_not_build_is_not_passed_on(plain: dict[str, Any], tm
         ("data.patch_size", [1, 1, "${oc.decode:'${oc.env:X}'}"]),
     ],
 )
-def test_an_interpolation_is_refused_wherever_it_stands(
+def test_an_interpolation_is_refused_at_any_depth(
     plain: dict[str, Any], key: str, value: object, tmp_path: Path
 ) -> None:
     with pytest.raises(SettingsError, match=rf"{key}.*is an interpolation, .*Set trust=true"):

@@ -37,7 +37,7 @@ def test_a_picture_is_a_png_of_its_pixels(sample: Any, tmp_path: Path) -> None:
     assert np.abs(read - (PICTURE * 255).round().numpy()).max() <= 1
 
 
-def test_grey_and_transparent_pictures_stay_so(tmp_path: Path) -> None:
+def test_grey_and_transparent_pictures_keep_their_channels(tmp_path: Path) -> None:
     with Image.open(write_sample(PICTURE[..., :1], tmp_path / "grey")) as read:
         assert read.mode == "L"
     with Image.open(write_sample(Image.new("RGBA", (4, 4), (255, 0, 0, 9)), tmp_path / "rgba")) as read:

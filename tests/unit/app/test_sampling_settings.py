@@ -176,6 +176,6 @@ def test_mp4_needs_what_writes_it_before_anything_starts(root: Path, monkeypatch
         (["source=ROOT/run", "kernel=cudnn", "strategy=cp"], "kernel=cudnn is not valid on CPU"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused_by_name(root: Path, overrides: list[str], told: str) -> None:
+def test_settings_that_cannot_be_sampled_are_refused_by_name(root: Path, overrides: list[str], told: str) -> None:
     with pytest.raises(SettingsError, match=told):
         check(root, *overrides)

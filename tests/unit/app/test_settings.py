@@ -199,7 +199,7 @@ def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None
         check(f"resume={folder}")
 
 
-def test_last_looks_beside_a_run_folder_that_was_chosen_elsewhere(tmp_path: Path) -> None:
+def test_resume_last_searches_next_to_a_run_folder_set_by_the_user(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path / "a" / "checkpoints", Checkpoint(3, {}, {}))
     assert check(f"run_dir={tmp_path / 'b'}", "resume=last").config.resume == str(folder)
 

@@ -95,7 +95,7 @@ class FourGpus(Machine):
 
 
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: str(path.relative_to(CONF)))
-def test_every_file_is_short_and_says_what_it_is(path: Path) -> None:
+def test_every_file_is_short_and_begins_with_a_description(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     assert len(lines) <= 100

@@ -56,7 +56,7 @@ def test_a_saved_position_continues_exactly_at_another_data_parallelism() -> Non
     assert list(resumed) == [batch[4:6] for batch in expected[1:]]
 
 
-def test_the_position_can_be_told_in_steps_for_workers_that_fetch_ahead() -> None:
+def test_the_position_can_be_given_in_steps_for_workers_that_prefetch() -> None:
     sampler = GlobalBatchSampler(23, 6)
     resumed = GlobalBatchSampler(23, 6)
     resumed.load_state_dict(sampler.state_dict(step=3 * 2 + 2))

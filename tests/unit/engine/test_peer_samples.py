@@ -113,13 +113,13 @@ def test_a_lone_element_is_found_after_some_forwards() -> None:
     assert 0.5 * share < sum(seen) / len(seen) < 2 * share
 
 
-def test_random_states_are_left_alone() -> None:
+def test_random_states_are_unchanged() -> None:
     before = torch.get_rng_state()
     _found(X, X)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_ranks_that_count_forwards_differently_are_told_apart() -> None:
+def test_ranks_with_different_numbers_of_forwards_are_reported() -> None:
     tables = [Sampler(["x"]).table({"x": X}, forward=n, device=CPU)[0] for n in (6, 6, 7)]
     found = difference(torch.stack(tables).numpy(), ["x"])
     assert found == (2, "one has called the model 7 times and the other 6 times")

@@ -59,7 +59,7 @@ def test_ranks_know_their_place_and_only_the_first_speaks(
     assert dict(os.environ) == before
 
 
-def test_two_jobs_one_after_the_other_have_worlds_of_their_own(tmp_path: Path) -> None:
+def test_consecutive_jobs_have_separate_worlds(tmp_path: Path) -> None:
     for ranks in (2, 3, 1):
         folder = tmp_path / str(ranks)
         folder.mkdir()

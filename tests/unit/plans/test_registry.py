@@ -97,6 +97,6 @@ def test_parts_of_a_vae_are_no_unet() -> None:
     assert refusal(UNetMidBlock2D) is None
 
 
-def test_an_unknown_class_is_told_how_to_write_a_plan() -> None:
+def test_an_unknown_class_is_refused_with_a_link_to_writing_a_plan() -> None:
     with pytest.raises(PlanError, match=r"no plan is registered for .*docs/plans\.md.*check_plan"):
         apply_context_parallel(nn.Linear(2, 2), ContextParallelConfig())

@@ -66,7 +66,9 @@ def test_scripts_are_started_again_unless_another_method_is_chosen(kind: Any) ->
 
 
 @pytest.mark.usefixtures("session")
-def test_external_launchers_are_left_alone_and_platforms_without_fork_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_external_launchers_are_unchanged_and_platforms_without_fork_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_start_method("fork", ranks=2, external=True) == "popen"
     monkeypatch.setattr("torch.multiprocessing.get_all_start_methods", lambda: ["spawn"])
     with pytest.raises(ValueError, match="only fork can, on Linux and macOS"):
@@ -85,7 +87,7 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("given", [None, "4321"])
-def test_each_launch_has_a_port_of_its_own(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
+def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("MASTER_PORT", None)
     if given:

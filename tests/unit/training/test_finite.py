@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_finite_is_named(tmp_path: Path) -> None:
         loop.step()
 
 
-def test_a_norm_that_overflows_is_told_apart(tmp_path: Path) -> None:
+def test_a_norm_that_overflows_is_reported_differently_from_an_infinite_gradient(tmp_path: Path) -> None:
     loop = Loop(tmp_path)
     with pytest.raises(NonFiniteError, match="norm of the gradient is inf, because finite gradients are too large"):
         loop.step(1e30)

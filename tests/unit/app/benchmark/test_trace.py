@@ -20,7 +20,7 @@ def test_bytes_are_summed_in_the_order_of_time() -> None:
     assert (trace.peak_bytes, trace.held_bytes) == (150, 130)
 
 
-def test_an_exchange_is_under_way_until_it_is_asked_for() -> None:
+def test_a_transfer_lasts_from_its_exchange_to_its_wait() -> None:
     marks = [("exchange 7", 1.0, 1.5), ("exchange 12", 2.0, 2.5), ("wait 7", 4.0, 5.0), ("wait 12", 6.0, 6.5)]
     events = [_span("step", 0.0, 10.0), *(_span(f"lightning_cp::{name}", a, b) for name, a, b in marks)]
     trace = read_trace(events)
@@ -41,6 +41,6 @@ def test_on_a_gpu_a_transfer_is_exposed_where_no_other_kernel_runs() -> None:
     assert read_trace(events).exposed == pytest.approx(0.3)
 
 
-def test_an_empty_trace_says_nothing() -> None:
+def test_an_empty_trace_has_zero_figures() -> None:
     trace = read_trace([])
     assert (trace.peak_bytes, trace.transfers, trace.exposed) == (0, (), 0.0)
