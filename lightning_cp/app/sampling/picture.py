@@ -16,7 +16,8 @@ def draw_grid(samples: Tensor, labels: Tensor, predicted: Tensor | None, path: P
             otherwise the first one is drawn, with 1 as black. A row shows up to 12 pictures of its class or, for clips,
             up to 12 frames of the first clip of its class.
         labels: requested classes, [n].
-        predicted: classes predicted by the classifier, [n]; negative for samples with non-finite pixels. None: no frames.
+        predicted: classes predicted by the classifier, [n]; negative for samples with non-finite pixels. None: no red
+            frames.
         path: path of the PNG.
         title: title above the grid.
     """
