@@ -41,7 +41,7 @@ def test_stop_iteration_of_a_data_set_is_an_error(settings: str, share: int, ran
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ("data.dataset._target_=tests.faults.data.LyingDigits ring=2", "1697 samples on rank 1, and 1797 on rank 0"),
+        ("data.dataset._target_=tests.faults.data.LyingDigits ring=2", "1697 samples on rank 1, but 1797 on rank 0"),
         ("data.dataset._target_=tests.faults.data.StreamedDigits", "must have __len__ and __getitem__"),
     ],
 )

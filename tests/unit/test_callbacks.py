@@ -19,7 +19,7 @@ def test_an_ema_decay_outside_of_zero_to_one_is_refused(decay: Any) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"ema_decay": 1.0}, r"ema_decay=1.0 must be a number from 0 to below 1, such as 0.999"),
+        ({"ema_decay": 1.0}, r"ema_decay=1.0 must be a number from 0 to below 1, for instance 0.999"),
         ({"every_n_train_steps": 0}, r"every_n_train_steps=0 must be an integer of at least 1"),
         ({"every_n_train_steps": 2.5}, r"every_n_train_steps=2.5 must be an integer of at least 1"),
         ({"value_range": (1.0, -1.0)}, r"value_range=\(1.0, -1.0\) must be \(black, white\) with black < white"),
