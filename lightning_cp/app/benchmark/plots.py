@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.app.benchmark.report import Row, count_ranks
-from lightning_cp.app.benchmark.subject import ALL_THREADS, SINGLE_RANK, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
+from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
 
 
 def colours(names: Iterable[str]) -> dict[str, Any]:

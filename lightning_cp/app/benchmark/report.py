@@ -11,7 +11,7 @@ from typing import TypedDict
 from rich.table import Table
 
 from lightning_cp.app.benchmark.measure import Figures
-from lightning_cp.app.benchmark.subject import SINGLE_RANK, HEADS_CALL, ONE_THREAD, QUERIES_CALL, UNCHECKED
+from lightning_cp.app.benchmark.subject import HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
 
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 

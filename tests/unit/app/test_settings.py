@@ -164,7 +164,7 @@ def test_under_a_launcher_its_world_counts() -> None:
     assert (world.data_parallel, world.devices, world.num_nodes) == (4, 4, 2)
     with pytest.raises(SettingsError, match="ring=3 × ulysses=1 = 3 must divide the 8 ranks that torchrun started"):
         check("strategy=cp", "ring=3", place=place)
-    with pytest.raises(SettingsError, match=r"data_parallel=2 × .* = 4 must be the 8 ranks"):
+    with pytest.raises(SettingsError, match=r"data_parallel=2 × .* = 4 must equal the 8 ranks"):
         check("strategy=cp", "ring=2", "data_parallel=2", place=place)
     with pytest.raises(SettingsError, match="strategy=single is one process, but torchrun started 8"):
         check(place=place)
@@ -189,10 +189,10 @@ def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None
     here = (f"output_root={tmp_path}", f"run_dir={tmp_path / 'b'}", "resume=last")
     assert check(*here, "max_steps=31").config.resume == str(folder)
     assert check(*here, "max_steps=30").config.resume == str(folder)  # what comes after the steps may be missing
-    with pytest.raises(SettingsError, match=r"max_steps=29, and .*step_00000030 has done 30"):
+    with pytest.raises(SettingsError, match=r"max_steps=29 must be at least 30, the step of .*step_00000030"):
         check(*here, "max_steps=29")
     assert check(*here, "max_steps=31", "trace_step=31").config.trace_step == 31
-    with pytest.raises(SettingsError, match=r"trace_step=30, and .*step_00000030 has done 30: must be more"):
+    with pytest.raises(SettingsError, match=r"trace_step=30 must be more than 30, the step of .*step_00000030"):
         check(*here, "max_steps=31", "trace_step=30")
     os.truncate(folder / "manifest.json", 5)
     with pytest.raises(ValueError, match="truncated"):

@@ -62,7 +62,7 @@ def test_settings_of_the_optimizer_are_those_of_the_run_that_goes_on(tmp_path: P
 def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     state = make_state()
     folder = save_checkpoint(tmp_path, state.snapshot())
-    with pytest.raises(ValueError, match=r"0.bias is \(5,\) here and \(4,\) there"):
+    with pytest.raises(ValueError, match=r"0.bias is \(5,\) in this run and \(4,\) in the checkpoint"):
         make_state(width=5).load(folder)
     with pytest.raises(ValueError, match="seed=1 differs"):
         make_state(seed=1).load(folder)
