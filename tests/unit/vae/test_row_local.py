@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from torch import Tensor, nn, ones
 
-from lightning_cp.mesh import ALONE
+from lightning_cp.mesh import SINGLE_RANK
 from lightning_cp.vae.rows import RowShardedOps
 
 _X = ones(2, 3, 4, 5)
@@ -39,7 +39,7 @@ _X = ones(2, 3, 4, 5)
 def test_what_may_need_other_rows_is_refused_by_name(function: Callable[[Tensor], Tensor]) -> None:
     function(_X)
     with (
-        RowShardedOps(replace(ALONE, context_shape=(2, 1)), -2),
+        RowShardedOps(replace(SINGLE_RANK, context_shape=(2, 1)), -2),
         pytest.raises(NotImplementedError, match=r"is not known .* one rank's rows .* vae.enable_tiling"),
     ):
         function(_X)
@@ -58,7 +58,7 @@ def test_what_may_need_other_rows_is_refused_by_name(function: Callable[[Tensor]
     ],
 )
 def test_what_works_on_each_row_is_unchanged(function: Callable[[Tensor], Tensor]) -> None:
-    with RowShardedOps(replace(ALONE, context_shape=(2, 1)), -2):
+    with RowShardedOps(replace(SINGLE_RANK, context_shape=(2, 1)), -2):
         found = function(_X)
     assert torch.equal(found, function(_X))
 
@@ -72,5 +72,5 @@ def test_offloading_and_casting_of_weights_work_inside(offload: str) -> None:
         apply_group_offloading(module, onload_device=cpu, offload_device=cpu, offload_type=offload, **blocks)
     else:
         apply_layerwise_casting(module, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=())
-    with torch.no_grad(), RowShardedOps(replace(ALONE, context_shape=(2, 1)), -2):
+    with torch.no_grad(), RowShardedOps(replace(SINGLE_RANK, context_shape=(2, 1)), -2):
         module(_X)
