@@ -14,7 +14,7 @@ from lightning_cp.family_check.proof import Proof, store
 
 _STEPS = 8
 _EXACT, _MULTISTEP = 1e-5, 1e-2  # multistep schedulers round times to integers, and extrapolate
-_BFLOAT16 = 5e-2  # pipelines round latents in every step, and decode them in bfloat16
+_BFLOAT16 = 8e-2  # latents are rounded in each of 8 steps, and decoded in bfloat16: up to 5e-2 was measured
 _ONE_STEP = ("FlowMatchEulerDiscreteScheduler", "CogVideoXDDIMScheduler", "DDIMScheduler")
 
 

@@ -17,11 +17,13 @@ from lightning_cp.family_check import store, topology_proof
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import flat, trainer_of
+from tests.families.cases import CAPTIONS, CASES, made, media
+from tests.families.report import record
 from tests.harness import RankPool
 from tests.pipelines import table
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CAPTIONS = ["a cat", "two green birds fly over it", "rain", "a dog sleeps"]
+TEXTS = ["a cat", "two green birds fly over it", "rain", "a dog sleeps"]
 Prepared = tuple[nn.Module, str, Facts, list[Sample]]
 
 
@@ -32,7 +34,7 @@ def prepared(file: str, name: str, size: tuple[int, int, int], number: int = 2) 
     family = family_for(pipe)
     pixels = torch.rand(number, 3, *size) * 2 - 1
     media = {"pixels": pixels, "reference": pixels[:, :, :1]}
-    return pipe.transformer.double().train(), family.name, family.facts, store(family, pipe, CAPTIONS[:number], media)
+    return pipe.transformer.double().train(), family.name, family.facts, store(family, pipe, TEXTS[:number], media)
 
 
 @pytest.fixture(scope="module")
@@ -57,21 +59,17 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("file", "name", "size"),
-    [
-        ("flux", "flux_kontext", (1, 16, 24)),
-        ("wan", "wan", (9, 48, 80)),
-        ("wan", "wan_per_token_timestep", (9, 48, 80)),
-        ("wan", "wan_image_to_video", (9, 48, 80)),
-        ("wan", "wan_image_to_video_per_token_timestep", (9, 48, 80)),
-    ],
-)
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2)])
-def test_topology_of_every_family(
-    file: str, name: str, size: tuple[int, int, int], ring: int, ulysses: int, run_ranks: RankPool
-) -> None:
-    (found,) = set(run_ranks(ring * ulysses, _topology, prepared(file, name, size), ring, ulysses, timeout_s=120))
+@pytest.mark.parametrize("mode", ["ring=2", "ring=3", "ulysses=2"])
+@pytest.mark.parametrize("case", CASES)
+def test_topology_of_every_family(case: str, mode: str, run_ranks: RankPool) -> None:
+    torch.manual_seed(0)
+    pipe = made(case)
+    family = family_for(pipe)
+    transformer = copy.deepcopy(pipe.transformer).double().train()
+    given = transformer, family.name, family.facts, store(family, pipe, CAPTIONS[:2], media(case))
+    ring, ulysses = {"ring=2": (2, 1), "ring=3": (3, 1), "ulysses=2": (1, 2)}[mode]
+    (found,) = set(run_ranks(ring * ulysses, _topology, given, ring, ulysses, timeout_s=120))
+    record(family.name, type(pipe).__name__, case, mode, found[0])
     assert found[0] < 1e-6, found
 
 

@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
+from _pytest.mark.structures import ParameterSet
 
 from lightning_cp.families import family_for
 from lightning_cp.family_check import FamilyReport, capture_proof, check_family
 from tests.families.cases import CAPTIONS, CASES, made, media
 from tests.families.mistakes import MISTAKES
+from tests.families.report import record
 
 pytestmark = pytest.mark.filterwarnings("ignore")
+FAST = {  # the other cases are marked `full`
+    "float32": {"flux", "flux_kontext", "wan", "wan_image_time_per_token", "cogvideox_1_5", "sd3", "qwen_image"},
+    "bfloat16": {"flux"},
+    "mistakes": {"token_order", "sign", "time_scale", "normalisation", "mask_of_the_text", "guidance"},
+}
+
+
+def _cases(names: Iterable[str], group: str) -> list[ParameterSet]:
+    """Mark the cases that are not in FAST as `full`."""
+    return [pytest.param(name, marks=() if name in FAST[group] else pytest.mark.full) for name in names]
 
 
 def _failed(report: FamilyReport) -> dict[str, str]:
     return {x.name: f"{x.found}: {x.error:.1e}, allowed {x.tolerance:.1e}" for x in report.proofs if not x.passed}
 
 
-@pytest.mark.parametrize("name", CASES)
+def _record(name: str, report: FamilyReport, suffix: str = "") -> None:
+    for proof in report.proofs:
+        record(report.family, report.pipeline, name, f"{proof.name}{suffix}", proof.error)
+
+
+@pytest.mark.parametrize("name", _cases(CASES, "float32"))
 def test_float32(name: str) -> None:
     report = check_family(made(name), CAPTIONS, media(name))
+    _record(name, report)
     assert not _failed(report)
     assert report.proofs[0].error == 0
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _cases(CASES, "bfloat16"))
 def test_bfloat16(name: str) -> None:
-    assert not _failed(check_family(made(name, torch.bfloat16), CAPTIONS, media(name)))
+    report = check_family(made(name, torch.bfloat16), CAPTIONS, media(name))
+    _record(name, report, " bf16")
+    assert not _failed(report)
 
 
 def test_capture_with_texts_of_two_lengths() -> None:
@@ -35,7 +57,7 @@ def test_capture_with_texts_of_two_lengths() -> None:
     assert capture_proof(pipe, family_for(pipe), CAPTIONS, given).passed
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@pytest.mark.parametrize("name", _cases(MISTAKES, "mistakes"))
 def test_a_mistake_is_found(name: str) -> None:
     mistake = MISTAKES[name]
     pipe = made(mistake.case)

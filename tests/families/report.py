@@ -1,0 +1,50 @@
+"""Write the table of docs/families.md from measured errors.
+
+LIGHTNING_CP_FAMILIES=errors.jsonl pytest -q -m "full or not full" tests/families tests/dist/test_families.py
+python -m tests.families.report errors.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+_PAGE = Path(__file__).parents[2] / "docs" / "families.md"
+_BEGIN, _END = "<!-- table: written by tests/families/report.py -->\n", "<!-- end of table -->\n"
+_COLUMNS = ("capture", "oracle", "batch", "capture bf16", "oracle bf16", "batch bf16", "ring=2", "ring=3", "ulysses=2")
+
+
+def record(family: str, pipeline: str, case: str, column: str, error: float) -> None:
+    """Append an error to the file that LIGHTNING_CP_FAMILIES names, if it is set."""
+    file = os.environ.get("LIGHTNING_CP_FAMILIES")
+    if file:
+        row = {"family": family, "pipeline": pipeline, "case": case, "column": column, "error": error}
+        with Path(file).open("a", encoding="utf-8") as rows:
+            rows.write(f"{json.dumps(row)}\n")
+
+
+def table(rows: list[dict[str, str | float]]) -> str:
+    """Return the table in Markdown: a line per family, with the largest error over its variants."""
+    families = sorted({(str(row["family"]), str(row["pipeline"])) for row in rows})
+    lines = [f"| family | pipeline | variants | {' | '.join(_COLUMNS)} |", f"|---|---|{'---|' * (len(_COLUMNS) + 1)}"]
+    for family, pipeline in families:
+        mine = [row for row in rows if row["family"] == family]
+        variants = ", ".join(sorted({str(row["case"]) for row in mine}))
+        errors = {column: [float(row["error"]) for row in mine if row["column"] == column] for column in _COLUMNS}
+        shown = [f"{max(found):.0e}" if found else "–" for found in errors.values()]
+        lines.append(f"| {family} | {pipeline} | {variants} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(file: str) -> None:
+    """Replace the table of docs/families.md. Args: file: the recorded errors."""
+    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+    before, _, rest = _PAGE.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    _PAGE.write_text(f"{before}{_BEGIN}{table(rows)}{_END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
