@@ -1,4 +1,4 @@
-"""Sample from a checkpoint of recipes/train.py, or with any diffusers pipeline, on one rank or several.
+"""Sample from a checkpoint of recipes/train.py, or with a diffusers pipeline, on one rank or several.
 
     python recipes/sample.py                                     the newest checkpoint under outputs
     python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks

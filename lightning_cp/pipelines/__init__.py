@@ -1,4 +1,4 @@
-"""Sample with any diffusers pipeline on several ranks: distribute tokens, CFG branches and prompts."""
+"""Sample with diffusers pipelines on several ranks: distribute tokens, CFG branches and prompts."""
 
 from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline

@@ -71,7 +71,7 @@ def parallelize_pipeline(
     kernel: str = "auto",
     check_peers: str = "sampled",
 ) -> None:
-    """Make any diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
+    """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
     **All ranks that share a sample draw the same noise.** At each call, the given `torch.Generator`s and torch's
     default random states (used if no generator is given) are set to those of the first of these ranks. Other arguments
