@@ -103,7 +103,7 @@ def test_a_package_that_is_not_installed_stays_a_plain_error() -> None:
         import no_such_package  # noqa: F401
 
 
-_OF_PYTHON = {"_exit", "_current_frames", "_Unpickler", "_target_"}
+_OF_PYTHON = {"_exit", "_getframe", "_current_frames", "_Unpickler", "_target_"}
 
 
 def _accessed(tree: ast.Module) -> Iterator[str]:
