@@ -217,18 +217,20 @@ def attends(module: nn.Module) -> bool:
     return makes_attention_call(own_function(module), module)
 
 
-def check_reachable(module: nn.Module, path: str) -> None:
+def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False) -> None:
     """Check that the attention calls of a module's class and of its processor can be replaced.
 
+    Args: may_call_flex: allow calls of `flex_attention`, because the plan refuses the arguments that lead to them.
     Raises: PlanError: it attends where calls cannot be replaced.
     """
     processor = getattr(module, "processor", None) if hasattr(module, "set_processor") else None
     own = own_function(module)
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
-    if any(calls_flex_attention(function) for function in (own, *methods)):
+    if not may_call_flex and any(calls_flex_attention(function) for function in (own, *methods)):
         raise PlanError(
             f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
-            "call F.scaled_dot_product_attention with a bool or additive mask, or be local in the plan (LOCAL)"
+            "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
+            "certain arguments lead to this call, list them in the plan's `refused`"
         )
     _check_parents(own, module, f"{path}: {type(module).__name__}.forward")
     if processor is not None:

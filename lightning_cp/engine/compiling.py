@@ -125,7 +125,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if inner is getattr(owner, "processor", None):  # a processor with weights is a part of its owner
             continue
         if kinds and not special:
-            check_reachable(inner, at)
+            check_reachable(inner, at, may_call_flex=bool(plan.refused))
         if not special and not attends(inner):
             continue
         found = True

@@ -93,7 +93,7 @@ def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
 
 def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
     for given, said in (
-        ("stages=[error]", "stages=['error']: valid are tests, errors, merge"),
+        ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
         ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
         ("device=tpu", "device=tpu: cpu or cuda"),
     ):

@@ -95,6 +95,11 @@ def test_a_block_that_calls_it_is_refused() -> None:
         apply_context_parallel(Model(), ContextParallelConfig(), plan)
 
 
+def test_a_plan_may_refuse_the_arguments_that_lead_to_it() -> None:
+    plan = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")}, refused={"sparse": "flex"})
+    apply_context_parallel(Model(), ContextParallelConfig(), plan)
+
+
 def test_a_block_mask_is_refused() -> None:
     mask: BlockMask = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu")
     x = torch.zeros(1, 8, 2, 4)
