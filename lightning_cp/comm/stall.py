@@ -149,7 +149,7 @@ class StallWatch:
         """
         if self._gpu is not None or not hasattr(time, "pthread_getcpuclockid"):
             return 0
-        return int(time.clock_gettime(time.pthread_getcpuclockid(thread_id)) / (0.02 * self._tick_s))
+        return int(time.clock_gettime(time.pthread_getcpuclockid(thread_id)) / (0.002 * self._tick_s))
 
     def _gpu_is_busy(self) -> bool:
         """Return True if the GPU has unfinished work.
