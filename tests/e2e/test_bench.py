@@ -95,7 +95,7 @@ def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
     for given, said in (
         ("stages=[error]", "stages=['error'] is not valid: must be some of tests, errors, merge"),
         ("stage_s=0", "stage_s=0: must be a number of seconds above 0"),
-        ("device=tpu", "device=tpu: cpu or cuda"),
+        ("device=tpu", "device=tpu is not valid: must be cpu or cuda"),
     ):
         done = _gpu_stages(tmp_path, given)
         assert done.returncode == 1
@@ -103,7 +103,7 @@ def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("{}[")
     done = _gpu_stages(tmp_path, "stages=[errors]")
     assert done.returncode == 1
-    assert "results.json does not hold results of this benchmark" in done.stderr
+    assert "results.json is not a results file of this benchmark" in done.stderr
 
 
 def test_the_memory_formula_holds_in_bfloat16(tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def test_every_file_is_short_and_begins_with_a_description(path: Path) -> None:
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     assert len(lines) <= 100
+    OmegaConf.load(path)  # a text with ": " that is not quoted is no valid YAML
 
 
 def test_help_lists_every_setting() -> None:
