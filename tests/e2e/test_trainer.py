@@ -62,9 +62,9 @@ def alone() -> list[float]:
 
 def test_two_lines_of_readme_make_a_readers_script_parallel(alone: list[float], tmp_path: Path) -> None:
     (snippet,) = (code_of(text) for text in SNIPPETS if "Trainer(" in text)
-    (imported,) = (line for line in snippet if "import" in line)
+    (imported,) = (line for line in snippet if line.startswith("from lightning_cp.pytorch"))
     (called,) = (line for line in snippet if "Trainer(" in line)
-    given = called[called.index("(") + 1 : called.rindex(")")]
+    given = called[called.index("devices=") : called.rindex(")")]
     before = PLAIN.read_text()
     after = before.replace("import torch\n", f"import torch\n{imported}\n", 1).replace("devices=1", given)
     changed = [line for line in difflib.ndiff(before.splitlines(), after.splitlines()) if line.startswith("+ ")]
