@@ -18,6 +18,7 @@ from lightning_cp.engine.methods import ORIGINAL, called_on_first
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
 
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MODULES = itemgetter("_modules")
 _CALLS = ("forward", "__call__")
 _FUNCTIONS = (types.FunctionType, staticmethod, classmethod)
@@ -47,7 +48,7 @@ class Structure:
         planned = {id(submodule(model, path)) for path in _planned_paths(rules)}
         self._watched = [x for x in modules if x._modules or id(x) in planned]
         self._attributes = [module.__dict__ for module in self._watched]
-        self._parents = [module.__dict__ for module in modules if module._modules]
+        self._parents = [x.__dict__ for x in modules if x._modules or isinstance(x, _CONTAINERS)]  # empty lists too
         self._children = [dict(attributes["_modules"]) for attributes in self._parents]
         self._processors = [(where, where["processor"]) for module in modules for where in _holding_processor(module)]
         self._objects: list[object] = [*modules, *(processor for _, processor in self._processors)]
