@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families.encode import latent_moments
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -23,6 +22,7 @@ from lightning_cp.families.family import (
     Sample,
     Stored,
     TextStorage,
+    stored_latents,
 )
 from lightning_cp.families.shift import shift_facts, shift_from
 
@@ -53,7 +53,7 @@ class StableDiffusion3(Family):
     @property
     @override
     def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frames=0, patch=(1, self.facts["patch"], self.facts["patch"]))
+        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, self.facts["patch"], self.facts["patch"]))
 
     @property
     @override
@@ -77,18 +77,8 @@ class StableDiffusion3(Family):
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
-        mean, std = latent_moments(pipe.vae, pixels[:, :, 0])
-        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents = stored["latents"].float()
-        if noise is not None:
-            latents = latents + stored["latents_std"].float() * noise
-        x0: Tensor = (latents - self.facts["shift_factor"]) * self.facts["scaling_factor"]
+        x0: Tensor = (stored_latents(stored, noise) - self.facts["shift_factor"]) * self.facts["scaling_factor"]
         return x0
 
     @override
@@ -98,8 +88,5 @@ class StableDiffusion3(Family):
             "timestep": (times.double() * 1000).float(),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "pooled_projections": stored["pooled_embeds"].to(options.dtype),
+            "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return output

@@ -76,7 +76,7 @@ class _Oracle:
         noisy = _adjoint(lambda x: self._inputs(x, self._times(len(x), 0))["hidden_states"], clean.shape, given.float())
         time = timestep.flatten(1).amax(dim=1) if timestep.dim() > 1 else timestep
         target = self._target(noisy, time)
-        known = self._family.known(self._stored, clean)
+        known = self._family.given_mask(self._stored, clean)
         if known is not None:
             target = torch.where(known, 0.0, target)
         shape = (len(given), *self._output_shape)
