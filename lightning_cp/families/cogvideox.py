@@ -91,12 +91,6 @@ class CogVideoX(Family):
         return [{"prompt_embeds": x} for x in embeds]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self._check_positions(*pixels.shape[-2:])
-        return super().encode_media(pipe, media)
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
         first = self._extra_frames(stored["latents"].shape[2])
         latents = stored_latents(stored, None if noise is None else noise[:, first:].transpose(1, 2))
@@ -117,7 +111,9 @@ class CogVideoX(Family):
     def call_arguments(self, media: Media) -> dict[str, Any]:
         return {"max_sequence_length": self.facts["text_length"]}
 
-    def _check_positions(self, height: int, width: int) -> None:
+    @override
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
         size = tuple(n * self.facts["spatial"] for n in self.facts["sample_size"])
         if self.facts["learned_positions"] and (height, width) != size:
             raise FamilyError(f"height={height}, width={width} must be {size}: the learned positions have this size")

@@ -200,10 +200,10 @@ class Family(ABC):
         A sample has "latents", not normalised, and "latents_std" if the objective draws from the VAE's distribution.
 
         Args: media: "pixels" [b, 3, f, h, w] in [-1, 1], f = 1 for pictures; and what else the family conditions on.
-        Raises: FamilyError: the size does not fit `grid`.
+        Raises: FamilyError: the model does not take this size, see `check_size`.
         """
         pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
+        self.check_size(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
         mean, std = latent_moments(pipe.vae, pixels if self.takes_video else pixels[:, :, 0])
         if self.objective.posterior == "mode":
             return [{"latents": x} for x in mean]
@@ -228,6 +228,10 @@ class Family(ABC):
     def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Convert the transformer's output to x0's layout and the sign of `ObjectiveDefaults.prediction`."""
         return output
+
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
+        self.grid.check(height=height, width=width, frames=frames)
 
     def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.

@@ -116,7 +116,7 @@ class FluxKontext(Flux):
         if "reference" not in media:
             raise FamilyError('flux_kontext needs a "reference" picture for each picture in "pixels"')
         reference = media["reference"][:, :, 0]
-        self.grid.check(height=reference.shape[-2], width=reference.shape[-1])
+        self.check_size(height=reference.shape[-2], width=reference.shape[-1])
         encoded = zip(super().encode_media(pipe, media), latent_mode(pipe.vae, reference), strict=True)
         return [{**sample, "reference": x} for sample, x in encoded]
 

@@ -39,18 +39,21 @@ def family_for(pipe: Any) -> Family:
 
     Raises: FamilyError: no family is registered for its class or a parent class.
     """
+    family = family_class(type(pipe))
+    return family(family.read_facts(pipe))
+
+
+def family_class(pipeline: type) -> type[Family]:
+    """Return the family's class for a pipeline class. Raises: FamilyError: there is none for it or a parent class."""
     ours = {pipeline: name for name, (_, _, pipeline) in _OURS.items()}
     registered = {pipeline: family for family in _REGISTERED.values() for pipeline in family.pipelines}
-    for kind in type(pipe).__mro__:
+    for kind in pipeline.__mro__:
         if kind.__name__ in registered:
-            family = registered[kind.__name__]
-        elif kind.__name__ in ours:
-            family = _import(ours[kind.__name__])
-        else:
-            continue
-        return family(family.read_facts(pipe))
+            return registered[kind.__name__]
+        if kind.__name__ in ours:
+            return _import(ours[kind.__name__])
     raise FamilyError(
-        f"no family is registered for {type(pipe).__name__}, only for {', '.join(pipelines())}: add one with "
+        f"no family is registered for {pipeline.__name__}, only for {', '.join(pipelines())}: add one with "
         "lightning_cp.families.register_family, see docs/families.md"
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cp.errors import FamilyError
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -42,6 +43,7 @@ class StableDiffusion3(Family):
     def read_facts(cls, pipe: Any) -> Facts:
         return {
             "patch": pipe.transformer.config.patch_size,
+            "max_positions": pipe.transformer.config.pos_embed_max_size,
             "pixels": pipe.vae_scale_factor * pipe.transformer.config.patch_size,
             "shift_factor": pipe.vae.config.shift_factor,
             "scaling_factor": pipe.vae.config.scaling_factor,
@@ -75,6 +77,13 @@ class StableDiffusion3(Family):
             max_sequence_length=self.facts["t5_length"],
         )
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
+
+    @override
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
+        largest = self.facts["max_positions"] * self.facts["pixels"]
+        if max(height, width) > largest:
+            raise FamilyError(f"height={height}, width={width} must be at most {largest}: there are no positions above")
 
     @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:

@@ -50,8 +50,6 @@ class WanImageToVideo(Wan):
 
     @override
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        if self.facts["expand_timesteps"] and media["pixels"].shape[2] == 1:
-            raise FamilyError(_ONE_FRAME)
         samples = super().encode_media(pipe, media)
         first = media["pixels"][:, :, :1]
         if self.facts["expand_timesteps"]:
@@ -81,6 +79,12 @@ class WanImageToVideo(Wan):
         if self.facts["image_embeds"]:
             arguments["encoder_hidden_states_image"] = stored["image_embeds"].to(options.dtype)
         return arguments
+
+    @override
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
+        if self.facts["expand_timesteps"] and frames == 1:
+            raise FamilyError(_ONE_FRAME)
 
     @override
     def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
