@@ -13,7 +13,7 @@ LAYERS = (
     {"attention", "plans", "families"},
     {"engine"},
     {"vae"},
-    {"data", "training", "checkpoint", "sampling", "launch", "pipelines"},
+    {"data", "training", "checkpoint", "sampling", "launch", "latent_cache", "pipelines"},
     {"strategies", "objectives"},
     {"fabric", "pytorch", "callbacks", "export", "family_check", "_register"},
     {"app"},
