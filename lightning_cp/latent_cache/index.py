@@ -48,8 +48,9 @@ class CacheIndex:
     planned_samples: int | None = None
     cache_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     versions: Mapping[str, str] = field(
-        default_factory=lambda: {"python": platform.python_version()}
-        | {package: installed_version(package) for package in _PACKAGES}
+        default_factory=lambda: (
+            {"python": platform.python_version()} | {package: installed_version(package) for package in _PACKAGES}
+        )
     )
 
     def write(self, folder: Path) -> None:
@@ -153,4 +154,4 @@ _INDEX_FIELDS: Checks = {
     "cache_id": _STRING,
     "versions": (_are_strings, "a JSON object of strings"),
 }
-_COMPLETE_FIELDS: Checks = {"cache": _STRING, **{name: _NUMBER for name in ("samples", "texts", "shards", "bytes")}}
+_COMPLETE_FIELDS: Checks = {"cache": _STRING, **dict.fromkeys(("samples", "texts", "shards", "bytes"), _NUMBER)}

@@ -16,7 +16,6 @@ from lightning_cp.errors import CacheError
 from lightning_cp.latent_cache.row_checks import MEDIA_FIELDS, SHARD_FIELDS, TEXT_FIELDS, check_fields
 
 
-
 @dataclass(frozen=True, slots=True)
 class MediaRow:
     """One picture or clip of a cache.

@@ -43,9 +43,7 @@ def stored_copies(tensors: Sample, what: str) -> Sample:
         if not isinstance(x, Tensor) or x.dtype not in _DTYPES or x.layout != torch.strided or x.is_meta:
             kind = f"{x.dtype} {x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
             raise CacheError(f"{what}: {name} is {kind}: must be a dense tensor of a bool, integer or float dtype")
-    return {
-        name: torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format) for name, x in tensors.items()
-    }
+    return {name: torch.clone(x.detach().cpu(), memory_format=torch.contiguous_format) for name, x in tensors.items()}
 
 
 def write_shard(path: Path, samples: Mapping[str, Sample], *, cache_id: str) -> ShardRow:
@@ -90,7 +88,7 @@ def open_shard(path: Path, shard: ShardRow) -> Any:
     """Memory-map a shard, as a `safe_open` object. Raises: CacheError: it is missing, truncated or of another cache."""
     check_size(path, shard)
     try:
-        opened = safe_open(path, framework="pt")
+        opened: Any = safe_open(path, framework="pt")
         metadata = opened.metadata() or {}
     except Exception as error:  # a changed header can raise anything
         raise CacheError(f"{path} is damaged: {error}. {again(path)}") from error
@@ -126,8 +124,8 @@ def again(path: Path) -> str:
     """Return how to replace a damaged shard, as a sentence."""
     kind, rank, _ = f"{path.name}--".split("-", 2)
     return (
-        f"Restore the file; or delete it, {path.parent / 'complete.json'} and the lines with {path.name} in "
-        f"rows-{rank}-{kind}.jsonl, then run precompute again to encode its samples again"
+        f"Restore the file, or delete the lines with {path.name} in rows-{rank}-{kind}.jsonl and run precompute again: "
+        "it then encodes these samples again"
     )
 
 
