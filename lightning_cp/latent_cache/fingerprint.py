@@ -174,7 +174,7 @@ def _json(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a config to JSON values, without its origin. Objects without a JSON value count by their class, not by their address in memory."""
+    """Convert a config to JSON values, without its origin. Other objects count by their class."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items() if key not in _ORIGIN}
     if isinstance(value, list | tuple):
