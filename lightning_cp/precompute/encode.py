@@ -6,6 +6,7 @@ import hashlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,7 @@ def encode_sources(
             (sample,) = family.encode_media(pipe, given)
             if ranks.writes_media:
                 tokens = family.grid.tokens(family.clean({name: x[None] for name, x in sample.items()}).shape[1:])
-                row = MediaRow(**{**row, "tokens": tokens})
-                writer.add_media(row, {name: x.cpu() for name, x in sample.items()})
+                writer.add_media(MediaRow(**row, tokens=tokens), {name: x.cpu() for name, x in sample.items()})
             encoded += 1
         report(1)
     writer.flush()
@@ -135,7 +135,7 @@ def _loaded(
         waiting = iter(sources)
         try:
             while True:
-                while len(ahead) <= workers and (source := next(waiting, None)) is not None:
+                for source in islice(waiting, workers + 1 - len(ahead)):
                     ahead.append((source, pool.submit(load, source)))
                 if not ahead:
                     return

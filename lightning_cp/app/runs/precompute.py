@@ -54,7 +54,7 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     if env is None and devices % vae_ranks:
         raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide devices={devices}")
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
-    world = resolve_world(OmegaConf.create({**config, **degrees, "devices": devices}), machine, env)
+    world = resolve_world(OmegaConf.merge(config, {**degrees, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
     absolute = {"output": str(Path(str(read(config, "output"))).absolute()), "data": {"path": str(path.absolute())}}
     return CheckedRun(resolve(OmegaConf.merge(config, settled, absolute)), world)
