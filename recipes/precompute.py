@@ -65,7 +65,8 @@ def report(result: object, output: Path) -> None:
     assert isinstance(result, Precomputed), "the result of precompute"
     cache = LatentCache(output)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title=f"{output}: {len(cache)} samples, {result.captions} captions", title_justify="left")
+    console.print(f"{output}: {len(cache)} samples, {result.captions} captions", highlight=False, soft_wrap=True)
+    table = Table()
     for column in ("media", "number"):
         table.add_column(column, justify="left" if column == "media" else "right")
     for name, number in (
@@ -80,7 +81,7 @@ def report(result: object, output: Path) -> None:
         table.add_row(f"  {frames} × {height} × {width}", str(sizes.count((frames, height, width))))
     console.print(table)
     for one in result.skipped[:10]:
-        console.print(f"skipped {one.file}: {one.reason}", highlight=False, soft_wrap=True)
+        console.print(f"skipped: {one.reason}", highlight=False, soft_wrap=True)
     if len(result.skipped) > 10:
         console.print(f"… and {len(result.skipped) - 10} more, see {output / 'skipped.jsonl'}")
 

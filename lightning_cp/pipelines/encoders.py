@@ -23,10 +23,14 @@ class ConfigOnly:
     dtype: torch.dtype
 
 
-def load_encoders(source: str, dtype: torch.dtype, *, setting: str = "model.pretrained") -> Any:
+def load_encoders(
+    source: str, dtype: torch.dtype, *, vae_dtype: torch.dtype | None = None, setting: str = "model.pretrained"
+) -> Any:
     """Load a pipeline from a folder or from the Hub; its transformers are `ConfigOnly`.
 
-    Args: setting: name of the setting that holds `source`, for error messages.
+    Args:
+        vae_dtype: dtype of the VAE; None: `dtype`.
+        setting: name of the setting that holds `source`, for error messages.
     Raises: ValueError: it cannot be loaded. FamilyError: no family is registered for its class, or a component that
         encodes is missing.
     """
@@ -45,7 +49,8 @@ def load_encoders(source: str, dtype: torch.dtype, *, setting: str = "model.pret
     }
     if not configs:
         raise FamilyError(f"{setting}={source} has no transformer: it must have one of {', '.join(components.train)}")
-    pipe = load_pipeline(source, dtype, setting=setting, without=list(configs))
+    dtypes = {"default": dtype, "vae": vae_dtype or dtype}
+    pipe = load_pipeline(source, dtypes, setting=setting, without=list(configs))
     for name, config in configs.items():
         setattr(pipe, name, config)
     for names in (components.text, components.media[:1]):

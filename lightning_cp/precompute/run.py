@@ -112,8 +112,7 @@ def precompute(
             data, captions=settings.captions, clips=settings.clips, clip_frames=clip_frames, fps=settings.fps
         )
     )
-    pipe = load_encoders(pretrained, settings.dtype)
-    pipe.vae.to(settings.vae_dtype)
+    pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
     if settings.tiling:
         pipe.vae.enable_tiling()
     family = family_for(pipe)

@@ -51,10 +51,14 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     if devices == "auto" and env is None:
         devices = machine.gpus if read(config, "accelerator") != "cpu" else 0
         devices = devices // vae_ranks * vae_ranks or vae_ranks
-    if env is None and devices % vae_ranks:
-        raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide devices={devices}")
+    number, source = (
+        (devices, f"devices={devices}") if env is None else (env.world_size, f"the ranks of {env.launcher}")
+    )
+    if number % vae_ranks:
+        raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
     degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
-    world = resolve_world(OmegaConf.merge(config, {**degrees, "devices": devices}), machine, env)
+    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
     absolute = {"output": str(Path(str(read(config, "output"))).absolute()), "data": {"path": str(path.absolute())}}
     return CheckedRun(resolve(OmegaConf.merge(config, settled, absolute)), world)
