@@ -182,14 +182,14 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     if loader.batch_sampler is None:
         attributes["sampler"] = wrap(loader.sampler)
         return copied
-    outer: Any = copy.copy(loader.batch_sampler)
+    outer: Any = loader.batch_sampler
     inner = _unwrapped(outer)
+    replaced = _with_order(inner, wrap)
     if inner is not outer:
-        replaced = copy.copy(inner)
-        outer._batch_sampler = _with_order(replaced, wrap)
-        attributes["batch_sampler"] = outer
-    else:
-        attributes["batch_sampler"] = _with_order(outer, wrap)
+        recorder = copy.copy(outer)
+        recorder._batch_sampler = replaced
+        replaced = recorder
+    attributes["batch_sampler"] = replaced
     if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
         attributes["sampler"] = attributes["batch_sampler"].sampler
     return copied
@@ -197,7 +197,8 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
 
 def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
     if type(batch_sampler) is not BatchSampler:
-        return wrap(batch_sampler)
+        return wrap(batch_sampler)  # not a copy: the user may seek or set the epoch of the original
+    batch_sampler = copy.copy(batch_sampler)
     batch_sampler.sampler = wrap(batch_sampler.sampler)
     return batch_sampler
 

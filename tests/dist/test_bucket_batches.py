@@ -1,4 +1,4 @@
-"""Batches of one bucket each, under Trainer and Fabric: equal on context peers, slices of one global batch elsewhere."""
+"""Batches of one bucket each: equal on context peers, and slices of one global batch on data groups."""
 
 from __future__ import annotations
 
@@ -22,11 +22,18 @@ from tests.harness import RankPool
 pytestmark = pytest.mark.filterwarnings("ignore")
 BY_PLAN: dict[str, Any] = {"plans": {Plain: PLAIN_PLAN}, "check_peers": "always"}
 BATCH, SEED = 12, 4
-RANKS = [(2, 2), (2, 1), (3, 3), (3, 1), (4, 2)]  # (world, ring)
+FULL = pytest.mark.full
+RANKS = [  # (world, ring)
+    pytest.param(2, 2, marks=FULL),
+    pytest.param(2, 1, marks=FULL),
+    pytest.param(3, 3, marks=FULL),
+    (3, 1),
+    (4, 2),
+]
 
 
 class Clips:
-    """Sequences of 5, 7 and 9 tokens: 25, 17 and 15 of them; with batches of 12, epochs have 4 to 6 batches."""
+    """Sequences of 5, 7 and 9 tokens: 25, 17 and 15 of them; with batches of 12, epochs have 4 or 5 batches."""
 
     def __init__(self) -> None:
         self.buckets = [length for length, count in ((5, 25), (7, 17), (9, 15)) for _ in range(count)]
@@ -59,10 +66,10 @@ def _epochs(count: int, **settings: Any) -> list[list[int]]:
 class Trains(LightningModule):
     """A user's module: its own loader, and the position of the sampler in its checkpoints."""
 
-    def __init__(self, leftovers: str = "carry", endless: bool = False, workers: int = 0) -> None:
+    def __init__(self, leftovers: str = "carry", endless: bool = False) -> None:
         super().__init__()
         self.plain = Plain()
-        self.leftovers, self.endless, self.workers = leftovers, endless, workers
+        self.leftovers, self.endless = leftovers, endless
         self.seen: list[list[int]] = []
         self.validated = 0
         self.resumed: Any = None
@@ -71,13 +78,17 @@ class Trains(LightningModule):
         strategy: Any = self.trainer.strategy
         if self.endless:
             return bucket_loader(
-                Clips(), batch_size=BATCH, ranks=strategy, seed=SEED, start_step=self.global_step, num_workers=self.workers
+                Clips(),
+                batch_size=BATCH,
+                ranks=strategy,
+                seed=SEED,
+                start_step=self.global_step,
             )
         self.sampler = _sampler(strategy, leftovers=self.leftovers)
         if self.resumed is not None:
             self.sampler.load_state_dict(self.resumed)
         data = Clips()
-        return DataLoader(data, batch_sampler=self.sampler, collate_fn=data.collate, num_workers=self.workers)  # type: ignore[arg-type]
+        return DataLoader(data, batch_sampler=self.sampler, collate_fn=data.collate)  # type: ignore[arg-type]
 
     def training_step(self, batch: dict[str, Tensor], _: int) -> Tensor:
         self.seen.append(batch["index"].tolist())
@@ -122,14 +133,21 @@ def _fit(rank: int, world: int, kind: str, ring: int, leftovers: str) -> tuple[l
 
 
 @pytest.mark.parametrize(("world", "ring"), RANKS)
-@pytest.mark.parametrize(("kind", "leftovers"), [("trainer", "carry"), ("trainer, sharded", "carry"), ("trainer", "repeat")])
+@pytest.mark.parametrize(
+    ("kind", "leftovers"),
+    [
+        ("trainer", "carry"),
+        pytest.param("trainer, sharded", "carry", marks=FULL),
+        pytest.param("trainer", "repeat", marks=FULL),
+    ],
+)
 def test_the_trainer_takes_every_batch_of_every_epoch(
     run_ranks: RankPool, world: int, ring: int, kind: str, leftovers: str
 ) -> None:
     everyone = run_ranks(world, _fit, kind, ring, leftovers, init=False)
     expected = _epochs(5, leftovers=leftovers)
     lengths = [len(_epochs(n + 1, leftovers=leftovers)) - len(_epochs(n, leftovers=leftovers)) for n in range(5)]
-    assert len(set(lengths)) == (1 if leftovers == "repeat" else 3)  # "carry": epochs of different lengths
+    assert len(set(lengths)) == (1 if leftovers == "repeat" else 2)  # "carry": epochs of different lengths
     assert _joined([seen for seen, _ in everyone], ring) == expected
     assert {validated for _, validated in everyone} == {5}
     counts = Counter(chain.from_iterable(expected))
@@ -139,7 +157,7 @@ def test_the_trainer_takes_every_batch_of_every_epoch(
 
 
 def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bool, endless: bool) -> list[list[int]]:
-    module = Trains(endless=endless, workers=2 if endless else 0)
+    module = Trains(endless=endless)
     settings: dict[str, Any] = {"max_steps": at} if save else {"max_steps": 25}
     trainer = trainer_of(rank, world, _strategy("trainer", ring), max_epochs=-1, **settings)
     trainer.fit(module, ckpt_path=None if save else folder / "saved.ckpt")
@@ -148,9 +166,15 @@ def _fit_twice(rank: int, world: int, ring: int, at: int, folder: Path, save: bo
     return module.seen
 
 
-@pytest.mark.parametrize("endless", [False, True])
-@pytest.mark.parametrize("at", [7, 14])
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (3, 1)), ((2, 1), (3, 3)), ((3, 3), (4, 1))])
+@pytest.mark.parametrize(
+    ("before", "after", "at", "endless"),
+    [
+        ((4, 2), (3, 1), 7, False),
+        pytest.param((2, 1), (3, 3), 14, False, marks=FULL),
+        pytest.param((3, 3), (4, 1), 14, False, marks=FULL),
+        pytest.param((3, 1), (4, 2), 7, True, marks=FULL),
+    ],
+)
 def test_a_trainer_that_resumes_in_an_epoch_at_another_degree_sees_the_same_samples(
     run_ranks: RankPool, tmp_path: Path, before: tuple[int, int], after: tuple[int, int], at: int, endless: bool
 ) -> None:
@@ -165,7 +189,7 @@ def test_a_trainer_that_resumes_in_an_epoch_at_another_degree_sees_the_same_samp
 
 
 def _limited(rank: int, world: int) -> list[list[int]]:
-    module = Trains(endless=True, workers=2)
+    module = Trains(endless=True)
     trainer_of(rank, world, _strategy("trainer", 2), max_epochs=4, limit_train_batches=3).fit(module)
     return module.seen
 
@@ -192,12 +216,12 @@ def _with_fabric(rank: int, world: int, kind: str, ring: int, start: int, epochs
 
 
 @pytest.mark.parametrize(("world", "ring"), RANKS)
-@pytest.mark.parametrize("kind", ["fabric", "fabric, sharded"])
+@pytest.mark.parametrize("kind", ["fabric", pytest.param("fabric, sharded", marks=FULL)])
 def test_fabric_yields_the_batches_of_one_process(run_ranks: RankPool, world: int, ring: int, kind: str) -> None:
     assert _joined(run_ranks(world, _with_fabric, kind, ring, 0, 4, init=False), ring) == _epochs(4)
 
 
-@pytest.mark.parametrize(("world", "ring"), [(2, 1), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("world", "ring"), [(3, 1), pytest.param(4, 2, marks=FULL)])
 def test_fabric_continues_in_an_epoch(run_ranks: RankPool, world: int, ring: int) -> None:
     ranks = run_ranks(world, _with_fabric, "fabric", ring, 7, 3, init=False)
     assert _joined(ranks, ring) == _epochs(4)[7:]

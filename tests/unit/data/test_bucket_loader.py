@@ -81,7 +81,7 @@ def test_data_without_buckets_are_refused() -> None:
     short = Pictures()
     short.buckets = short.buckets[1:]
     short.__class__ = type("Short", (Pictures,), {"__len__": lambda _: 18})
-    with pytest.raises(ValueError, match="Short.buckets has 17 keys for 18 samples"):
+    with pytest.raises(ValueError, match=r"Short\.buckets has 17 keys for 18 samples"):
         bucket_loader(short, batch_size=4)
     with pytest.raises(TypeError, match="list must have an attribute `buckets`: the key of each sample"):
         bucket_loader([1, 2, 3], batch_size=4)  # type: ignore[arg-type]
@@ -120,6 +120,6 @@ def test_announced_epochs_are_entered_and_a_position_set_by_the_user_is_kept() -
         sampler.sampler.set_epoch(epoch)
         announced.append(sampler.epoch)
         if epoch == 0:
-            assert list(sampler)[0] == _expected(21)[20]
+            assert next(iter(sampler)) == _expected(21)[20]
     assert announced == [0, 1, 2, at, at + 1, at + 2]
     assert at == 4
