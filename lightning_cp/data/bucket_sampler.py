@@ -107,8 +107,8 @@ class BucketBatchSampler(OrderSampler):
         small = {key: count for key, count in self.bucket_sizes.items() if count < self.batch_size}
         if small:
             _log.warning(
-                f"{len(small)} buckets have fewer samples than a batch of {self.batch_size}, so their batches hold a "
-                f"sample more than once: {_listed(small)}. Use a smaller batch_size or fewer buckets to avoid this"
+                f"buckets with fewer samples than a batch of {self.batch_size}: {_listed(small)}. Their batches hold a "
+                "sample more than once; to avoid this, use a smaller batch_size or fewer buckets"
             )
 
 
@@ -127,8 +127,8 @@ def _check_sizes(sizes: dict[Hashable, int], batch_size: int, leftovers: str) ->
     small = {key: count for key, count in sizes.items() if count < batch_size}
     if small and leftovers == "drop":
         raise ValueError(
-            f"leftovers='drop' would drop every sample of {len(small)} buckets with fewer samples than "
-            f"batch_size={batch_size}: {_listed(small)}. Lower batch_size, use fewer buckets, or set leftovers='carry'"
+            f"leftovers='drop' would drop every sample of the buckets with fewer samples than batch_size={batch_size}: "
+            f"{_listed(small)}. Lower batch_size, use fewer buckets, or set leftovers='carry'"
         )
 
 
