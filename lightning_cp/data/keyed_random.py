@@ -23,6 +23,7 @@ class RandomStream(IntEnum):
     WORKER = 6
     SAMPLE = 7
     POSTERIOR = 8
+    CAPTION = 9
     BATCHES = 10
 
 
