@@ -128,7 +128,7 @@ def precompute(
                 encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, report=report)
             sources = found.sources[ranks.data_rank :: ranks.data_size]
             with components_on(pipe, family.components.media, device), _bar("media", len(sources), show) as report:
-                undo = (lambda: None) if ranks.groups is None else parallelize_vae(pipe.vae, ranks.groups)
+                undo = None if ranks.groups is None else parallelize_vae(pipe.vae, ranks.groups)
                 encoded, skipped = encode_sources(
                     pipe,
                     family,
@@ -143,7 +143,8 @@ def precompute(
                     ranks=ranks,
                     report=report,
                 )
-                undo()  # rank 0 alone draws the contact sheet
+                if undo is not None:  # rank 0 alone draws the contact sheet
+                    undo()
         parts = ranks.gather((encoded, skipped) if ranks.writes_media else (0, []))
         result = _result(found.sources, found.skipped, captions, parts)
         ranks.on_first(lambda: _complete(prepared, output, result))
