@@ -153,8 +153,12 @@ class _KindWriter:
             self._descriptor, _ = lock_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except BlockingIOError as error:
             raise CacheError(f"{self._path} is open in another process: give each rank its own number") from error
-        if is_new:
-            flush(self._path.parent)
+        try:
+            if is_new:
+                flush(self._path.parent)
+        except BaseException:
+            unlock_file(self._descriptor)
+            raise
 
     @property
     def waiting(self) -> int:

@@ -1,0 +1,363 @@
+"""Damaged caches are one CacheError that names the file; a full disk and killed writers leave a cache to continue."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lightning_cp.errors import CacheError
+from lightning_cp.latent_cache import CacheWriter, LatentCache, locks, prepare_cache
+from tests.unit.latent_cache.made import add, check, index, make
+
+SHARD, TEXTS, ROWS = "media-00000-000001.safetensors", "text-00000-000000.safetensors", "rows-00000-media.jsonl"
+
+
+def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | changes))
+
+    return do
+
+
+def edit_rows(change: Callable[[list[str]], list[str]], name: str = ROWS) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        lines = (folder / name).read_text().splitlines(keepends=True)
+        (folder / name).write_text("".join(change(lines)))
+
+    return do
+
+
+def from_another(name: str) -> Callable[[Path], None]:
+    """Take a file of a cache with the same contents."""
+
+    def do(folder: Path) -> None:
+        make(folder.with_name("another"))
+        shutil.copy(folder.with_name("another") / name, folder / name)
+
+    return do
+
+
+def truncate(name: str, bytes: int) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - bytes)
+
+
+def flip(name: str, position: int) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[position] ^= 4
+        (folder / name).write_bytes(content)
+
+    return do
+
+
+def resaved(change: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    """Change the tensors of a shard, with a size and a checksum of the rows file that fit."""
+
+    def do(folder: Path) -> None:
+        tensors = load_file(folder / SHARD)
+        change(tensors)
+        save_file(
+            tensors, folder / SHARD, metadata={"cache": json.loads((folder / "index.json").read_text())["cache_id"]}
+        )
+        size = (folder / SHARD).stat().st_size
+        counts = json.loads((folder / "complete.json").read_text())
+        lines = [json.loads(line) for line in (folder / ROWS).read_text().splitlines()]
+        for line in lines:
+            if line["shard"] == SHARD and "crc32" in line:
+                counts["bytes"] += size - line["size_bytes"]
+                line["size_bytes"] = size
+        (folder / ROWS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (folder / "complete.json").write_text(json.dumps(counts))
+
+    return do
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated shard": (truncate(SHARD, 1), rf"{SHARD} is damaged: it has \d+ bytes, but \d+ were written. Restore"),
+    "empty shard": (lambda folder: os.truncate(folder / SHARD, 0), f"{SHARD} is damaged: it has 0 bytes"),
+    "missing shard": (lambda folder: (folder / SHARD).unlink(), f"{SHARD} cannot be read: No such file"),
+    "missing texts": (lambda folder: (folder / TEXTS).unlink(), f"{TEXTS} cannot be read: No such file"),
+    "flipped header": (flip(SHARD, 12), f"{SHARD} (is damaged|does not hold|belongs)"),
+    "flipped length": (flip(SHARD, 0), f"{SHARD} is damaged"),
+    "shard of another cache": (from_another(SHARD), f"{SHARD} belongs to another cache"),
+    "rows of another cache": (from_another(ROWS), f"{ROWS} belongs to another cache"),
+    "counts of another cache": (from_another("complete.json"), "complete.json belongs to another cache"),
+    "unknown shard": (
+        lambda folder: shutil.copy(folder / SHARD, folder / "media-00009-000000.safetensors"),
+        "media-00009-000000.safetensors is in no rows file",
+    ),
+    "no rows": (lambda folder: (folder / ROWS).unlink(), "was changed after it was complete"),
+    "lost row": (edit_rows(lambda lines: lines[1:]), f"{ROWS} is damaged: line .*does not have the 2 rows that were"),
+    "double row": (edit_rows(lambda lines: [lines[0], *lines]), f"{ROWS} is damaged: .*does not have the 2 rows"),
+    "double shard": (edit_rows(lambda lines: lines[:3] + lines), f"{ROWS} is damaged: the shard .* is listed twice"),
+    "half a row": (truncate(ROWS, 5), f"{ROWS} ends with an unfinished write: run precompute again to continue"),
+    "row without a shard": (edit_rows(lambda lines: [*lines, lines[0]]), f"{ROWS} ends with an unfinished write"),
+    "same id": (
+        edit_rows(lambda lines: [line.replace("sample-0003", "sample-0002") for line in lines]),
+        "'sample-0002' is stored twice",
+    ),
+    "wrong number": (
+        edit_rows(lambda lines: [line.replace('"number": 1', '"number": 7') for line in lines]),
+        "does not hold the samples of its rows",
+    ),
+    "a field too many": (
+        edit_rows(lambda lines: [line.replace('"id":', '"x": 1, "id":') for line in lines]),
+        f"{ROWS} is damaged: line 1: it must have exactly the fields id, source",
+    ),
+    "wrong type": (
+        edit_rows(lambda lines: [line.replace('"frames": 1', '"frames": "1"') for line in lines]),
+        "line 1: frames='1' must be an integer of at least 1",
+    ),
+    "a path as a shard": (
+        edit_rows(lambda lines: [line.replace('"media-', '"../media-') for line in lines]),
+        "must be the name of a shard",
+    ),
+    "not JSON": (edit_rows(lambda lines: ["{\n", *lines]), f"{ROWS} is damaged: line 1: it is not valid JSON"),
+    "changed caption": (
+        edit_rows(lambda lines: [line.replace("caption 1", "caption 9") for line in lines], "rows-00000-text.jsonl"),
+        "rows-00000-text.jsonl is damaged: the caption of .* was changed",
+    ),
+    "changed length": (
+        edit_rows(
+            lambda lines: [line.replace('"length": 1', '"length": 9') for line in lines], "rows-00000-text.jsonl"
+        ),
+        "does not have the 9 positions of its row",
+    ),
+    "lost tensor": (resaved(lambda tensors: tensors.pop("0/latents_std")), f"{SHARD}: sample 0 has the tensors"),
+    "lost sample": (
+        resaved(lambda tensors: [tensors.pop(f"0/{name}") for name in ("latents", "latents_std")]),
+        f"{SHARD} does not hold the samples of its rows",
+    ),
+    "other sizes": (
+        resaved(lambda tensors: tensors.update({"0/latents": torch.zeros(9, dtype=torch.bfloat16)})),
+        rf"{SHARD}: latents of sample 0 have shape \[9\], but other samples of",
+    ),
+    "newer version": (edit_json("index.json", format=2), "index.json has format 2; this version reads format 1"),
+    "no version": (edit_json("index.json", format="1"), "index.json is damaged, or not the file of a latent cache: it"),
+    "another field": (edit_json("index.json", x=1), "must have exactly the fields family, facts"),
+    "another type": (edit_json("index.json", facts=[]), r"facts=\[\] must be a JSON object"),
+    "someone else's JSON": (
+        lambda folder: (folder / "index.json").write_text('{"weight_map": {}}'),
+        "index.json is damaged, or not the file of a latent cache: it has no valid format number",
+    ),
+    "a list": (lambda folder: (folder / "index.json").write_text("[1]"), "index.json is damaged.*not a JSON object"),
+    "no index": (lambda folder: (folder / "index.json").unlink(), "is not a latent cache: it has no index.json"),
+    "other counts": (edit_json("complete.json", samples=3), "was changed after it was complete"),
+    "not complete": (
+        lambda folder: (folder / "complete.json").unlink(),
+        "is not complete: it has 8 samples and 7 texts",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_noticed_when_the_cache_is_opened(tmp_path: Path, damage: str) -> None:
+    folder, (do, message) = tmp_path / "cache", DAMAGES[damage]
+    make(folder)
+    do(folder)
+    with pytest.raises(CacheError, match=message) as caught:
+        LatentCache(folder)
+    assert str(folder) in str(caught.value)
+    assert len(str(caught.value)) < 900
+
+
+def test_changed_values_are_noticed_by_verify(tmp_path: Path) -> None:
+    made = make(tmp_path)
+    made.verify()
+    for name in (SHARD, TEXTS):
+        flip(name, -1)(tmp_path)
+        with pytest.raises(CacheError, match=rf"{name} is damaged: its CRC-32 is \d+, but \d+ was written. Restore"):
+            LatentCache(tmp_path).verify()
+        flip(name, -1)(tmp_path)
+    check(LatentCache(tmp_path), 8)
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_shard_that_is_truncated_later_raises_and_does_not_end_the_process(tmp_path: Path, is_open: bool) -> None:
+    made = make(tmp_path, shard_bytes=1 << 20)
+    if is_open:
+        made.sample(1)
+    (path,) = tmp_path.glob("media-*")
+    os.truncate(path, 100)
+    with pytest.raises(CacheError, match=r"is damaged: it has 100 bytes, but \d+ were written"):
+        made.sample(7)
+
+
+def test_a_damaged_shard_is_made_again_as_the_error_says(tmp_path: Path) -> None:
+    make(tmp_path)
+    os.truncate(tmp_path / SHARD, 50)
+    with pytest.raises(CacheError, match=f"or delete the lines with {SHARD} in {ROWS} and run precompute again"):
+        prepare_cache(tmp_path, index())
+    edit_rows(lambda lines: [line for line in lines if SHARD not in line])(tmp_path)
+    check(make(tmp_path), 8)
+
+
+def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-of-somebody").write_text("x")
+    with pytest.raises(CacheError, match=r"holds other files \(.tmp-of-somebody, …\) and is no latent cache"):
+        prepare_cache(tmp_path, index())
+    assert [path.name for path in tmp_path.iterdir()] == [".tmp-of-somebody"]
+    with pytest.raises(CacheError, match="is a file: choose another output"):
+        prepare_cache(tmp_path / ".tmp-of-somebody", index())
+
+
+class _KilledError(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+class _Steps:
+    """Count the steps of a run that reach the disk, and end the run before or after one of them, or fail it."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int, *, after: bool, error: type[BaseException] = _KilledError):
+        self.count, self.at, self.after, self.error = 0, at, after, error
+        for name in ("rename", "fsync", "ftruncate", "write"):
+            patch.setattr(os, name, self._step(getattr(os, name)))
+        patch.setattr("lightning_cp.latent_cache.shards.save_file", self._step(save_file))
+        for name in ("unlink", "chmod"):
+            patch.setattr(Path, name, self._step(getattr(Path, name)))
+
+    def _step(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def do(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.at and not self.after:
+                if real.__name__ == "write":  # half of it
+                    real(args[0], args[1][: len(args[1]) // 2])
+                raise self._error()
+            result = real(*args, **kwargs)
+            if self.count == self.at:
+                raise self._error()
+            return result
+
+        return do
+
+    def _error(self) -> BaseException:
+        return OSError(errno.ENOSPC, "No space left on device") if self.error is OSError else self.error()
+
+
+def _run_until_killed(folder: Path, at: int, *, after: bool) -> int:
+    """Leave a cache as a process that is killed at a step leaves it. Returns: number of steps that were reached."""
+    prepared = None
+    with pytest.MonkeyPatch.context() as patch, suppress(_KilledError):
+        steps = _Steps(patch, at, after=after)
+        prepared = prepare_cache(folder, index())
+        writer = CacheWriter(folder, shard_bytes=300)
+        add(writer, range(5))
+        writer.close()
+        prepared.finish()
+    owner = folder / ".owner.json"
+    content = owner.read_bytes() if owner.exists() else b""
+    if prepared is not None:
+        prepared.release()
+        owner.write_bytes(content)
+    locks._close_in_child()  # the end of a process closes its files
+    return steps.count
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_that_is_killed_at_any_step_is_continued(tmp_path: Path, after: bool, resumed: bool) -> None:
+    """Every step is the last one of a run once; the next run completes the cache."""
+    at, reached = 0, 0
+    while reached == at:
+        at += 1
+        folder = tmp_path / str(at)
+        if resumed:
+            make(folder, 3)
+        reached = _run_until_killed(folder, at, after=after)
+        check(make(folder, 5), 5)
+        shutil.rmtree(folder)
+    assert at > 30
+
+
+def _run_until_full(folder: Path, at: int) -> tuple[int, str]:
+    """Write a cache; one step fails. Returns: number of steps that were reached, and the error."""
+    with pytest.MonkeyPatch.context() as patch:
+        steps = _Steps(patch, at, after=False, error=OSError)
+        try:
+            with prepare_cache(folder, index()) as prepared:
+                with CacheWriter(folder, shard_bytes=300) as writer:
+                    add(writer, range(5))
+                prepared.finish()
+        except OSError as error:
+            return steps.count, f"{error.errno} {error}"
+    return steps.count, ""
+
+
+def test_a_disk_that_is_full_at_any_step_is_one_error_and_a_cache_to_continue(tmp_path: Path) -> None:
+    messages: list[str] = []
+    for at in range(1, 1000):
+        count, message = _run_until_full(folder := tmp_path / str(at), at)
+        check(make(folder, 5), 5)
+        shutil.rmtree(folder)
+        if count < at:
+            break
+        messages.append(message)
+    assert all(message.startswith(f"{errno.ENOSPC} ") for message in messages)
+    assert sum("could not be written to" in message for message in messages) > 20
+
+
+def test_a_full_disk_is_named_and_what_was_stored_before_is_kept(tmp_path: Path) -> None:
+    with prepare_cache(tmp_path, index()):
+        writer = CacheWriter(tmp_path, shard_bytes=300)
+        add(writer, range(2))
+        with pytest.MonkeyPatch.context() as patch:
+            _Steps(patch, 2, after=False, error=OSError)
+            with pytest.raises(OSError, match="could not be written") as caught:
+                add(writer, range(2, 5))
+        pattern = (
+            rf"media-00000-000001.safetensors could not be written to {tmp_path}: it needs \d+ bytes, [\d.]+ MB are"
+        )
+        assert caught.match(pattern)
+        assert caught.value.errno == errno.ENOSPC
+        with pytest.raises(CacheError, match=r"an earlier write to .* failed: run precompute again to continue"):
+            writer.close()
+    with prepare_cache(tmp_path, index()), CacheWriter(tmp_path) as again:
+        assert list(again.done_ids()) == ["sample-0000", "sample-0001"]
+    check(make(tmp_path, 5), 5)
+
+
+_LIMITED = (
+    "import resource, sys; from tests.unit.latent_cache.made import *\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); prepared = prepare_cache(sys.argv[1], index())\n"
+    "writer = CacheWriter(sys.argv[1], shard_bytes=int(sys.argv[2])); add(writer, range(100)); writer.close()"
+)
+
+
+def test_a_file_that_cannot_grow_is_one_error(tmp_path: Path) -> None:
+    """At 300 bytes a shard the rows file meets the limit, half way through a line."""
+    for shard_bytes in ("300", "100000"):
+        command = [sys.executable, "-c", _LIMITED, str(tmp_path / shard_bytes), shard_bytes]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert "could not be written to" in ended.stderr
+        assert "free some space, then run precompute again to continue" in ended.stderr
+        check(make(tmp_path / shard_bytes, 10), 10 if shard_bytes == "100000" else count_of(tmp_path / shard_bytes))
+
+
+def count_of(folder: Path) -> int:
+    count = len(LatentCache(folder))
+    assert count >= 10
+    return count
+
+
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+def test_writers_that_are_killed_lose_and_double_nothing(tmp_path: Path, kills: int) -> None:
+    command = [sys.executable, "-m", "tests.faults.latent_cache_kills", str(tmp_path / "cache"), str(kills)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    found = json.loads(ended.stdout)
+    assert found["signals"] == [-signal.SIGKILL] * kills
+    assert found["kept"] == sorted(found["kept"])
+    assert found["kept"][-1] > found["kept"][0]
