@@ -224,6 +224,17 @@ def test_damaged_rows_are_made_again_as_the_error_says(tmp_path: Path) -> None:
     check(make(tmp_path), 8)
 
 
+def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    for name in (".tmpXy12Zw", ".tmp-index.json", "media-00005-000000.safetensors", "text-00000-000009.safetensors"):
+        shutil.copy(tmp_path / SHARD, tmp_path / name)
+    (tmp_path / "notes.txt").write_text("mine")
+    made = make(tmp_path, 5)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    (tmp_path / "notes.txt").unlink()
+    check(made, 5)
+
+
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / ".tmp-of-somebody").write_text("x")
     with pytest.raises(CacheError, match=r"holds other files \(.tmp-of-somebody, …\) and is no latent cache"):
