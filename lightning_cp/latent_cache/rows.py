@@ -137,7 +137,10 @@ def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
     Raises: CacheError: a complete line is damaged.
     """
     kind: type[Row] = MediaRow if path.name.endswith("-media.jsonl") else TextRow
-    data = path.read_bytes()[:limit_bytes]
+    try:
+        data = path.read_bytes()[:limit_bytes]
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
     found, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0
     for number, line in enumerate(data.split(b"\n")[:-1], 1):  # the last one is empty, or half a line
         offset += len(line) + 1

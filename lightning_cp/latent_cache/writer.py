@@ -156,6 +156,8 @@ class _KindWriter:
         try:
             if is_new:
                 flush(self._path.parent)
+            if os.fstat(self._descriptor).st_size != self._end:
+                raise CacheError(f"{self._path} was changed after prepare_cache: end this run and start it again")
         except BaseException:
             unlock_file(self._descriptor)
             raise

@@ -228,11 +228,26 @@ def test_what_killed_writers_left_is_removed(tmp_path: Path) -> None:
     make(tmp_path, 3)
     for name in (".tmpXy12Zw", ".tmp-index.json", "media-00005-000000.safetensors", "text-00000-000009.safetensors"):
         shutil.copy(tmp_path / SHARD, tmp_path / name)
-    (tmp_path / "notes.txt").write_text("mine")
-    made = make(tmp_path, 5)
-    assert (tmp_path / "notes.txt").read_text() == "mine"
-    (tmp_path / "notes.txt").unlink()
+    for name in ("notes.txt", "lora.safetensors"):
+        (tmp_path / name).write_text("mine")
+    make(tmp_path, 5)
+    made = LatentCache(tmp_path)
+    for name in ("notes.txt", "lora.safetensors"):
+        assert (tmp_path / name).read_text() == "mine"
+        (tmp_path / name).unlink()
     check(made, 5)
+
+
+def test_rows_that_change_during_a_run_are_noticed(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    with prepare_cache(tmp_path, index()):
+        with (tmp_path / ROWS).open("a") as file:
+            file.write('{"half')
+        with pytest.raises(
+            CacheError, match=f"{ROWS} was changed after prepare_cache: end this run and start it again"
+        ):
+            CacheWriter(tmp_path)
+    check(make(tmp_path, 3), 3)
 
 
 def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:

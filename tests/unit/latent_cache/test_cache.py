@@ -132,6 +132,11 @@ def test_what_is_not_finished_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match="is not prepared: call prepare_cache on rank 0"):
         CacheWriter(tmp_path)
     check(make(tmp_path, 3), 3)
+    with prepare_cache(tmp_path, index()):
+        pass  # a run that continues a complete cache and is stopped
+    with pytest.raises(CacheError, match=r"is not complete: it has 3 samples and 7 texts. Run precompute again"):
+        LatentCache(tmp_path)
+    check(make(tmp_path, 3), 3)
 
 
 def test_missing_and_double_captions_and_ids_are_noticed_at_the_end(tmp_path: Path) -> None:
@@ -150,6 +155,11 @@ def test_missing_and_double_captions_and_ids_are_noticed_at_the_end(tmp_path: Pa
             CacheError, match=r"'sample-0000' is stored twice, in .*rows-00000-media.jsonl and .*rows-00001"
         ):
             prepared.finish()
+    with (
+        prepare_cache(tmp_path / "d", index()) as prepared,
+        pytest.raises(CacheError, match="has no samples: add some"),
+    ):
+        prepared.finish()
     with prepare_cache(tmp_path / "c", index()) as prepared:
         with CacheWriter(tmp_path / "c") as writer:
             add(writer, [0])
