@@ -4,7 +4,6 @@ Rank 0 calls `prepare_cache`, every rank writes with its `CacheWriter`, and rank
 Training reads a `LatentCache` through `LatentData`.
 """
 
-from lightning_cp.errors import CacheError, StaleCacheError
 from lightning_cp.latent_cache.cache import LatentCache
 from lightning_cp.latent_cache.dataset import LatentData
 from lightning_cp.latent_cache.fingerprint import Fingerprint, check_fresh, differences, fingerprint_of
@@ -14,7 +13,6 @@ from lightning_cp.latent_cache.rows import MediaRow, caption_hash
 from lightning_cp.latent_cache.writer import CacheWriter
 
 __all__ = [
-    "CacheError",
     "CacheIndex",
     "CacheWriter",
     "Fingerprint",
@@ -22,7 +20,6 @@ __all__ = [
     "LatentData",
     "MediaRow",
     "PreparedCache",
-    "StaleCacheError",
     "caption_hash",
     "check_fresh",
     "differences",

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from lightning_cp.errors import CacheError
 from lightning_cp.latent_cache.index import CacheIndex, Counts
+from lightning_cp.latent_cache.row_checks import SHARD_NAME
 from lightning_cp.latent_cache.rows import MediaRow, Row, RowsFile, ShardRow, TextRow, caption_hash, read_rows
 from lightning_cp.latent_cache.shards import Layout, again, read_layout
 
@@ -78,9 +79,13 @@ def check_contents(folder: Path, contents: Contents, index: CacheIndex) -> dict[
     """Compare the rows with the headers of the shards; tensors are not read.
 
     Returns: names of the tensors of every sample, and of every text.
-    Raises: CacheError: a text, tensor or file is missing, unknown, truncated or has another shape.
+    Raises: CacheError: there are no samples; or a text, tensor or file is missing, unknown, truncated or has another
+        shape.
     """
-    unknown = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in contents.shards)
+    if not contents.media:
+        raise CacheError(f"{folder} has no samples: add some before the cache is finished")
+    present = {path.name for path in folder.glob("*.safetensors") if SHARD_NAME.fullmatch(path.name)}
+    unknown = sorted(present - contents.shards.keys())
     if unknown:
         raise CacheError(f"{folder / unknown[0]} is in no rows file: run precompute again, which removes it")
     captions = {hash: row.id for row in contents.media for hash in row.captions}

@@ -15,6 +15,7 @@ from lightning_cp.latent_cache.contents import Contents, check_contents, join_ro
 from lightning_cp.latent_cache.fingerprint import check_fresh
 from lightning_cp.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index
 from lightning_cp.latent_cache.locks import OWNER, FolderLock, lock_file, unlock_file
+from lightning_cp.latent_cache.row_checks import SHARD_NAME
 from lightning_cp.latent_cache.rows import RowsFile, read_rows
 from lightning_cp.latent_cache.shards import TEMPORARY, check_size
 
@@ -132,8 +133,8 @@ def _recovered(path: Path) -> RowsFile:
 
 
 def _remove_leftovers(folder: Path, contents: Contents) -> None:
-    """Remove temporary files, and shards without rows."""
+    """Remove temporary files, and shards without rows. Files with other names stay."""
     for path in list(folder.iterdir()):
-        unlisted = path.suffix == ".safetensors" and path.name not in contents.shards
+        unlisted = SHARD_NAME.fullmatch(path.name) is not None and path.name not in contents.shards
         if path.is_file() and (unlisted or path.name.startswith(TEMPORARY)):
             path.unlink()

@@ -92,10 +92,12 @@ class FolderLock:
         if self._stop.is_set():
             return
         self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-            self._path.unlink(missing_ok=True)
-        unlock_file(self._descriptor)
+        try:
+            if self._thread.ident is not None:
+                self._thread.join()
+                self._path.unlink(missing_ok=True)
+        finally:
+            unlock_file(self._descriptor)
 
     def _beat(self) -> None:
         while not self._stop.wait(_BEAT_S):

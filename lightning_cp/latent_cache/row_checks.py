@@ -11,8 +11,6 @@ from lightning_cp.checkpoint.check import DamagedError
 
 SHARD_NAME = re.compile(r"(media|text)-\d{5,}-\d{6,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{32}")
-
-
 Checks = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 

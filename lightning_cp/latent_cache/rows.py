@@ -131,32 +131,36 @@ def line_of(row: Row | ShardRow) -> bytes:
 
 
 def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
-    """Read a rows file up to the last shard's line.
+    """Read a rows file up to the last shard's line. Below it may be rows and half a line of an interrupted write.
 
     Args: limit_bytes: read only the beginning; None: all.
-    Raises: CacheError: a line before the last shard's line is damaged.
+    Raises: CacheError: a complete line is damaged.
     """
     kind: type[Row] = MediaRow if path.name.endswith("-media.jsonl") else TextRow
-    data = path.read_bytes()[:limit_bytes]
+    try:
+        data = path.read_bytes()[:limit_bytes]
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
     found, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0
-    damage = ""
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):  # the last one is empty, or half a line
         offset += len(line) + 1
         try:
             row = _parsed(line, kind)
+            if not isinstance(row, ShardRow):
+                pending.append(row)
+            if any(one.shard != row.shard for one in pending[:1]):
+                raise DamagedError(f"it belongs to {row.shard}, the line before to {pending[0].shard}")
+            if isinstance(row, ShardRow) and len(pending) != row.rows:
+                raise DamagedError(f"{row.shard} has {len(pending)} rows, but {row.rows} were written")
         except DamagedError as error:
-            damage = damage or f"line {number}: {error}"
-            continue
-        if not isinstance(row, ShardRow):
-            pending.append(row)
-            continue
-        if not damage and (len(pending) != row.rows or any(one.shard != row.shard for one in pending)):
-            damage = f"line {number}: {row.shard} does not have the {row.rows} rows that were written"
-        if damage:
-            raise CacheError(f"{path} is damaged: {damage}")
-        found.rows += pending
-        found.shards.append(row)
-        found.committed_bytes, pending = offset, []
+            raise CacheError(
+                f"{path} is damaged in line {number}: {error}. Restore the file, or delete this line and all lines "
+                "below it and run precompute again: it then encodes these samples again"
+            ) from error
+        if isinstance(row, ShardRow):
+            found.rows += pending
+            found.shards.append(row)
+            found.committed_bytes, pending = offset, []
     return found
 
 

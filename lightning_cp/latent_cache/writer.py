@@ -153,8 +153,14 @@ class _KindWriter:
             self._descriptor, _ = lock_file(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         except BlockingIOError as error:
             raise CacheError(f"{self._path} is open in another process: give each rank its own number") from error
-        if is_new:
-            flush(self._path.parent)
+        try:
+            if is_new:
+                flush(self._path.parent)
+            if os.fstat(self._descriptor).st_size != self._end:
+                raise CacheError(f"{self._path} was changed after prepare_cache: end this run and start it again")
+        except BaseException:
+            unlock_file(self._descriptor)
+            raise
 
     @property
     def waiting(self) -> int:

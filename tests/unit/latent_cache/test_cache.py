@@ -24,8 +24,9 @@ def test_samples_come_back_bit_for_bit(tmp_path: Path, ranks: int, shard_bytes: 
     check(made, 8)
     assert made.family().text.form == "masked"
     assert bits(made.empty_text) == bits(text(""))
-    media_shards = {one.shard for one in made.rows}
-    assert len(media_shards) == {1: 8, 300: 4 if ranks == 1 else 6, 1 << 20: ranks}[shard_bytes] or shard_bytes == 300
+    shards = len({one.shard for one in made.rows})
+    assert shards == {1: 8, 1 << 20: ranks}.get(shard_bytes, shards)
+    assert shards > ranks or shard_bytes == 1 << 20
     modes = {stat.S_IMODE(path.stat().st_mode) for path in made.folder.iterdir()}
     assert modes == {stat.S_IMODE(made.folder.stat().st_mode) & 0o666}
 
@@ -109,7 +110,7 @@ def test_invalid_samples_are_refused_and_the_writer_goes_on(
             add(writer, [0])
             with pytest.raises(CacheError, match=message):
                 writer.add_media(row(1, **changes), {**media(1), **tensors})
-            with pytest.raises(CacheError, match="'caption 0 .*' is stored already"):
+            with pytest.raises(CacheError, match=r"'caption 0 .*' is stored already"):
                 writer.add_text(CAPTIONS[1], text(CAPTIONS[1]))
             add(writer, [1])
         prepared.finish()
@@ -126,10 +127,15 @@ def test_what_is_not_finished_cannot_be_read(tmp_path: Path) -> None:
             LatentCache(tmp_path)
         with pytest.raises(CacheError, match="has no text of the empty caption"):
             prepared.finish()
-    with pytest.raises(CacheError, match="3 of 9 samples and 6 texts. Run precompute again to continue"):
+    with pytest.raises(CacheError, match=r"3 of 9 samples and 6 texts. Run precompute again to continue"):
         LatentCache(tmp_path)
     with pytest.raises(CacheError, match="is not prepared: call prepare_cache on rank 0"):
         CacheWriter(tmp_path)
+    check(make(tmp_path, 3), 3)
+    with prepare_cache(tmp_path, index()):
+        pass  # a run that continues a complete cache and is stopped
+    with pytest.raises(CacheError, match=r"is not complete: it has 3 samples and 7 texts. Run precompute again"):
+        LatentCache(tmp_path)
     check(make(tmp_path, 3), 3)
 
 
@@ -137,14 +143,23 @@ def test_missing_and_double_captions_and_ids_are_noticed_at_the_end(tmp_path: Pa
     with prepare_cache(tmp_path / "a", index()) as prepared:
         with CacheWriter(tmp_path / "a") as writer:
             add(writer, [0], ["", CAPTIONS[1]])
-        with pytest.raises(CacheError, match=f"has no text {caption_hash(CAPTIONS[2])}, a caption of sample 'sample-0000"):
+        with pytest.raises(
+            CacheError, match=f"has no text {caption_hash(CAPTIONS[2])}, a caption of sample 'sample-0000"
+        ):
             prepared.finish()
     with prepare_cache(tmp_path / "b", index()) as prepared:
         for rank in range(2):
             with CacheWriter(tmp_path / "b", rank=rank) as writer:
                 add(writer, [0], CAPTIONS[rank::2])
-        with pytest.raises(CacheError, match="'sample-0000' is stored twice, in .*rows-00000-media.jsonl and .*rows-00001"):
+        with pytest.raises(
+            CacheError, match=r"'sample-0000' is stored twice, in .*rows-00000-media.jsonl and .*rows-00001"
+        ):
             prepared.finish()
+    with (
+        prepare_cache(tmp_path / "d", index()) as prepared,
+        pytest.raises(CacheError, match="has no samples: add some"),
+    ):
+        prepared.finish()
     with prepare_cache(tmp_path / "c", index()) as prepared:
         with CacheWriter(tmp_path / "c") as writer:
             add(writer, [0])
@@ -193,9 +208,8 @@ def batches(data: LatentData, **options: Any) -> list[dict[str, Any]]:
 def test_workers_read_the_same(tmp_path: Path, method: str) -> None:
     data = data_of(tmp_path)
     here = batches(data)  # forked workers then inherit open maps
-    assert here[0]["prompt_mask"][1] == here[1]["prompt_mask"][1] or here[0] != here[1]
-    assert "empty_prompt_embeds" in here[0]
-    assert batches(data, num_workers=2, multiprocessing_context=method) == here
+    assert {"latents", "latents_std", "prompt_embeds", "prompt_mask", "empty_prompt_embeds"} <= here[0].keys()
+    assert batches(data, num_workers=1 + (method == "fork"), multiprocessing_context=method) == here
 
 
 def test_a_pickled_cache_opens_its_maps_again(tmp_path: Path) -> None:
