@@ -17,7 +17,7 @@ OPTIONAL = {
     "media/decoder.py": {"av"},
 }
 # Imported as another name than their distribution's, or required by a core dependency.
-BROUGHT_ALONG = {"PIL", "lightning_utilities", "typing_extensions"}
+BROUGHT_ALONG = {"PIL", "lightning_utilities", "tqdm", "typing_extensions"}  # by diffusers and lightning
 
 
 def _imported() -> set[tuple[str, str]]:

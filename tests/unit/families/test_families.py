@@ -132,7 +132,7 @@ def test_a_reference_picture_must_fit_the_grid() -> None:
 
 
 def test_a_clip_whose_frames_are_all_given_is_refused() -> None:
-    facts = {"expand_timesteps": True, "patch": [1, 2, 2], "latents_mean": [0.0], "latents_std": [1.0]}
+    facts = {"expand_timesteps": True, "patch": [1, 2, 2], "spatial": 8, "temporal": 4}
     family = load_family("wan_image_to_video", facts)
     assert family.given_mask({}, torch.zeros(1, 1, 2, 4, 4)).flatten().tolist() == [True, False]  # type: ignore[union-attr]
     with pytest.raises(FamilyError, match="more than one latent frame"):
