@@ -20,6 +20,8 @@ _BT709, _UNSPECIFIED, _BT601 = 1, 2, 6  # AVColorSpace
 _HDR = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
 _SWSCALE = 4 | 0x2000 | 0x40000  # bicubic, full chroma interpolation, accurate rounding
 _SEEK_BACK_S = (0.0, 1.0, 4.0, 16.0)
+# Times are wrong after a jump: AVI has no presentation times, and in MPEG program streams not each frame has one.
+_NOT_SEEKABLE = ("avi", "mpeg")
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,7 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
     first = next(frames, None)
     if first is None:
         raise MediaError("no frame could be decoded")
-    # AVI has no presentation times, and they cannot be counted after a jump.
-    if start_s <= 0 or container.format.name == "avi":
+    if start_s <= 0 or container.format.name in _NOT_SEEKABLE:
         yield from _checked(chain([first], frames), first.time_s)
         return
     for back_s in _SEEK_BACK_S:  # some containers jump to a key frame behind the wanted time
