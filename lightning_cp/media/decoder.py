@@ -84,7 +84,7 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
             break
         offset = int((start_s - back_s + first.time_s) / stream.time_base)
         container.seek(offset, stream=stream, backward=True)
-        landed = _after_leading(_timed(container, stream))
+        landed = _timed(container, stream)
         head = next(landed, None)
         if head is not None and head.time_s - first.time_s <= start_s + CLOCK_S:
             yield from _checked(chain([head], landed), first.time_s)
@@ -108,15 +108,6 @@ def _timed(container: Any, stream: Any) -> Iterator[Frame]:
         if picture.pts is None:
             raise MediaError("a frame has no time: copy the file to another container (ffmpeg -i … -c copy new.mp4)")
         yield Frame(picture.pts * unit, (picture.duration or 0) * unit, picture)
-
-
-def _after_leading(frames: Iterator[Frame]) -> Iterator[Frame]:
-    """Drop damaged frames at the begin: after a jump, frames that are shown before the key frame lack a reference."""
-    started = False
-    for frame in frames:
-        started = started or not frame.picture.is_corrupt
-        if started:
-            yield frame
 
 
 def _checked(frames: Iterator[Frame], origin: float) -> Iterator[Frame]:

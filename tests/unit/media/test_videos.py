@@ -101,6 +101,15 @@ def test_the_end_of_a_range_is_not_crossed(long_video: Path) -> None:
     assert numbers(read_clip(long_video, frames=12, fps=60, start_s=10 / 24, end_s=15 / 24))[-1] == 14
 
 
+def test_the_last_frame_is_shown_until_the_end(long_video: Path, tmp_path: Path) -> None:
+    span = {"start_s": 58 / 24, "end_s": 59.5 / 24}  # the video ends later, with the same frame
+    assert numbers(read_clip(long_video, frames=15, fps=240, **span)) == [58] * 6 + [59] * 9
+    with pytest.raises(ShortClipError, match="has 15 frames"):
+        read_clip(long_video, frames=16, fps=240, **span)
+    file = write_video(tmp_path / "a.mkv", grey_frames(3), times_ms=[0, 330, 500])  # does not store how long
+    assert numbers(read_clip(file, frames=16, fps=100, start_s=0.34, end_s=0.5)) == [1] * 16
+
+
 @pytest.mark.parametrize("start_s", [2.5, 99.0])
 def test_a_start_behind_the_end_is_a_short_clip(long_video: Path, start_s: float) -> None:
     for fps in (None, 24):
