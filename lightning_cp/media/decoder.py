@@ -20,6 +20,8 @@ _BT709, _UNSPECIFIED, _BT601 = 1, 2, 6  # AVColorSpace
 _HDR = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
 _SWSCALE = 4 | 0x2000 | 0x40000  # bicubic, full chroma interpolation, accurate rounding
 _SEEK_BACK_S = (0.0, 1.0, 4.0, 16.0)
+# Times are wrong after a jump: AVI has no presentation times, and in MPEG program streams not each frame has one.
+_NOT_SEEKABLE = ("avi", "mpeg")
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,7 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
     first = next(frames, None)
     if first is None:
         raise MediaError("no frame could be decoded")
-    # AVI has no presentation times, and they cannot be counted after a jump.
-    if start_s <= 0 or container.format.name == "avi":
+    if start_s <= 0 or container.format.name in _NOT_SEEKABLE:
         yield from _checked(chain([first], frames), first.time_s)
         return
     for back_s in _SEEK_BACK_S:  # some containers jump to a key frame behind the wanted time
@@ -83,7 +84,7 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
             break
         offset = int((start_s - back_s + first.time_s) / stream.time_base)
         container.seek(offset, stream=stream, backward=True)
-        landed = _after_leading(_timed(container, stream))
+        landed = _timed(container, stream)
         head = next(landed, None)
         if head is not None and head.time_s - first.time_s <= start_s + CLOCK_S:
             yield from _checked(chain([head], landed), first.time_s)
@@ -107,15 +108,6 @@ def _timed(container: Any, stream: Any) -> Iterator[Frame]:
         if picture.pts is None:
             raise MediaError("a frame has no time: copy the file to another container (ffmpeg -i … -c copy new.mp4)")
         yield Frame(picture.pts * unit, (picture.duration or 0) * unit, picture)
-
-
-def _after_leading(frames: Iterator[Frame]) -> Iterator[Frame]:
-    """Drop damaged frames at the begin: after a jump, frames that are shown before the key frame lack a reference."""
-    started = False
-    for frame in frames:
-        started = started or not frame.picture.is_corrupt
-        if started:
-            yield frame
 
 
 def _checked(frames: Iterator[Frame], origin: float) -> Iterator[Frame]:

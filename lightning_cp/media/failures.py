@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +28,15 @@ def failures_of(file: Path) -> Iterator[None]:
             raise
         raise MediaError(f"{file}: {error}") from error.__cause__
     except Exception as error:
-        raise MediaError(f"{file}: {_reason(error)}") from error
+        raise MediaError(f"{file}: {_reason(file, error)}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(file: Path, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "the file does not exist"
     if isinstance(error, IsADirectoryError):
         return "expected a file, but this is a folder"
-    if isinstance(error, PermissionError):
+    if isinstance(error, PermissionError) and not os.access(file, os.R_OK):
         return "no permission to read the file"
     text = " ".join(str(error).split())[:_LONGEST_REASON]
     return f"cannot be decoded ({type(error).__name__}: {text})"
