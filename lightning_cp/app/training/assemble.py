@@ -63,9 +63,6 @@ class TrainingSetup(ABC):
     def tokens(self) -> int:
         """Tokens per sample, on average, for tokens/s."""
 
-    def fill(self, module: nn.Module) -> None:  # noqa: B027
-        """Load weights after the strategy has set the model up. Default: they were loaded before."""
-
     def validate(self, run: Run) -> float | None:
         """Return the validation loss, if it is due after this step. Call it on every rank. Default: None."""
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.encoded_folder import encoded_folder
+from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
@@ -24,9 +26,9 @@ from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
 from lightning_cp.families import Family, Sample, StoredBatch
 from lightning_cp.families.registry import family_class
-from lightning_cp.finetune.load import load_transformer, meta_transformer, stream_weights
+from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.validation import Validation, split_validation
+from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.objectives import Objective, objective_for
 from lightning_cp.training.ranks import DataShard
@@ -68,7 +70,7 @@ class FineTune(TrainingSetup):
     cache: LatentCache
     family: Family
     objective: Objective
-    held_out: LatentSubset | None = None
+    held_out: HeldOutData | None = None
     validation_losses: dict[int, float] = field(default_factory=dict)
 
     @classmethod
@@ -89,9 +91,10 @@ class FineTune(TrainingSetup):
         data, held_out = LatentData(cache, seed=config.seed), None
         items: Sequence[int] = range(len(data))
         if config.data.validation:
-            sources = [cache.rows[data.row_of(item)].source for item in items]
-            items, rest = split_validation(sources, config.data.validation, seed=config.seed)
-            held_out = LatentSubset(data, rest)
+            sources = [row.source for row in cache.rows]
+            kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
+            rows, held_out = set(kept), HeldOutData(cache, rest)
+            items = [item for item in items if data.row_of(item) in rows]
         return cls(config, LatentSubset(data, items), cache, family, objective, held_out)
 
     @override
@@ -113,11 +116,6 @@ class FineTune(TrainingSetup):
             transformer.compile_repeated_blocks()
         built: nn.Module = transformer
         return built
-
-    @override
-    def fill(self, module: nn.Module) -> None:
-        if self._streams:
-            stream_weights(module, self.config.model.pretrained, self.config.model.component)
 
     @property
     def _streams(self) -> bool:
@@ -150,8 +148,12 @@ class FineTune(TrainingSetup):
         validation = Validation(
             self.held_out, self.family, self.objective, quantiles=tuple(self.config.validation.quantiles)
         )
-        with run.state.average.swapped_in(run.state.module):
-            loss = validation.losses(run.state.model, run.data_shard).loss
+        model: nn.Module = run.state.model
+        context: AbstractContextManager[Any] = nullcontext()
+        if isinstance(model, WithPrecision):  # it would round the times
+            model, context = model.model, model.precision.forward_context()
+        with run.state.average.swapped_in(run.state.module), context:
+            loss = validation.losses(model, run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
                 self.export(run.state.module, run.folder.path / BEST)
         self.validation_losses[step] = loss

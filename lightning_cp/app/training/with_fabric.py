@@ -26,7 +26,6 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
     module = setup.denoiser()
     model, optimizer = fabric.setup(module, setup.optimizer(module.parameters()))
-    setup.fill(module)
     model.train()
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())

@@ -53,7 +53,6 @@ class FlowModule(LightningModule):
     def on_fit_start(self) -> None:
         trainer = self.trainer
         data_shard = DataShard.of(trainer.strategy)
-        self._setup.fill(self.denoiser)
         self.run = self._setup.start(
             TrainerRanks(trainer),
             data_shard,
