@@ -48,7 +48,7 @@ class LatentSubset(Subset[Sample]):
 
     def __getitem__(self, item: Any) -> Sample:
         number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)
-        return self.dataset[self.indices[number], epoch]  # type: ignore[index]
+        return self.dataset[self.indices[number], epoch]
 
     def __getitems__(self, items: list[Any]) -> list[Sample]:
         """Return several items: `Subset` has this method, and DataLoader calls it."""

@@ -15,6 +15,9 @@ class WithPrecision(nn.Module):
         precision: `fabric.strategy.precision` or `trainer.precision_plugin`.
     """
 
+    model: nn.Module
+    precision: Precision
+
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         super().__init__()
         self.model, self.precision = model, precision
