@@ -1,0 +1,1 @@
+"""Fine-tune pretrained transformers on a latent cache: validation, LoRA and weights."""
