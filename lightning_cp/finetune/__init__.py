@@ -1,0 +1,1 @@
+"""Fine-tuning of pretrained diffusion transformers: loading, LoRA adapters, training."""
