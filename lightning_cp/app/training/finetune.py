@@ -151,7 +151,8 @@ class FineTune(TrainingSetup):
         model: nn.Module = run.state.model
         context: AbstractContextManager[Any] = nullcontext()
         if isinstance(model, WithPrecision):  # it would round the times
-            model, context = model.model, model.precision.forward_context()
+            context = model.precision.forward_context()
+            model = model.model
         with run.state.average.swapped_in(run.state.module), context:
             loss = validation.losses(model, run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
