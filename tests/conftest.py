@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.harness import RankPool
+from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 
 
@@ -16,6 +16,12 @@ def run_ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_server_ends() -> Iterator[None]:
+    yield
+    warm.close()
 
 
 @pytest.fixture(autouse=True)
