@@ -1,7 +1,7 @@
-"""Start scripts in processes that have imported torch, lightning and diffusers already: see `warm_server.py`.
+"""Start programs in processes that have imported torch, lightning and diffusers already: see `warm_server.py`.
 
-`Popen` and `run` are those of `subprocess` for the command `[sys.executable, script, *arguments]`. The process is a
-child of this one, with its arguments, environment, folder and streams; the ranks that `LocalLauncher` starts in it are
+`Popen` and `run` are those of `subprocess` for commands that begin with `sys.executable`. The process is a child of
+this one, with its arguments, environment, folder and streams; the ranks that `LocalLauncher` starts in it are
 its children. It differs from a new interpreter in what is imported, so tests of imports, and one test of each recipe,
 use `subprocess`.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import inspect
 import json
 import os
 import socket
@@ -18,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.harness.warm_server import child_was_created, popen_arguments
 
 _ROOT = Path(__file__).parents[2]
 _BOOT = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.harness.warm_server import main; main()"
@@ -29,27 +30,25 @@ _READ_LATE = (  # variables that no preloaded package reads while it is imported
 
 
 class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen` of a script, warm where this system can do it."""
+    """`subprocess.Popen` of a Python program, warm where this system can do it."""
 
     def _execute_child(self, *args: Any) -> None:
-        given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments  # type: ignore[attr-defined]
+        given = popen_arguments(self, args)
         if sys.platform != "linux":
             super()._execute_child(*args)  # type: ignore[misc]
             return
-        python, script, *arguments = given["args"]
-        assert python == sys.executable, f"not a script of this Python: {given['args']}"
+        python, *command = map(str, given["args"])
+        assert python == sys.executable, f"not a program of this Python: {given['args']}"
         environment = dict(os.environ if given["env"] is None else given["env"])
         request = {
-            "argv": [str(script), *map(str, arguments)],
+            "argv": command,
             "env": environment,
             "cwd": str(given["cwd"] or os.getcwd()),
             "start_new_session": given["start_new_session"],
         }
         streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
         self.pid = _server().start(request, [number if fd == -1 else fd for number, fd in enumerate(streams)])
-        self._child_created = True
-        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
-        self._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+        child_was_created(self, given)
 
 
 def run(command: list[Any], *, timeout: float, **settings: Any) -> subprocess.CompletedProcess[str]:

@@ -70,7 +70,7 @@ def main() -> None:
     assert len(threads) == 1, f"{len(threads)} threads after the imports: a fork could inherit a lock of theirs"
     _serve(socket.socket(fileno=int(sys.argv[1])), standard_path)
     _fork_ranks(state)
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    _run(sys.argv)
 
 
 def _serve(connection: socket.socket, standard_path: list[str]) -> None:
@@ -104,7 +104,23 @@ def _become(request: Mapping[str, Any], descriptors: list[int], standard_path: l
     sys.argv = request["argv"]
     _use_environment(request["env"])
     given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:] = [str(Path(sys.argv[0]).resolve().parent), *map(os.path.abspath, given), *standard_path]
+    first = {"-c": "", "-m": os.getcwd()}.get(sys.argv[0], str(Path(sys.argv[0]).resolve().parent))
+    sys.path[:] = [first, *map(os.path.abspath, given), *standard_path]
+
+
+def _run(command: list[str]) -> None:
+    """Do what `python *command` does: `-c code`, `-m module` or a script, and its arguments."""
+    kind, *rest = command
+    if kind == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        program = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(program))
+    elif kind == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = command
+        runpy.run_path(kind, run_name="__main__")
 
 
 def _use_streams(streams: Mapping[int, int], start_new_session: bool, keep: tuple[int, ...]) -> None:
@@ -170,23 +186,33 @@ def _fork_ranks(state: _State) -> None:
 
     class Forked(subprocess.Popen[Any]):
         def _execute_child(self, *args: Any) -> None:
-            given = inspect.signature(subprocess.Popen._execute_child).bind(self, *args).arguments  # type: ignore[attr-defined]
+            given = popen_arguments(self, args)
             assert given["args"][:2] == [sys.executable, "-c"], f"not how a rank is started: {given['args']}"
             sys.stdout.flush()
             sys.stderr.flush()
             self.pid = os.fork()
             if self.pid == 0:
                 _run_rank(given, state)
-            self._child_created = True
-            self._close_pipe_fds(
-                *(given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite"))
-            )  # type: ignore[attr-defined]
+            child_was_created(self, given)
 
     processes.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": Forked})  # type: ignore[attr-defined]
 
 
+def popen_arguments(process: subprocess.Popen[Any], given: tuple[Any, ...]) -> dict[str, Any]:
+    """Arguments of `Popen._execute_child`, by name: their order may change."""
+    method = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+    return dict(inspect.signature(method).bind(process, *given).arguments)
+
+
+def child_was_created(process: subprocess.Popen[Any], given: Mapping[str, Any]) -> None:
+    """Do what `_execute_child` does in the end: close the child's ends of the pipes."""
+    process._child_created = True  # type: ignore[attr-defined]
+    ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+    process._close_pipe_fds(*(given[end] for end in ends))  # type: ignore[attr-defined]
+
+
 def _run_rank(given: Mapping[str, Any], state: _State) -> NoReturn:
-    """Run `python -c`'s program in this fork, and end it: it must not return into the launcher's frames."""
+    """Run a rank's program in this fork, and end it: it must not return into the launcher's frames."""
     code = 1
     try:
         state.restore()
@@ -194,9 +220,7 @@ def _run_rank(given: Mapping[str, Any], state: _State) -> NoReturn:
         streams = {number: descriptor for number, descriptor in given_streams.items() if descriptor != -1}
         _use_streams(streams, given["start_new_session"], keep=tuple(given["pass_fds"]))
         _use_environment(given["env"])
-        sys.argv = ["-c", *given["args"][3:]]
-        program = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(compile(given["args"][2], "<string>", "exec"), vars(program))
+        _run(given["args"][1:])
         code = 0
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)

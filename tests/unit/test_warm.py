@@ -17,12 +17,13 @@ from tests.harness import warm
 LOOKS = """
 import json, os, sys, tempfile, threading
 json.dump({
-    "argv": sys.argv[1:], "cwd": os.getcwd(), "environment": dict(os.environ), "session": os.getsid(0), "pid": os.getpid(),
-    "parent": os.getppid(), "threads": threading.active_count(), "name": __name__, "first": sys.path[0],
-    "descriptors": sorted(os.listdir("/proc/self/fd")), "torch": "torch" in sys.modules, "temporary": tempfile.gettempdir(),
+    "argv": sys.argv, "cwd": os.getcwd(), "environment": dict(os.environ), "session": os.getsid(0), "pid": os.getpid(),
+    "parent": os.getppid(), "threads": threading.active_count(), "name": __name__, "path": sys.path,
+    "descriptors": sorted(os.listdir("/proc/self/fd")), "temporary": tempfile.gettempdir(),
+    "torch": "torch" in sys.modules,
 }, sys.stdout)
 print("to stderr", file=sys.stderr)
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[-2]))
 """
 WAITS = "import time; print('here', flush=True); time.sleep(100)"
 LAUNCHES = """
@@ -58,8 +59,11 @@ def script(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_program_sees_what_a_new_interpreter_shows_it(tmp_path: Path) -> None:
-    command = [sys.executable, script(tmp_path, LOOKS), "3", "b c"]
+@pytest.mark.parametrize("kind", ["script", "-c", "-m"])
+def test_a_program_sees_what_a_new_interpreter_shows_it(kind: str, tmp_path: Path) -> None:
+    path = script(tmp_path, LOOKS)
+    program = {"script": [path], "-c": ["-c", LOOKS], "-m": ["-m", "script"]}[kind]
+    command = [sys.executable, *program, "3", "b c"]
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TMPDIR": str(tmp_path), "SLURM_NEW": "1"}
     given = {"env": environment, "cwd": tmp_path, "start_new_session": True}
     cold = subprocess.run(command, capture_output=True, text=True, timeout=60, **given)
