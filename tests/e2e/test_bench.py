@@ -77,6 +77,7 @@ def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str
     return warm.run(command, cwd=ROOT, timeout=500)
 
 
+@pytest.mark.full
 def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     first = _gpu_stages(tmp_path, "stages=[errors]")
     assert first.returncode == 0, first.stderr
@@ -109,6 +110,7 @@ def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
     assert "results.json is not a results file of this benchmark" in done.stderr
 
 
+@pytest.mark.full
 def test_the_memory_formula_holds_in_bfloat16(tmp_path: Path) -> None:
     """The CPU's kernel and merge have a workspace there, without which the formula is up to a third too low."""
     done = _gpu_stages(tmp_path, "stages=[memory]", "attention.dtype=bfloat16", "memory.tokens=4096")
