@@ -39,3 +39,11 @@ class DataError(RuntimeError):
 
 class FamilyError(ValueError):
     """A pipeline without a model family, or data that does not fit its family."""
+
+
+class CacheError(ValueError):
+    """A latent cache that is missing, unfinished, damaged or in use."""
+
+
+class StaleCacheError(CacheError):
+    """A latent cache that was made with other weights, settings or package versions."""

@@ -30,15 +30,16 @@ def topology(config: DictConfig) -> None:
 
     from lightning_cp import ContextParallelConfig
     from lightning_cp.families import collate
-    from lightning_cp.family_check import store, topology_proof
+    from lightning_cp.family_check import store, topology_proof, transformers_of
 
     dist.init_process_group("gloo")
     pipe, family, media = _prepare(config)
     stored = collate(store(family, pipe, list(config.captions), media), family.text)
-    transformer = getattr(pipe, family.components.train[0])
-    proof = topology_proof(transformer, family, stored, ContextParallelConfig(ring_degree=dist.get_world_size()))
+    ring = ContextParallelConfig(ring_degree=dist.get_world_size())
+    proofs = [topology_proof(x, family, stored, ring) for x in transformers_of(pipe, family.components)]
     if dist.get_rank() == 0:
-        Path(config.result).write_text(json.dumps(asdict(proof)), encoding="utf-8")
+        worst = max(proofs, key=lambda proof: proof.error)
+        Path(config.result).write_text(json.dumps(asdict(worst)), encoding="utf-8")
 
 
 def run(config: DictConfig) -> int:
@@ -83,7 +84,7 @@ def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
     family = family_for(pipe)
     grid = family.grid
     height, width = (config[name] or 8 * grid.pixels for name in ("height", "width"))
-    frames = config.frames or (2 * grid.frames + 1 if grid.frames else 1)
+    frames = config.frames or (2 * grid.frame_step + 1 if grid.frame_step else 1)
     grid.check(height=height, width=width, frames=frames)
     generator = torch.Generator().manual_seed(0)
     size = (len(config.captions), 3, frames, height, width)

@@ -34,7 +34,7 @@ class LabelledClips(Family):
     pipelines = ()
     components = Components(text=(), media=())
     text = TextStorage("padded", 1, sequences=(), others=("labels",))
-    grid = Grid(pixels=1, frames=1, patch=(1, 1, 1))
+    grid = Grid(pixels=1, frame_step=1, patch=(1, 1, 1))
     objective = ObjectiveDefaults()
 
     @classmethod

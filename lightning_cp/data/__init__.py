@@ -1,5 +1,7 @@
 """Load the same samples on all ranks of a context group: samplers, seeds and random numbers."""
 
+from lightning_cp.data.bucket_loader import bucket_loader
+from lightning_cp.data.bucket_sampler import BucketBatchSampler
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 from lightning_cp.data.loader import EndlessLoader
@@ -7,12 +9,14 @@ from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
 from lightning_cp.data.workers import WorkerSeed, worker_init_fn
 
 __all__ = [
+    "BucketBatchSampler",
     "EndlessBatches",
     "EndlessLoader",
     "GlobalBatchSampler",
     "GroupBatches",
     "RandomStream",
     "WorkerSeed",
+    "bucket_loader",
     "keyed_generator",
     "worker_init_fn",
 ]

@@ -23,6 +23,8 @@ class RandomStream(IntEnum):
     WORKER = 6
     SAMPLE = 7
     POSTERIOR = 8
+    CAPTION = 9
+    BATCHES = 10
 
 
 def keyed_generator(seed: int, stream: int, *, step: int = 0, index: int = 0) -> np.random.Generator:

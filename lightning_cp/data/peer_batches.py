@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.random_state import get_random_state, is_same_state, set_random_state
-from lightning_cp.data.sampler import EndlessBatches, GlobalBatchSampler
+from lightning_cp.data.sampler import EndlessBatches, OrderSampler, UnsizedBatches
 from lightning_cp.data.wrapped_sampler import WrappedSampler
 from lightning_cp.errors import DataError
 from lightning_cp.mesh import MeshGroups
@@ -24,11 +24,13 @@ Order = Iterable[Any]
 _FIRST_CHUNK, _LAST_CHUNK = 16, 4096  # entries per broadcast; each chunk is twice as large as the previous one
 _COMPARED = 8  # batches (or indices) compared between data groups
 _RECORDER = "_IndexBatchSamplerWrapper"  # matched by name: it is in lightning.pytorch, which Fabric does not import
-_SAME_ON_ALL_RANKS = (GlobalBatchSampler, EndlessBatches)
+_SAME_ON_ALL_RANKS = (OrderSampler, EndlessBatches, UnsizedBatches)
 
 
 def is_custom(batch_sampler: object) -> bool:
     """Return True for a batch sampler without an inner index sampler: Lightning cannot shard it."""
+    if isinstance(batch_sampler, _SAME_ON_ALL_RANKS):  # their `sampler` is no index sampler
+        return True
     known = (type(None), BatchSampler)
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
 
@@ -40,6 +42,9 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
     handled in one of two ways. With a custom batch sampler and `divide` set, its batches are shared out between data
     groups. Otherwise its order is compared between data groups when iteration starts with gradients enabled.
 
+    The samplers of lightning_cp are already sharded. If their epochs have different lengths, the length is hidden (see
+    `UnsizedBatches`).
+
     Args:
         loader: the DataLoader built by the user or Lightning. It is not modified; it is returned if nothing is needed.
         groups: the process groups of the strategy.
@@ -48,6 +53,8 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
     """
     source = _source(loader)
     _check_replicas(loader.sampler, groups)
+    if isinstance(source, OrderSampler) and not source.order.has_equal_epochs:
+        return reordered(loader, UnsizedBatches)
     if isinstance(source, _SAME_ON_ALL_RANKS):
         return loader
     if groups.data_size > 1 and not _is_divided(loader):
@@ -175,14 +182,14 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     if loader.batch_sampler is None:
         attributes["sampler"] = wrap(loader.sampler)
         return copied
-    outer: Any = copy.copy(loader.batch_sampler)
+    outer: Any = loader.batch_sampler
     inner = _unwrapped(outer)
+    replaced = _with_order(inner, wrap)
     if inner is not outer:
-        replaced = copy.copy(inner)
-        outer._batch_sampler = _with_order(replaced, wrap)
-        attributes["batch_sampler"] = outer
-    else:
-        attributes["batch_sampler"] = _with_order(outer, wrap)
+        recorder = copy.copy(outer)
+        recorder._batch_sampler = replaced
+        replaced = recorder
+    attributes["batch_sampler"] = replaced
     if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
         attributes["sampler"] = attributes["batch_sampler"].sampler
     return copied
@@ -190,7 +197,8 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
 
 def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
     if type(batch_sampler) is not BatchSampler:
-        return wrap(batch_sampler)
+        return wrap(batch_sampler)  # not a copy: the user may seek or set the epoch of the original
+    batch_sampler = copy.copy(batch_sampler)
     batch_sampler.sampler = wrap(batch_sampler.sampler)
     return batch_sampler
 

@@ -1,15 +1,142 @@
 """Define one data order for every strategy, and each data rank's slice of it."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from torch.utils.data import Sampler
 from typing_extensions import override
 
-from lightning_cp.data.keyed_random import RandomStream, keyed_generator
+from lightning_cp.data.bucket_order import BucketOrder
+from lightning_cp.data.wrapped_sampler import WrappedSampler
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
+class OrderSampler(Sampler[list[Any]]):
+    """Yield this data rank's contiguous slice of each global batch of an order.
+
+    The position is one step number, counted from 0 over all epochs. Pass the sampler to a DataLoader as
+    `batch_sampler`; all ranks of a context group use the same `data_rank`.
+
+    Args:
+        order: the global batches.
+        data_rank: index of this rank's context group (`strategy.data_rank`).
+        data_size: number of context groups (`strategy.data_size`).
+        with_epoch: yield (index, epoch) pairs instead of indices.
+    Raises: ValueError: the batch size is not a multiple of data_size, or data_rank is out of range.
+    """
+
+    sharded_by_data_rank = True
+    _order_settings: tuple[str, ...] = ("seed", "shuffle", "batch_size", "num_samples")  # they define the order
+
+    def __init__(self, order: BucketOrder, *, data_rank: int, data_size: int, with_epoch: bool = False) -> None:
+        if data_size < 1 or not 0 <= data_rank < data_size:
+            raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
+        if order.batch_size % data_size:
+            raise ValueError(
+                f"batch_size={order.batch_size} is the global batch and must be a multiple of data_parallel={data_size}"
+            )
+        self.order = order
+        self.num_samples, self.batch_size = order.num_samples, order.batch_size
+        self.seed, self.shuffle = order.seed, order.shuffle
+        self.data_rank, self.data_size, self.with_epoch = data_rank, data_size, with_epoch
+        self.sampler = AnnouncedEpochs(self)  # Lightning announces epochs to `loader.batch_sampler.sampler`
+        self._epoch = 0
+        self._start = 0  # first batch of the next iteration
+        self._yielded = 0  # batches of this epoch yielded so far
+        self._is_placed = False
+
+    def __len__(self) -> int:
+        """Number of batches of the current epoch."""
+        return self.order.batches_before(self._epoch + 1) - self.order.batches_before(self._epoch)
+
+    @property
+    def first_index(self) -> int:
+        """Global batch index of this data rank's first sample."""
+        return self.data_rank * (self.batch_size // self.data_size)
+
+    @override
+    def __iter__(self) -> Iterator[list[Any]]:
+        share = slice(self.first_index, self.first_index + self.batch_size // self.data_size)
+        start, self._start = self._start, 0
+        for batch, (indices, epochs) in enumerate(self.order.batches(self._epoch, start), start=start):
+            self._yielded = batch + 1
+            own: list[int] = indices[share].tolist()
+            yield list(zip(own, epochs[share].tolist(), strict=True)) if self.with_epoch else own
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select the epoch's order; the next iteration begins with its first batch."""
+        self.enter(epoch)
+        self._is_placed = True
+
+    def enter(self, epoch: int) -> None:
+        """Select an epoch as `set_epoch` does, but on behalf of a loop: `take_placed` does not report it."""
+        self._epoch, self._start, self._yielded = epoch, 0, 0
+
+    def seek(self, step: int) -> None:
+        """Start the next iteration at the batch of this step, counted from 0 over all epochs.
+
+        Raises: ValueError: `step` is negative.
+        """
+        self._epoch, self._start = self.order.epoch_at(step)
+        self._yielded = self._start
+        self._is_placed = True
+
+    def take_placed(self) -> bool:
+        """Return whether `seek`, `set_epoch` or `load_state_dict` set the position since the last call."""
+        placed, self._is_placed = self._is_placed, False
+        return placed
+
+    @property
+    def epoch(self) -> int:
+        """Current epoch, counted from 0."""
+        return self._epoch
+
+    def state_dict(self, step: int | None = None) -> dict[str, Any]:
+        """Return the position in the data order.
+
+        Args:
+            step: number of consumed batches over all epochs. None: number of yielded batches, which is too high when
+                DataLoader workers or the Trainer prefetch.
+        """
+        position = self.order.batches_before(self._epoch) + self._yielded if step is None else step
+        return {"step": position, **{name: getattr(self, name) for name in self._order_settings}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from the position of a `state_dict`, at any data-parallel degree.
+
+        Raises: ValueError: the order differs (seed, shuffle, batch size, number of samples, ... changed).
+        """
+        for name in self._order_settings:
+            if state.get(name) != getattr(self, name):
+                raise ValueError(
+                    f"{name}={getattr(self, name)} differs from the checkpoint's {name}={state.get(name)}: "
+                    "the data order cannot be continued; use the checkpoint's value or start a new run"
+                )
+        self.seek(int(state["step"]))
+
+
+class AnnouncedEpochs:
+    """Select the epochs of a sampler as Lightning announces them.
+
+    The Trainer calls `loader.batch_sampler.sampler.set_epoch` with its number of completed epochs, Fabric with the
+    number of times that the loader was iterated over. A position set by the user is kept: the epoch announced next
+    gets that position, and later ones are counted from its epoch.
+    """
+
+    def __init__(self, sampler: OrderSampler) -> None:
+        self._sampler, self._offset = sampler, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Select an epoch, counted by Lightning."""
+        if self._sampler.take_placed():
+            self._offset = self._sampler.epoch - epoch
+        elif self._sampler.epoch != epoch + self._offset:
+            self._sampler.enter(epoch + self._offset)
+
+
+class GlobalBatchSampler(OrderSampler):
     """Yield this data rank's contiguous slice of each global batch.
 
     The global batches depend only on (seed, epoch), so training sees the same samples at every degree of parallelism:
@@ -30,8 +157,6 @@ class GlobalBatchSampler(Sampler[list[int]]):
         [[2, 3]]
     """
 
-    sharded_by_data_rank = True
-
     def __init__(
         self,
         num_samples: int,
@@ -42,103 +167,45 @@ class GlobalBatchSampler(Sampler[list[int]]):
         data_rank: int = 0,
         data_size: int = 1,
     ) -> None:
-        if data_size < 1 or not 0 <= data_rank < data_size:
-            raise ValueError(f"data_rank={data_rank} must be from 0 to data_size - 1, with data_size={data_size} >= 1")
         if not 1 <= batch_size <= num_samples:
             raise ValueError(f"batch_size={batch_size} must be from 1 to the {num_samples} samples of the data set")
-        if batch_size % data_size:
-            raise ValueError(
-                f"batch_size={batch_size} is the global batch and must be a multiple of data_parallel={data_size}"
-            )
-        self.num_samples = num_samples
-        self.batch_size = batch_size
-        self.seed = seed
-        self.shuffle = shuffle
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self._epoch = 0
-        self._start = 0  # first batch of the next iteration
-        self._yielded = 0  # batches of this epoch yielded so far
-
-    def __len__(self) -> int:
-        """Number of batches per epoch."""
-        return self.num_samples // self.batch_size
-
-    @property
-    def first_index(self) -> int:
-        """Global batch index of this data rank's first sample."""
-        return self.data_rank * (self.batch_size // self.data_size)
-
-    @override
-    def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
-        size = self.batch_size // self.data_size
-        start, self._start = self._start, 0
-        for batch in range(start, len(self)):
-            first = batch * self.batch_size + self.first_index
-            self._yielded = batch + 1
-            yield order[first : first + size]
-
-    def set_epoch(self, epoch: int) -> None:
-        """Select the epoch's order; the next iteration begins with its first batch."""
-        self._epoch, self._start, self._yielded = epoch, 0, 0
-
-    def seek(self, step: int) -> None:
-        """Start the next iteration at the batch of this step, counted from 0 over all epochs."""
-        self._epoch, self._start = divmod(step, len(self))
-        self._yielded = self._start
-
-    @property
-    def epoch(self) -> int:
-        """Current epoch, counted from 0."""
-        return self._epoch
-
-    def state_dict(self, step: int | None = None) -> dict[str, Any]:
-        """Return the position in the data order.
-
-        Args:
-            step: number of consumed batches over all epochs. None: number of yielded batches, which is too high when
-                DataLoader workers prefetch.
-        """
-        position = self._epoch * len(self) + self._yielded if step is None else step
-        return {
-            "step": position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "batch_size": self.batch_size,
-            "num_samples": self.num_samples,
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position of a `state_dict`, at any data-parallel degree.
-
-        Raises: ValueError: the order differs (seed, shuffle, batch size or number of samples changed).
-        """
-        for name in ("seed", "shuffle", "batch_size", "num_samples"):
-            if state[name] != getattr(self, name):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} differs from the checkpoint's {name}={state[name]}: "
-                    "the data order cannot be continued; use the checkpoint's value or start a new run"
-                )
-        self.seek(int(state["step"]))
-
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.num_samples))
-        generator = keyed_generator(self.seed, RandomStream.ORDER, step=self._epoch)
-        return [int(index) for index in generator.permutation(self.num_samples)]
+        order = BucketOrder((np.arange(num_samples),), batch_size, seed, leftovers="drop", shuffle=shuffle)
+        super().__init__(order, data_rank=data_rank, data_size=data_size)
 
 
-class EndlessBatches(Sampler[list[int]]):
-    """Yield the batches of a `GlobalBatchSampler` from its current position, epoch after epoch, without end."""
+class EndlessBatches(Sampler[list[Any]]):
+    """Yield the batches of a sampler from its current position, epoch after epoch, without end.
+
+    Args: sampler: a `GlobalBatchSampler` or `BucketBatchSampler`.
+    """
 
     sharded_by_data_rank = True
 
-    def __init__(self, sampler: GlobalBatchSampler) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: OrderSampler) -> None:
+        self.order_sampler = sampler  # not `sampler`: Lightning would announce its epochs to it
 
     @override
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self) -> Iterator[list[Any]]:
         while True:
-            yield from self._sampler
-            self._sampler.set_epoch(self._sampler.epoch + 1)
+            yield from self.order_sampler
+            self.order_sampler.enter(self.order_sampler.epoch + 1)
+
+
+class UnsizedBatches(WrappedSampler):
+    """Hide the length of a batch sampler with epochs of different lengths.
+
+    Lightning's Trainer reads a loader's length once, and would cut longer epochs to the length of the first one. It
+    trains a loader without a length until the epoch ends.
+    """
+
+    @override
+    def __len__(self) -> int:
+        """Raise TypeError: the length differs between epochs."""
+        raise TypeError(
+            "this loader has no fixed length, because its epochs have different numbers of batches; "
+            "len(sampler) is the number of batches of the sampler's current epoch"
+        )
+
+    @override
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.order)

@@ -120,7 +120,7 @@ def check_plan(
     apply_context_parallel(model, config, plan)
     outputs, gradients = _run(model, inputs)
     if groups.context is not None:
-        _average([x for x in gradients.values() if x is not None], groups.context)
+        average_in_place([x for x in gradients.values() if x is not None], groups.context)
     found = (_compare(alone[0], outputs), _compare(alone[1], gradients))
     by_rank: list[Any] = [found]
     if groups.context is not None:
@@ -153,7 +153,7 @@ def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
         _write_back(flat, same)
 
 
-def _average(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+def average_in_place(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     """Average the tensors over the group, in place, with one collective for each dtype and device."""
     for same in _by_type(tensors):
         flat = torch.cat([x.flatten() for x in same])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.families.encode import latent_mode, latent_moments
+from lightning_cp.families.encode import latent_mode
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -28,6 +28,7 @@ from lightning_cp.families.family import (
     Sample,
     Stored,
     TextStorage,
+    stored_latents,
 )
 from lightning_cp.families.media import condition_image
 from lightning_cp.families.schedule import diffusion_facts
@@ -39,6 +40,7 @@ class CogVideoX(Family):
     name = "cogvideox"
     pipelines = ("CogVideoXPipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
+    takes_video = True
 
     @classmethod
     @override
@@ -63,7 +65,7 @@ class CogVideoX(Family):
         patch = self.facts["patch"]
         return Grid(
             pixels=self.facts["spatial"] * patch,
-            frames=self.facts["temporal"],
+            frame_step=self.facts["temporal"],
             patch=(self.facts["patch_t"] or 1, patch, patch),
             frames_first=True,
         )
@@ -89,17 +91,9 @@ class CogVideoX(Family):
         return [{"prompt_embeds": x} for x in embeds]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self._check_size(*pixels.shape[-2:], frames=pixels.shape[2])
-        mean, std = latent_moments(pipe.vae, pixels)
-        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents, first = stored["latents"].float(), self._extra_frames(stored["latents"].shape[2])
-        if noise is not None:
-            latents = latents + stored["latents_std"].float() * noise[:, first:].transpose(1, 2)
+        first = self._extra_frames(stored["latents"].shape[2])
+        latents = stored_latents(stored, None if noise is None else noise[:, first:].transpose(1, 2))
         x0 = (latents * self.facts["scaling_factor"]).transpose(1, 2)
         return torch.cat([x0[:, :1].expand(-1, first, -1, -1, -1), x0], dim=1)
 
@@ -110,18 +104,16 @@ class CogVideoX(Family):
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "timestep": times,
             "image_rotary_emb": self._rotary(noisy) if self.facts["rotary_dim"] else None,
+            "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return output
 
     @override
     def call_arguments(self, media: Media) -> dict[str, Any]:
         return {"max_sequence_length": self.facts["text_length"]}
 
-    def _check_size(self, height: int, width: int, *, frames: int) -> None:
-        self.grid.check(height=height, width=width, frames=frames)
+    @override
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
         size = tuple(n * self.facts["spatial"] for n in self.facts["sample_size"])
         if self.facts["learned_positions"] and (height, width) != size:
             raise FamilyError(f"height={height}, width={width} must be {size}: the learned positions have this size")

@@ -20,6 +20,13 @@ def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
     return encoded.mode(), encoded.std
 
 
+@torch.no_grad()
+def decode_latents(vae: Any, latents: Tensor) -> Tensor:
+    """Decode stored "latents", [b, ...], as pixels in [0, 1], float32."""
+    pixels: Tensor = vae.decode(latents.to(device=vae.device, dtype=vae.dtype), return_dict=False)[0]
+    return (pixels.float() / 2 + 0.5).clamp(0, 1)
+
+
 def latent_mode(vae: Any, pixels: Tensor) -> Tensor:
     """Return the mode of the VAE's latent distribution, see `latent_moments`."""
     return latent_moments(vae, pixels)[0]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.errors import FamilyError
+from lightning_cp.families.encode import latent_moments
 from lightning_cp.families.shift import ResolutionShift
 
 Sample = dict[str, Tensor]  # what is stored for one sample: tensors by name, without a batch dim
@@ -23,6 +24,10 @@ class Stored(Protocol):
 
     def __getitem__(self, name: str, /) -> Tensor:
         """Return a tensor."""
+        ...
+
+    def get(self, name: str, /) -> Tensor | None:
+        """Return a tensor; None if the batch has none of this name."""
         ...
 
 
@@ -41,13 +46,13 @@ class Grid:
 
     Args:
         pixels: height and width must be multiples of it.
-        frames: k, if the number of frames must be k·n + 1; 0 for images, which have one frame.
+        frame_step: k, if the number of frames must be k·n + 1; 0 for images, which have one frame.
         patch: (frames, height, width) of the latents in one token.
         frames_first: True if latents are [frames, channels, height, width], False for channels first.
     """
 
     pixels: int
-    frames: int
+    frame_step: int
     patch: tuple[int, int, int]
     frames_first: bool = False
 
@@ -56,10 +61,11 @@ class Grid:
         for name, value in (("height", height), ("width", width)):
             if value <= 0 or value % self.pixels:
                 raise FamilyError(f"{name}={value} must be a multiple of {self.pixels}")
-        if self.frames == 0 and frames != 1:
+        step = self.frame_step
+        if step == 0 and frames != 1:
             raise FamilyError(f"frames={frames} must be 1: this family trains on images")
-        if self.frames and (frames < 1 or (frames - 1) % self.frames):
-            raise FamilyError(f"frames={frames} must be {self.frames}·n + 1, such as 1 or {4 * self.frames + 1}")
+        if step and (frames < 1 or (frames - 1) % step):
+            raise FamilyError(f"frames={frames} must be {step}·n + 1, such as 1 or {4 * step + 1}")
 
     def tokens(self, latents: Sequence[int]) -> int:
         """Return the number of tokens of one sample.
@@ -83,7 +89,7 @@ class TextStorage:
         length: number of positions with padding.
         sequences: names of the stored tensors with a position dim, [length, dim].
         others: names of the stored tensors without one (pooled embeddings), [dim].
-        mask: name of the mask that `masked` text gets in a batch, bool [b, length].
+        mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
     """
 
     form: Literal["padded", "zeros", "masked"]
@@ -135,20 +141,28 @@ class Family(ABC):
     """What differs between model families: encodings, the transformer's arguments, and its output. No random numbers.
 
     An object is bound to one pipeline's configs by `facts`, which can be written to a file: training then needs
-    neither the VAE nor the text encoders. `stored` below is a batch, see `StoredBatch`.
+    neither the VAE nor the text encoders. `stored` below is a batch, see `StoredBatch`. `encode_text` and
+    `encode_media` of every subclass run without gradients.
 
     Attributes:
         name: name under which `load_family` finds the class.
         pipelines: class names of the diffusers pipelines.
         components: components that each phase needs.
-        text: how text is stored.
+        takes_video: True if the VAE takes pixels with a frame dim, also for pictures.
         lora_targets: default `target_modules` of a LoRA.
     """
 
     name: ClassVar[str]
     pipelines: ClassVar[tuple[str, ...]]
     components: ClassVar[Components]
+    takes_video: ClassVar[bool] = False
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("encode_text", "encode_media"):  # stored tensors must not keep the encoders' graphs
+            if name in cls.__dict__:
+                setattr(cls, name, torch.no_grad()(cls.__dict__[name]))
 
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
@@ -180,12 +194,20 @@ class Family(ABC):
         Args: media: pictures that belong to the text, for families whose text encoder sees them.
         """
 
-    @abstractmethod
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
         """Encode pictures or clips with the pipeline's VAE. Returns: one stored sample per picture or clip.
 
+        A sample has "latents", not normalised, and "latents_std" if the objective draws from the VAE's distribution.
+
         Args: media: "pixels" [b, 3, f, h, w] in [-1, 1], f = 1 for pictures; and what else the family conditions on.
+        Raises: FamilyError: the model does not take this size, see `check_size`.
         """
+        pixels = media["pixels"]
+        self.check_size(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
+        mean, std = latent_moments(pipe.vae, pixels if self.takes_video else pixels[:, :, 0])
+        if self.objective.posterior == "mode":
+            return [{"latents": x} for x in mean]
+        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
 
     @abstractmethod
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
@@ -203,11 +225,15 @@ class Family(ABC):
             times: [b], float sigma in [0, 1] for `flow`, otherwise int64.
         """
 
-    @abstractmethod
     def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
         """Convert the transformer's output to x0's layout and the sign of `ObjectiveDefaults.prediction`."""
+        return output
 
-    def known(self, stored: Stored, clean: Tensor) -> Tensor | None:
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
+        self.grid.check(height=height, width=width, frames=frames)
+
+    def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.
 
         Given latents enter the transformer clean, and have no loss.
@@ -218,9 +244,15 @@ class Family(ABC):
         """Return the pipeline's call arguments that pass the conditions in `media` (a first frame, a reference)."""
         return {}
 
-    def shift(self, latents: Sequence[int]) -> float | ResolutionShift:
+    def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
         """Return the shift of flow times. Args: latents: shape of one sample's x0."""
         return self.objective.shift
+
+
+def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:
+    """Return the stored latents in float32, or a draw from their distribution. Args: noise: like "latents", or None."""
+    latents = stored["latents"].float()
+    return latents if noise is None else latents + stored["latents_std"].float() * noise
 
 
 def per_channel(values: Sequence[float], like: Tensor, *, dim: int = 1) -> Tensor:

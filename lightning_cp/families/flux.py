@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families.encode import latent_moments
+from lightning_cp.errors import FamilyError
+from lightning_cp.families.encode import latent_mode
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -24,6 +25,7 @@ from lightning_cp.families.family import (
     Sample,
     Stored,
     TextStorage,
+    stored_latents,
 )
 from lightning_cp.families.media import condition_image
 from lightning_cp.families.packing import pack, positions, unpack
@@ -52,7 +54,7 @@ class Flux(Family):
     @property
     @override
     def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frames=0, patch=(1, 2, 2))
+        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, 2, 2))
 
     @property
     @override
@@ -71,18 +73,8 @@ class Flux(Family):
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
-        mean, std = latent_moments(pipe.vae, pixels[:, :, 0])
-        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents = stored["latents"].float()
-        if noise is not None:
-            latents = latents + stored["latents_std"].float() * noise
-        return self._normalised(latents)
+        return self._normalised(stored_latents(stored, noise))
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
@@ -103,7 +95,7 @@ class Flux(Family):
     @override
     def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
         height, width = noisy.shape[-2:]
-        return unpack(output[:, : height * width // 4], height, width)
+        return unpack(output, height, width)
 
     def _normalised(self, latents: Tensor) -> Tensor:
         normalised: Tensor = (latents - self.facts["shift_factor"]) * self.facts["scaling_factor"]
@@ -121,9 +113,12 @@ class FluxKontext(Flux):
 
     @override
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        samples = super().encode_media(pipe, media)
-        mean, _ = latent_moments(pipe.vae, media["reference"][:, :, 0])
-        return [{**sample, "reference": x} for sample, x in zip(samples, mean, strict=True)]
+        if "reference" not in media:
+            raise FamilyError('flux_kontext needs a "reference" picture for each picture in "pixels"')
+        reference = media["reference"][:, :, 0]
+        self.check_size(height=reference.shape[-2], width=reference.shape[-1])
+        encoded = zip(super().encode_media(pipe, media), latent_mode(pipe.vae, reference), strict=True)
+        return [{**sample, "reference": x} for sample, x in encoded]
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:

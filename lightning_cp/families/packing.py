@@ -13,9 +13,12 @@ def pack(latents: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """Convert tokens [b, height/2 · width/2, 4c] to [b, c, height, width]: the inverse of `pack`."""
+    """Convert tokens [b, n, 4c] to [b, c, height, width]: the inverse of `pack`.
+
+    The first height/2 · width/2 tokens are taken; tokens of reference pictures follow them.
+    """
     b, _, values = tokens.shape
-    grid = tokens.view(b, height // 2, width // 2, values // 4, 2, 2)
+    grid = tokens[:, : height * width // 4].reshape(b, height // 2, width // 2, values // 4, 2, 2)
     return grid.permute(0, 3, 1, 4, 2, 5).reshape(b, values // 4, height, width)
 
 

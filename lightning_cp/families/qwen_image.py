@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families.encode import latent_moments
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -25,6 +24,7 @@ from lightning_cp.families.family import (
     Stored,
     TextStorage,
     per_channel,
+    stored_latents,
 )
 from lightning_cp.families.packing import pack, unpack
 from lightning_cp.families.shift import shift_facts, shift_from
@@ -36,6 +36,7 @@ class QwenImage(Family):
     name = "qwen_image"
     pipelines = ("QwenImagePipeline",)
     components = Components(text=("text_encoder", "tokenizer"))
+    takes_video = True
 
     @classmethod
     @override
@@ -51,7 +52,7 @@ class QwenImage(Family):
     @property
     @override
     def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frames=0, patch=(1, 2, 2))
+        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, 2, 2))
 
     @property
     @override
@@ -71,33 +72,24 @@ class QwenImage(Family):
         return [{"prompt_embeds": x[:length]} for x, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
-        mean, std = latent_moments(pipe.vae, pixels)
-        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents = stored["latents"].float()
-        if noise is not None:
-            latents = latents + stored["latents_std"].float() * noise
+        latents = stored_latents(stored, noise)
         mean, std = (per_channel(self.facts[name], latents) for name in ("latents_mean", "latents_std"))
         return (latents - mean) / std
 
     @override
     def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
         height, width = noisy.shape[-2:]
-        mask = stored[self.text.mask]
         return {
             "hidden_states": pack(noisy[:, :, 0]).to(options.dtype),
             "timestep": times.float(),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
-            "encoder_hidden_states_mask": None if mask.all() else mask,
+            "encoder_hidden_states_mask": stored.get(self.text.mask),
             "img_shapes": [[(1, height // 2, width // 2)]] * len(noisy),
+            "return_dict": False,
         }
 
     @override
     def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
         height, width = noisy.shape[-2:]
-        return unpack(output[:, : height * width // 4], height, width).unsqueeze(2)
+        return unpack(output, height, width).unsqueeze(2)

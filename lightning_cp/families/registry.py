@@ -18,15 +18,19 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "sd3": ("sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
 }
-_REGISTERED: dict[str, type[Family]] = {}  # by the pipeline's class name
+_REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 
 
 def register_family(family: type[Family]) -> type[Family]:
-    """Register a family for its pipelines' class names, in place of earlier ones; can be used as a class decorator."""
+    """Register a family for its name and its pipelines' class names; can be used as a class decorator.
+
+    It takes the place of earlier families with this name or pipeline.
+    """
     for name in ("name", "pipelines", "components"):
         if not hasattr(family, name):
             raise FamilyError(f"{family.__name__}.{name} must be set, see lightning_cp.families.Family")
-    _REGISTERED.update(dict.fromkeys(family.pipelines, family))
+    _REGISTERED.pop(family.name, None)
+    _REGISTERED[family.name] = family  # at the end: the latest one is found first
     return family
 
 
@@ -35,17 +39,21 @@ def family_for(pipe: Any) -> Family:
 
     Raises: FamilyError: no family is registered for its class or a parent class.
     """
+    family = family_class(type(pipe))
+    return family(family.read_facts(pipe))
+
+
+def family_class(pipeline: type) -> type[Family]:
+    """Return the family's class for a pipeline class. Raises: FamilyError: there is none for it or a parent class."""
     ours = {pipeline: name for name, (_, _, pipeline) in _OURS.items()}
-    for kind in type(pipe).__mro__:
-        if kind.__name__ in _REGISTERED:
-            family = _REGISTERED[kind.__name__]
-        elif kind.__name__ in ours:
-            family = _import(ours[kind.__name__])
-        else:
-            continue
-        return family(family.read_facts(pipe))
+    registered = {pipeline: family for family in _REGISTERED.values() for pipeline in family.pipelines}
+    for kind in pipeline.__mro__:
+        if kind.__name__ in registered:
+            return registered[kind.__name__]
+        if kind.__name__ in ours:
+            return _import(ours[kind.__name__])
     raise FamilyError(
-        f"no family is registered for {type(pipe).__name__}, only for {', '.join(pipelines())}: add one with "
+        f"no family is registered for {pipeline.__name__}, only for {', '.join(pipelines())}: add one with "
         "lightning_cp.families.register_family, see docs/families.md"
     )
 
@@ -55,18 +63,20 @@ def load_family(name: str, facts: Facts) -> Family:
 
     Raises: FamilyError: there is no family of this name.
     """
-    for family in _REGISTERED.values():
-        if family.name == name:
-            return family(facts)
+    if name in _REGISTERED:
+        return _REGISTERED[name](facts)
     if name not in _OURS:
-        known = sorted({*_OURS, *(family.name for family in _REGISTERED.values())})
-        raise FamilyError(f"there is no family {name!r}, only {', '.join(known)}")
+        raise FamilyError(
+            f"there is no family {name!r}, only {', '.join(sorted({*_OURS, *_REGISTERED}))}; a family from another "
+            "package must be registered (register_family) before it is loaded"
+        )
     return _import(name)(facts)
 
 
 def pipelines() -> list[str]:
     """Return the class names of all pipelines with a family."""
-    return sorted({*(pipeline for _, _, pipeline in _OURS.values()), *_REGISTERED})
+    registered = (pipeline for family in _REGISTERED.values() for pipeline in family.pipelines)
+    return sorted({*(pipeline for _, _, pipeline in _OURS.values()), *registered})
 
 
 def _import(name: str) -> type[Family]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families.encode import latent_moments
+from lightning_cp.errors import FamilyError
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -23,6 +23,7 @@ from lightning_cp.families.family import (
     Sample,
     Stored,
     TextStorage,
+    stored_latents,
 )
 from lightning_cp.families.shift import shift_facts, shift_from
 
@@ -42,6 +43,7 @@ class StableDiffusion3(Family):
     def read_facts(cls, pipe: Any) -> Facts:
         return {
             "patch": pipe.transformer.config.patch_size,
+            "max_positions": pipe.transformer.config.pos_embed_max_size,
             "pixels": pipe.vae_scale_factor * pipe.transformer.config.patch_size,
             "shift_factor": pipe.vae.config.shift_factor,
             "scaling_factor": pipe.vae.config.scaling_factor,
@@ -53,7 +55,7 @@ class StableDiffusion3(Family):
     @property
     @override
     def grid(self) -> Grid:
-        return Grid(pixels=self.facts["pixels"], frames=0, patch=(1, self.facts["patch"], self.facts["patch"]))
+        return Grid(pixels=self.facts["pixels"], frame_step=0, patch=(1, self.facts["patch"], self.facts["patch"]))
 
     @property
     @override
@@ -77,18 +79,15 @@ class StableDiffusion3(Family):
         return [{"prompt_embeds": x, "pooled_embeds": y} for x, y in zip(embeds, pooled, strict=True)]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
-        mean, std = latent_moments(pipe.vae, pixels[:, :, 0])
-        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
+        largest = self.facts["max_positions"] * self.facts["pixels"]
+        if max(height, width) > largest:
+            raise FamilyError(f"height={height}, width={width} must be at most {largest}: there are no positions above")
 
     @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents = stored["latents"].float()
-        if noise is not None:
-            latents = latents + stored["latents_std"].float() * noise
-        x0: Tensor = (latents - self.facts["shift_factor"]) * self.facts["scaling_factor"]
+        x0: Tensor = (stored_latents(stored, noise) - self.facts["shift_factor"]) * self.facts["scaling_factor"]
         return x0
 
     @override
@@ -98,8 +97,5 @@ class StableDiffusion3(Family):
             "timestep": (times.double() * 1000).float(),
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "pooled_projections": stored["pooled_embeds"].to(options.dtype),
+            "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return output

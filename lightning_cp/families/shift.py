@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_cp.errors import FamilyError
+
 
 @dataclass(frozen=True)
 class ResolutionShift:
@@ -17,6 +19,7 @@ class ResolutionShift:
 
     Args:
         clamp: True: use `max_shift` above `max_tokens`.
+    Raises: FamilyError: base_tokens is not below max_tokens.
     """
 
     base_tokens: int = 256
@@ -26,7 +29,11 @@ class ResolutionShift:
     exponential: bool = True
     clamp: bool = True
 
-    def acts(self, tokens: int) -> bool:
+    def __post_init__(self) -> None:
+        if not self.base_tokens < self.max_tokens:
+            raise FamilyError(f"base_tokens={self.base_tokens} must be below max_tokens={self.max_tokens}")
+
+    def is_clamped(self, tokens: int) -> bool:
         """Return True if the clamp changes the factor for this number of tokens."""
         return self.clamp and tokens > self.max_tokens
 
@@ -35,7 +42,11 @@ class ResolutionShift:
         used = min(tokens, self.max_tokens) if self.clamp else tokens
         slope = (self.max_shift - self.base_shift) / (self.max_tokens - self.base_tokens)
         mu = self.base_shift + (used - self.base_tokens) * slope
-        return math.exp(mu) if self.exponential else mu
+        if self.exponential:
+            return math.exp(mu)
+        if mu <= 0:
+            raise FamilyError(f"the linear timestep shift of {tokens} tokens is {mu:.3g}, it must be positive: {self}")
+        return mu
 
 
 def shift_facts(scheduler: Any) -> float | dict[str, Any]:

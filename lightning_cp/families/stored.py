@@ -63,7 +63,7 @@ class StoredBatch:
         """
         if self.empty is None:
             raise FamilyError("captions can only be dropped from a batch that holds the text of the empty caption")
-        names = [*text.names, *([text.mask] if text.form == "masked" else [])]
+        names = [*text.names, *([text.mask] if text.mask in self else [])]
         chosen = {
             name: torch.where(_like(dropped, self[name]), self.empty[name].to(self[name].dtype), self[name])
             for name in names
@@ -75,39 +75,68 @@ class StoredBatch:
         return StoredBatch({name: function(x) for name, x in self.tensors.items()}, empty)
 
 
-def collate(samples: Sequence[Sample], text: TextStorage, empty: Sample | None = None) -> StoredBatch:
+def collate(
+    samples: Sequence[Sample], text: TextStorage, empty: Sample | None = None, *, lengths: Sequence[int] = ()
+) -> StoredBatch:
     """Join stored samples to a batch; text is padded as `text` says.
 
     Args:
         samples: with equal names, and with equal shapes except for the number of text positions.
         empty: stored text of the empty caption.
-    Raises: FamilyError: names or shapes differ.
+        lengths: numbers of positions that `masked` text is padded to, the smallest that fits: compiled blocks then
+            meet few lengths. Texts longer than all of them are padded to the longest of the batch. Empty: always to
+            the longest.
+    Raises: FamilyError: names or shapes differ, or a text does not fit.
     """
+    _check_names(samples, text, empty)
     every = [*samples, *([] if empty is None else [empty])]
     longest = max((len(sample[name]) for sample in every for name in text.sequences), default=0)
-    padded = [_padded(sample, text, longest) for sample in every]
-    names = padded[0].keys()
+    length = min((n for n in lengths if n >= longest), default=longest)
+    padded = [_padded(sample, text, length) for sample in every]
+    if not lengths and all(sample[text.mask].all() for sample in padded if text.mask in sample):
+        padded = [{name: x for name, x in sample.items() if name != text.mask} for sample in padded]
     tensors = {}
-    for name in names:
-        values = [sample.get(name) for sample in padded[: len(samples)]]
-        shapes = {None if x is None else tuple(x.shape) for x in values}
-        if len(shapes) != 1 or None in shapes:
+    for name in padded[0]:
+        values = [sample[name] for sample in padded[: len(samples)]]
+        shapes = {tuple(x.shape) for x in values}
+        if len(shapes) != 1:
             raise FamilyError(f"{name}: samples of a batch must have equal shapes, got {sorted(map(str, shapes))}")
-        tensors[name] = torch.stack([x for x in values if x is not None])
+        tensors[name] = torch.stack(values)
     if empty is None:
         return StoredBatch(tensors)
     return StoredBatch(tensors, {name: x[None] for name, x in padded[-1].items()})
 
 
-def _padded(sample: Sample, text: TextStorage, longest: int) -> Sample:
-    if text.form == "padded":
+def _check_names(samples: Sequence[Sample], text: TextStorage, empty: Sample | None) -> None:
+    if not samples:
+        raise FamilyError("a batch must have at least one sample")
+    first = samples[0].keys()
+    for i, sample in enumerate(samples):
+        if sample.keys() != first:
+            differing = ", ".join(sorted(sample.keys() ^ first))
+            raise FamilyError(f"samples of a batch must hold the same tensors: samples 0 and {i} differ in {differing}")
+    stored = {"sample": first} if empty is None else {"sample": first, "empty caption": empty.keys()}
+    for kind, names in stored.items():
+        missing = [name for name in text.names if name not in names]
+        if missing:
+            raise FamilyError(f"the stored {kind} has no {', '.join(missing)}")
+
+
+def _padded(sample: Sample, text: TextStorage, length: int) -> Sample:
+    """Pad a sample's text. Args: length: number of positions of `masked` text."""
+    if text.form == "padded" or not text.sequences:
         return sample
-    length = text.length if text.form == "zeros" else longest
-    padded, true = dict(sample), len(sample[text.sequences[0]])
-    for name in text.sequences:
-        padded[name] = F.pad(sample[name], (0, 0, 0, length - true))
+    positions = {name: len(sample[name]) for name in text.sequences}
+    padded, length = dict(sample), text.length if text.form == "zeros" else length
+    for name, number in positions.items():
+        if number > length:
+            raise FamilyError(f"{name} has {number} positions, more than the {length} of this family")
+        padded[name] = F.pad(sample[name], (0, 0, 0, length - number))
     if text.form == "masked":
-        padded[text.mask] = torch.arange(length, device=sample[text.sequences[0]].device) < true
+        if len(set(positions.values())) > 1:
+            raise FamilyError(f"sequences with one mask must have equal lengths, got {positions}")
+        first = sample[text.sequences[0]]
+        padded[text.mask] = torch.arange(length, device=first.device) < len(first)
     return padded
 
 

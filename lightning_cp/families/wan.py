@@ -12,7 +12,6 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families.encode import latent_moments
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -39,6 +38,7 @@ class Wan(Family):
     name = "wan"
     pipelines = ("WanPipeline",)
     components = Components(text=("text_encoder", "tokenizer"), train=("transformer", "transformer_2"))
+    takes_video = True
 
     @classmethod
     @override
@@ -60,7 +60,7 @@ class Wan(Family):
     @override
     def grid(self) -> Grid:
         patch = tuple(self.facts["patch"])
-        return Grid(pixels=self.facts["spatial"] * patch[1], frames=self.facts["temporal"], patch=patch)
+        return Grid(pixels=self.facts["spatial"] * patch[1], frame_step=self.facts["temporal"], patch=patch)
 
     @property
     @override
@@ -81,13 +81,6 @@ class Wan(Family):
         return [{"prompt_embeds": x[: int(x.any(dim=-1).nonzero().max()) + 1]} for x in embeds]
 
     @override
-    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
-        pixels = media["pixels"]
-        self.grid.check(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
-        mean, _ = latent_moments(pipe.vae, pixels)
-        return [{"latents": x} for x in mean]
-
-    @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
         return self.normalised(stored["latents"])
 
@@ -102,10 +95,6 @@ class Wan(Family):
             "encoder_hidden_states": stored["prompt_embeds"].to(options.dtype),
             "return_dict": False,
         }
-
-    @override
-    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
-        return output
 
     def normalised(self, latents: Tensor) -> Tensor:
         """Normalise latents of the VAE per channel, [b, c, f, h, w], in float32."""

@@ -17,6 +17,8 @@ from lightning_cp.families.family import Components, Facts, InputOptions, Media,
 from lightning_cp.families.media import condition_image, to_images
 from lightning_cp.families.wan import Wan
 
+_ONE_FRAME = "clips must have more than one latent frame: the first one is given and has no loss"
+
 
 class WanImageToVideo(Wan):
     """Wan, image to video. The first frame of each clip in "pixels" is the condition.
@@ -79,12 +81,20 @@ class WanImageToVideo(Wan):
         return arguments
 
     @override
-    def known(self, stored: Stored, clean: Tensor) -> Tensor | None:
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        super().check_size(height=height, width=width, frames=frames)
+        if self.facts["expand_timesteps"] and frames == 1:
+            raise FamilyError(_ONE_FRAME)
+
+    @override
+    def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         if not self.facts["expand_timesteps"]:
             return None
-        known = torch.zeros(clean.shape[2], dtype=torch.bool, device=clean.device)
-        known[0] = True
-        return known.view(1, 1, -1, 1, 1)
+        if clean.shape[2] == 1:
+            raise FamilyError(_ONE_FRAME)
+        given = torch.zeros(clean.shape[2], dtype=torch.bool, device=clean.device)
+        given[0] = True
+        return given.view(1, 1, -1, 1, 1)
 
     @override
     def call_arguments(self, media: Media) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from lightning_cp.family_check.batch import batch_proof
 from lightning_cp.family_check.capture import capture_proof
 from lightning_cp.family_check.oracle import oracle_proof
+from lightning_cp.family_check.pipeline_calls import transformers_of
 from lightning_cp.family_check.proof import FamilyReport, Proof, check_family, store
 from lightning_cp.family_check.topology import topology_proof
 
@@ -15,4 +16,5 @@ __all__ = [
     "oracle_proof",
     "store",
     "topology_proof",
+    "transformers_of",
 ]

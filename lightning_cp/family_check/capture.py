@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from lightning_cp.families import Family, InputOptions, Media, collate
-from lightning_cp.family_check.pipeline_calls import Recording, call, effective, guidance_settings
+from lightning_cp.family_check.pipeline_calls import (
+    Recording,
+    call,
+    guidance_settings,
+    passed_arguments,
+    transformers_of,
+)
 from lightning_cp.family_check.proof import Proof, store
 from lightning_cp.objectives.objective import activation_dtype
 
@@ -43,7 +49,7 @@ def capture_proof(
         for name, error in _differences(calls, branches, len(captions)):
             if step == 0 or name.split()[-1] != "hidden_states":
                 errors[name] = max(errors.get(name, 0.0), error)
-    exact = activation_dtype(getattr(pipe, family.components.train[0])) == torch.float32
+    exact = activation_dtype(transformers_of(pipe, family.components)[0]) == torch.float32
     allowed = {name: 0.0 if exact or name.split()[-1] not in _ROUNDED else _ROUNDING for name in errors}
     worst = max(errors, key=lambda name: (errors[name] > allowed[name], errors[name]))
     return Proof("capture", errors[worst], allowed[worst], worst if errors[worst] else "")
@@ -55,8 +61,8 @@ def _arguments(
     stored = collate(samples, family.text)
     noisy = _noise(record, family.clean(stored)) * getattr(pipe.scheduler, "init_noise_sigma", 1.0)
     times = _times(pipe, family, step, len(samples))
-    options = InputOptions(activation_dtype(getattr(pipe, family.components.train[0])), guidance)
-    return effective(family.inputs(noisy, times, stored, options))
+    options = InputOptions(activation_dtype(transformers_of(pipe, family.components)[0]), guidance)
+    return passed_arguments(family.inputs(noisy, times, stored, options))
 
 
 def _times(pipe: Any, family: Family, step: int, samples: int) -> Tensor:

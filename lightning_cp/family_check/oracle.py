@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.families import Family, InputOptions, Media, StoredBatch, collate
+from lightning_cp.families.encode import decode_latents
 from lightning_cp.family_check.pipeline_calls import call
 from lightning_cp.family_check.proof import Proof, store
 
@@ -36,7 +37,7 @@ def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Medi
         num_inference_steps=_STEPS,
         output_type="pt",
     )
-    expected = decoded(pipe, stored["latents"])
+    expected = decode_latents(pipe.vae, stored["latents"])
     result = _pixels(record.result, expected)
     spread = float(expected.max() - expected.min())
     error = float((result.double() - expected.double()).abs().max()) / spread
@@ -44,14 +45,6 @@ def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Medi
     if pipe.vae.dtype == torch.bfloat16:
         tolerance = _BFLOAT16
     return Proof("oracle", error, tolerance, "" if error <= tolerance else "decoded pixels")
-
-
-def decoded(pipe: Any, latents: Tensor) -> Tensor:
-    """Decode stored latents with the VAE, as pixels in [0, 1]."""
-    with torch.no_grad():
-        pixels = pipe.vae.decode(latents.to(pipe.vae.dtype), return_dict=False)[0]
-    decoded_pixels: Tensor = (pixels.float() / 2 + 0.5).clamp(0, 1)
-    return decoded_pixels
 
 
 class _Oracle:
@@ -76,7 +69,7 @@ class _Oracle:
         noisy = _adjoint(lambda x: self._inputs(x, self._times(len(x), 0))["hidden_states"], clean.shape, given.float())
         time = timestep.flatten(1).amax(dim=1) if timestep.dim() > 1 else timestep
         target = self._target(noisy, time)
-        known = self._family.known(self._stored, clean)
+        known = self._family.given_mask(self._stored, clean)
         if known is not None:
             target = torch.where(known, 0.0, target)
         shape = (len(given), *self._output_shape)

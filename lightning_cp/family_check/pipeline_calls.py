@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.errors import FamilyError
 from lightning_cp.families import Components, Family, Media
 from lightning_cp.patching import Around, intercept_method, set_attribute, undo_all
 
@@ -34,9 +35,14 @@ class Recording:
 
 
 def transformers_of(pipe: Any, components: Components) -> list[nn.Module]:
-    """Return the pipeline's transformers; some pipelines have two, of which one may be missing."""
-    found = [getattr(pipe, name, None) for name in components.train]
-    return [module for module in found if module is not None]
+    """Return the pipeline's transformers; some pipelines have two, of which one may be missing.
+
+    Raises: FamilyError: all are missing.
+    """
+    found = [module for name in components.train if (module := getattr(pipe, name, None)) is not None]
+    if not found:
+        raise FamilyError(f"{type(pipe).__name__} has no transformer: load one of {', '.join(components.train)}")
+    return found
 
 
 @torch.no_grad()
@@ -117,7 +123,7 @@ def _recording(module: nn.Module, record: Recording, answer: Callable[[dict[str,
 
     def around(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
-        record.calls.append(effective(given))
+        record.calls.append(passed_arguments(given))
         output = forward(*args, **kwargs) if answer is None else (answer(record.calls[-1]),)
         record.outputs.append(output[0])
         return output
@@ -125,7 +131,7 @@ def _recording(module: nn.Module, record: Recording, answer: Callable[[dict[str,
     return around
 
 
-def effective(given: dict[str, Any]) -> dict[str, Any]:
+def passed_arguments(given: dict[str, Any]) -> dict[str, Any]:
     """Leave out arguments that have no effect: None and empty dicts, and the form of the output."""
     return {
         name: x

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import apply_context_parallel, installed_on
+from lightning_cp.engine.check import average_in_place
 from lightning_cp.families import Family, StoredBatch
 from lightning_cp.family_check.proof import Proof
-from lightning_cp.objectives.objective import objective_for
+from lightning_cp.objectives.objective import activation_dtype, objective_for
 
-_TOLERANCE = 1e-4
+_EXACT, _TOLERANCE = torch.float32, 1e-4
 _FLOOR = 1e-4  # of the largest gradient: some gradients are 0 up to rounding, such as that of a bias of all keys
 
 
@@ -25,13 +26,15 @@ def topology_proof(
     """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
 
     Args:
-        transformer: not context-parallel; it is copied.
+        transformer: not context-parallel; it is copied. Weights in half precision are compared in float32.
         stored: the same batch on every rank.
         config: degrees; all ranks of the world are one context group.
     Ranks: all of the world. Returns: the same result on every rank.
     """
-    objective = objective_for(family, seed=0)
-    alone, parallel = transformer, copy.deepcopy(transformer)
+    objective, alone = objective_for(family, seed=0), transformer
+    if activation_dtype(transformer).itemsize < _EXACT.itemsize:
+        alone = copy.deepcopy(transformer).to(_EXACT)
+    parallel = copy.deepcopy(alone)
     loss, gradients = _gradients(objective, alone, family, stored, step)
     apply_context_parallel(parallel, config)
     installed = installed_on(parallel)
@@ -40,13 +43,15 @@ def topology_proof(
     loss_here, gradients_here = _gradients(objective, parallel, family, stored, step)
     errors = {"loss": _relative(loss_here, loss, least=0.0)}
     least = _FLOOR * max(float(x.abs().max()) for x in gradients.values() if x is not None)
+    context = installed.session.groups.context
+    if context is not None:
+        average_in_place([x for x in gradients_here.values() if x is not None], context)
     for name, expected in gradients.items():
         mean = gradients_here[name]
         if (mean is None) != (expected is None):
             errors[f"gradient {name}"] = float("inf")
         elif mean is not None and expected is not None:
-            dist.all_reduce(mean)
-            errors[f"gradient {name}"] = _relative(mean / dist.get_world_size(), expected, least=least)
+            errors[f"gradient {name}"] = _relative(mean, expected, least=least)
     values = torch.tensor(list(errors.values()), dtype=torch.float64)
     dist.all_reduce(values, op=dist.ReduceOp.MAX)
     worst = int(values.argmax())

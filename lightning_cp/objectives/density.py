@@ -44,7 +44,10 @@ class LogitNormal(Density):
     @override
     def draw(self, generator: np.random.Generator) -> float:
         normal = float(generator.standard_normal(dtype=np.float32))
-        return 1.0 / (1.0 + math.exp(-(self.mean + self.std * normal)))
+        logit = self.mean + self.std * normal
+        if logit >= 0:
+            return 1.0 / (1.0 + math.exp(-logit))
+        return math.exp(logit) / (1.0 + math.exp(logit))  # exp(-logit) could overflow
 
 
 def shifted(sigma: float, factor: float) -> float:

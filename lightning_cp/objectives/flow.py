@@ -60,14 +60,17 @@ class FlowMatching(Objective):
             sigma = shifted(self.density.draw(generator), factor)
             if low < sigma <= high:
                 return sigma
-        raise ValueError(f"sigma_range={self.sigma_range} is hit less than once in {_MOST_DRAWS} draws: widen it")
+        raise ValueError(
+            f"none of {_MOST_DRAWS} drawn times is in sigma_range={self.sigma_range}: widen it, or change the density "
+            f"({self.density}) or the shift ({factor:.3g})"
+        )
 
     def _factor(self, family: Family, clean: Tensor) -> float:
-        rule = family.shift(clean.shape[1:]) if self.shift is None else self.shift
+        rule = family.shift_for(clean.shape[1:]) if self.shift is None else self.shift
         if not isinstance(rule, ResolutionShift):
             return float(rule)
         tokens = family.grid.tokens(clean.shape[1:])
-        if rule.acts(tokens):
+        if rule.is_clamped(tokens):
             _log_clamp(tokens, rule)
         return rule.factor(tokens)
 

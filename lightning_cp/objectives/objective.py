@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.wrappers import is_wrapped
 from torch import Tensor, nn
 
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.engine.paths import unwrapped
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import Family, InputOptions, StoredBatch
+from lightning_cp.objectives.fabric_call import call_unrounded
 from lightning_cp.training.noise import sample_dropped, sample_noise
 
 
@@ -26,14 +27,14 @@ class Noised:
         noisy: noisy latents, float32 [b, ...].
         times: [b]; float32 sigma for flow matching, otherwise int64.
         target: what the transformer should predict, float32 [b, ...].
-        counted: 1 where the loss counts, broadcastable to the target; None: everywhere.
+        loss_mask: weight of each element in the loss, broadcastable to the target; None: 1 everywhere.
         stored: the stored batch, with dropped captions replaced.
     """
 
     noisy: Tensor
     times: Tensor
     target: Tensor
-    counted: Tensor | None
+    loss_mask: Tensor | None
     stored: StoredBatch
 
 
@@ -80,17 +81,23 @@ class Objective(ABC):
     def sample_losses(
         self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
     ) -> Tensor:
-        """Return the loss of each sample, float32 [b]: the mean over its elements. Arguments: see `loss`."""
+        """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
+
+        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample whose
+        mask is 0 everywhere has loss 0. Arguments: see `loss`.
+        """
         noised = self.noised(family, stored, step=step, first_index=self._first(transformer, stored, first_index))
-        guidance = self.guidance if self.guidance is not None else (family.objective.guidance or 1.0)
+        guidances = (self.guidance, family.objective.guidance, 1.0)
+        guidance = next(value for value in guidances if value is not None)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
         arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
-        output = first_output(transformer(**arguments))
+        output = first_output(call_unrounded(transformer, arguments))
         error = (family.prediction(output, noised.noisy).to(noised.target.dtype) - noised.target).square()
-        if noised.counted is None:
+        if noised.loss_mask is None:
             return error.flatten(1).mean(dim=1)
-        counted = noised.counted.to(error.dtype).expand_as(error).flatten(1)
-        return (error.flatten(1) * counted).sum(dim=1) / counted.sum(dim=1)
+        weights = noised.loss_mask.to(error.dtype).expand_as(error).flatten(1)
+        total = weights.sum(dim=1)
+        return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
 
     def noised(self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0) -> Noised:
         """Draw noise and times for a batch, without running the transformer."""
@@ -107,13 +114,14 @@ class Objective(ABC):
         noise = sample_noise(clean.shape, **key, device=clean.device, dtype=clean.dtype)
         times = self.times(family, clean, step=step, first_index=first_index)
         noisy, target = self.mix(family, clean, noise, times)
-        known = family.known(stored, clean)
-        if known is not None:
-            noisy = torch.where(known, clean, noisy)
+        given, loss_mask = family.given_mask(stored, clean), stored.get("loss_mask")
+        if given is not None:
+            noisy = torch.where(given, clean, noisy)
+            loss_mask = ~given if loss_mask is None else torch.where(given, 0.0, loss_mask)
         if self.cond_dropout:
             dropped = sample_dropped(len(stored), self.cond_dropout, **key, device=clean.device)
             stored = stored.without_text(dropped, family.text)
-        return Noised(noisy, times, target, None if known is None else ~known, stored)
+        return Noised(noisy, times, target, loss_mask, stored)
 
     @abstractmethod
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
@@ -127,9 +135,10 @@ class Objective(ABC):
     def _first(transformer: nn.Module, stored: StoredBatch, first_index: int | None) -> int:
         if first_index is not None:
             return first_index
-        installed = installed_on(unwrapped(transformer))
-        if installed is not None:
-            return installed.session.groups.data_rank * len(stored)
+        for module in transformer.modules():  # it may be inside DDP, peft, Fabric or a compiler's wrapper
+            installed = installed_on(module)
+            if installed is not None:
+                return installed.session.groups.data_rank * len(stored)
         return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -142,10 +151,11 @@ def first_output(output: Any) -> Tensor:
 
 def activation_dtype(transformer: nn.Module) -> torch.dtype:
     """Return the dtype in which a transformer takes its inputs: that of its frozen or trained base weights."""
-    dtype = getattr(transformer, "dtype", None)  # diffusers models
+    inner: Any = transformer.module if is_wrapped(transformer) else transformer  # Fabric's own module is float32
+    dtype = getattr(inner, "dtype", None)  # diffusers models
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
-    return next((p.dtype for p in transformer.parameters() if p.is_floating_point()), torch.float32)
+    return next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
 
 
 def objective_for(family: Family, *, seed: int, **settings: Any) -> Objective:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,18 @@ from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.vae import parallelize_vae
 
 
-def load_pipeline(source: str, dtype: Any, *, setting: str = "source") -> Any:
+def load_pipeline(source: str, dtype: Any, *, setting: str = "source", without: Sequence[str] = ()) -> Any:
     """Load a pipeline from a folder or from the Hub.
 
-    Args: setting: name of the setting that holds `source`, for the error message.
+    Args:
+        setting: name of the setting that holds `source`, for the error message.
+        without: names of components that are not loaded; they are None.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
     from diffusers import DiffusionPipeline
 
     try:
-        return DiffusionPipeline.from_pretrained(source, dtype=dtype)
+        return DiffusionPipeline.from_pretrained(source, dtype=dtype, **dict.fromkeys(without))
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

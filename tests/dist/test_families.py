@@ -11,12 +11,13 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_cp import ContextParallelConfig
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.fabric import ContextParallelStrategy as FabricStrategy
 from lightning_cp.families import Facts, Sample, StoredBatch, collate, family_for, load_family
 from lightning_cp.family_check import store, topology_proof
 from lightning_cp.objectives import objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
-from tests.dist.lightning_ranks import flat, trainer_of
+from tests.dist.lightning_ranks import fabric_of, flat, trainer_of
 from tests.families.cases import CAPTIONS, CASES, made, media
 from tests.families.report import record
 from tests.harness import RankPool
@@ -124,6 +125,78 @@ def test_a_module_of_a_user_trains_as_in_one_process(kind: type, degrees: dict[s
     assert losses[0] != losses[1]
 
 
+def _wrong_topology(rank: int, world: int, given: Prepared, mistake: str) -> tuple[bool, str]:
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+
+    class Wrong(type(family)):  # type: ignore[misc]
+        """Scales the prediction, or only its gradient, on one of several ranks."""
+
+        name = "wrong"
+
+        def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+            right: Tensor = super().prediction(output, noisy)
+            if rank == 0 or not self.parallel:
+                return right
+            return 1.01 * right if mistake == "prediction" else right.detach() + 0.9 * (right - right.detach())
+
+        def inputs(self, *args: Any) -> dict[str, Any]:
+            self.parallel = next(self.runs)
+            inputs: dict[str, Any] = super().inputs(*args)
+            return inputs
+
+    wrong = Wrong(facts)
+    wrong.runs = iter((False, True))  # topology_proof runs one process's model first
+    proof = topology_proof(transformer, wrong, collate(samples, family.text), ContextParallelConfig(ring_degree=world))
+    return proof.passed, proof.found
+
+
+@pytest.mark.parametrize("mistake", ["prediction", "gradient"])
+def test_the_topology_proof_finds_ranks_that_differ(mistake: str, flux: Prepared, run_ranks: RankPool) -> None:
+    ((passed, found),) = set(run_ranks(3, _wrong_topology, flux, mistake))
+    assert not passed
+    assert found
+
+
+def _half_precision(rank: int, world: int, given: Prepared) -> tuple[bool, float]:
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    half = copy.deepcopy(transformer).bfloat16()
+    proof = topology_proof(half, family, collate(samples, family.text), ContextParallelConfig(ring_degree=world))
+    return proof.passed, proof.error
+
+
+def test_the_topology_proof_compares_half_precision_weights_in_float32(flux: Prepared, run_ranks: RankPool) -> None:
+    ((passed, error),) = set(run_ranks(3, _half_precision, flux))
+    assert passed, error
+
+
+def _first_indices(rank: int, world: int, given: Prepared) -> list[float]:
+    """The loss of this data rank's half of a batch, with the transformer inside of several wrappers."""
+    from peft import LoraConfig, get_peft_model
+    from torch.nn.parallel import DistributedDataParallel
+
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    objective = objective_for(family, seed=0)
+    whole = objective.sample_losses(transformer, family, collate(samples, family.text), step=1, first_index=0)
+    fabric = fabric_of(rank, world, FabricStrategy(ring=3), precision="64-true")
+    parallel = copy.deepcopy(transformer)
+    apply_context_parallel(parallel, ContextParallelConfig(ring_degree=3))
+    half = rank // 3  # 6 ranks = data 2 x ring 3
+    mine = collate(samples[half : half + 1], family.text)
+    lora = get_peft_model(copy.deepcopy(parallel), LoraConfig(target_modules=["to_q"]))
+    set_up = fabric.setup(copy.deepcopy(transformer))
+    wrapped = (parallel, DistributedDataParallel(parallel), set_up, lora)
+    losses = [objective.loss(module, family, mine, step=1).item() for module in wrapped]
+    return [loss / whole[half].item() for loss in losses]
+
+
+def test_the_data_rank_is_found_inside_of_wrappers(flux: Prepared, run_ranks: RankPool) -> None:
+    for ratios in run_ranks(6, _first_indices, flux, timeout_s=120):
+        assert ratios == pytest.approx([1.0] * 4, rel=1e-6)
+
+
 def _times(rank: int, world: int, given: Prepared, strategy: Any, precision: Any) -> list[Tensor]:
     """The times that the transformer is given, and the dtype of its latents."""
     transformer, name, facts, samples = given
@@ -147,5 +220,35 @@ def test_times_reach_the_transformer_unrounded(kind: type, precision: str, run_r
     family = load_family(name, facts)
     noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)
     for (seen,) in run_ranks(2, _times, given, (kind, {"ring": 2}), precision, timeout_s=120):
+        assert seen.dtype == torch.float32
+        assert torch.equal(seen, (noised.times.double() * 1000).float())
+
+
+def _times_with_fabric(rank: int, world: int, given: Prepared, strategy: Any, precision: Any) -> list[Tensor]:
+    """The times that the transformer is given when it is set up by Fabric itself."""
+    transformer, name, facts, samples = given
+    family = load_family(name, facts)
+    seen: list[Tensor] = []
+    module = copy.deepcopy(transformer).float()
+    kind, degrees = strategy
+    fabric = fabric_of(rank, world, kind(**degrees), precision=precision)
+    set_up = fabric.setup(module)
+    module.register_forward_pre_hook(
+        lambda _, __, arguments: seen.append(arguments["timestep"].clone()), with_kwargs=True
+    )
+    loss = objective_for(family, seed=0).loss(set_up, family, collate(samples, family.text), step=0)
+    fabric.backward(loss)
+    assert all(p.grad is not None for p in module.parameters())
+    return seen
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_times_pass_fabrics_cast_unrounded(precision: str, run_ranks: RankPool) -> None:
+    given = prepared("wan", "wan", (5, 32, 48), number=2)
+    _, name, facts, samples = given
+    family = load_family(name, facts)
+    noised = objective_for(family, seed=0).noised(family, collate(samples, family.text), step=0)
+    strategy = FabricStrategy, {"ring": 3}
+    for (seen,) in run_ranks(3, _times_with_fabric, given, strategy, precision, timeout_s=120):
         assert seen.dtype == torch.float32
         assert torch.equal(seen, (noised.times.double() * 1000).float())

@@ -103,12 +103,12 @@ def _values_in_another_order(base: type[Family]) -> type[Family]:
 
 
 def _cut_text(base: type[Family]) -> type[Family]:
-    """Pad text to 8 positions, not to the full length."""
+    """Pad text to 32 positions, not to the full length."""
 
     class Wrong(base):  # type: ignore[valid-type, misc]
         @property
         def text(self) -> TextStorage:
-            return replace(super().text, length=8)
+            return replace(super().text, length=32)
 
     return Wrong
 

@@ -14,6 +14,7 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
+    "media/decoder.py": {"av"},
 }
 # Imported as another name than their distribution's, or required by a core dependency.
 BROUGHT_ALONG = {"PIL", "lightning_utilities", "typing_extensions"}

@@ -13,9 +13,9 @@ LAYERS = (
     {"attention", "plans", "families"},
     {"engine"},
     {"vae"},
-    {"data", "training", "checkpoint", "sampling", "launch", "pipelines"},
+    {"data", "media", "training", "checkpoint", "sampling", "launch", "latent_cache", "pipelines"},
     {"strategies", "objectives"},
-    {"fabric", "pytorch", "callbacks", "export", "family_check", "_register"},
+    {"fabric", "pytorch", "callbacks", "export", "family_check", "precompute", "_register"},
     {"app"},
     {"__init__"},
 )

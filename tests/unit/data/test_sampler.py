@@ -1,3 +1,4 @@
+import hashlib
 from itertools import chain, islice
 
 import pytest
@@ -114,3 +115,12 @@ def test_another_order_is_not_continued(changed: dict[str, int]) -> None:
     settings = {"num_samples": 23, "batch_size": 6} | changed
     with pytest.raises(ValueError, match=next(iter(changed))):
         GlobalBatchSampler(**settings).load_state_dict(state)
+
+
+def test_the_order_has_not_changed() -> None:
+    sampler = GlobalBatchSampler(23, 6, seed=5, data_rank=1, data_size=2)
+    sampler.set_epoch(3)
+    assert list(sampler) == [[14, 5, 11], [1, 0, 6], [22, 18, 16]]
+    large = GlobalBatchSampler(100_003, 8, seed=11)
+    large.seek(5 * len(large) + 3)
+    assert hashlib.blake2b(repr(list(large)).encode(), digest_size=8).hexdigest() == "aea776816b502fdb"

@@ -28,7 +28,7 @@ class Clips(LabelledClips):
 
 
 class FirstFrameGiven(Clips):
-    def known(self, stored: Stored, clean: Tensor) -> Tensor | None:
+    def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         given = torch.zeros(1, 1, clean.shape[2], 1, 1, dtype=torch.bool)
         given[:, :, 0] = True
         return given
@@ -95,6 +95,41 @@ def test_given_latents_enter_clean_and_have_no_loss() -> None:
     assert torch.allclose(losses, error.flatten(1).mean(dim=1))
 
 
+def test_a_stored_mask_weights_the_loss() -> None:
+    mask = torch.zeros(2, 1, 3, 2, 2)
+    mask[0, :, :2] = 1
+    stored = StoredBatch({**batch(2).tensors, "loss_mask": mask}, batch(2).empty)
+    for family, counted in ((Clips(), slice(0, 2)), (FirstFrameGiven(), slice(1, 2))):
+        noised = FlowMatching(seed=0).noised(family, stored, step=0)
+        losses = FlowMatching(seed=0).sample_losses(Linear(), family, stored, step=0, first_index=0)
+        error = (0.5 * noised.noisy - noised.target)[0, :, counted].square()
+        assert torch.allclose(losses, torch.stack([error.mean(), torch.zeros(())]))
+
+
+def test_a_guidance_of_zero_is_given_to_the_transformer() -> None:
+    seen: list[float] = []
+
+    class Guided(Clips):
+        def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: Any) -> dict[str, Any]:
+            seen.append(options.guidance)
+            return super().inputs(noisy, times, stored, options)
+
+    for objective, family in (
+        (FlowMatching(seed=0), Guided(guidance=0.0)),
+        (FlowMatching(seed=0, guidance=0.0), Guided(guidance=3.0)),
+        (FlowMatching(seed=0), Guided(guidance=3.0)),
+        (FlowMatching(seed=0), Guided()),
+    ):
+        objective.sample_losses(Linear(), family, batch(), step=0, first_index=0)
+    assert seen == [0.0, 0.0, 3.0, 1.0]
+
+
+def test_extreme_densities_do_not_overflow() -> None:
+    drawn = [LogitNormal(std=400.0).draw(np.random.default_rng(i)) for i in range(50)]
+    assert all(0 <= sigma <= 1 for sigma in drawn)
+    assert min(drawn) < 1e-20 < 0.999 < max(drawn)
+
+
 def test_dropped_captions_are_replaced_by_the_empty_one() -> None:
     noised = FlowMatching(seed=0, cond_dropout=1.0).noised(Clips(), batch(), step=0)
     assert noised.stored["labels"].tolist() == [10] * 6
@@ -142,6 +177,11 @@ def test_the_clamp_of_the_shift_is_logged_once(caplog: pytest.LogCaptureFixture)
 def test_a_posterior_that_is_not_stored_is_refused() -> None:
     with pytest.raises(FamilyError, match="sample_posterior=True, but labelled_clips stores only the mode"):
         FlowMatching(seed=0, sample_posterior=True).noised(Clips(), batch(), step=0)
+
+
+def test_a_range_that_is_never_drawn_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"none of 10000 drawn times is in sigma_range=\(0.5, 0.500001\)"):
+        FlowMatching(seed=0, sigma_range=(0.5, 0.500001)).noised(Clips(), batch(), step=0)
 
 
 def test_sigma_ranges_hold() -> None:

@@ -1,0 +1,84 @@
+"""Check the settings of `python recipes/precompute.py`.
+
+Imports neither torch nor diffusers.
+"""
+
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
+from lightning_cp.app.settings.world import resolve_world
+from lightning_cp.launch.external import LauncherEnv
+from lightning_cp.launch.machine import Machine
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf
+
+_DTYPES = ("bfloat16", "float16", "float32")
+_NULL = OneOf((None,))
+_SETTINGS = (
+    Setting("data.captions", OneOf(("required", "optional"))),
+    Setting("precompute.fps", Either(_NULL, Number(above=0))),
+    Setting("precompute.clips", OneOf(("first", "all"))),
+    Setting("precompute.max_upscale", Number(above=0)),
+    Setting("precompute.dtype", OneOf(_DTYPES)),
+    Setting("precompute.vae_dtype", OneOf(_DTYPES)),
+    Setting("precompute.text_batch", Integer(1)),
+    Setting("precompute.tiling", OneOf((True, False))),
+    Setting("precompute.vae_ranks", Integer(1)),
+    Setting("precompute.shard_mb", Integer(1)),
+    Setting("precompute.on_bad", OneOf(("skip", "error"))),
+    Setting("precompute.sheet", Integer(0)),
+)
+
+
+def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
+    """Check everything that can be checked before ranks start. See `check_config`.
+
+    Raises: SettingsError: the first error found.
+    """
+    for key, example in (("model.pretrained", "my-pipeline"), ("data.path", "clips")):
+        if OmegaConf.is_missing(*_parent(config, key)):
+            raise SettingsError(f"{key} must be given, for example {key}={example}")
+    check_values(config)
+    for setting in _SETTINGS:
+        setting.check(config)
+    _check_sizes(config)
+    path = Path(str(read(config, "data.path")))
+    if not path.exists():
+        raise SettingsError(f"data.path={path} does not exist: it must be a folder of media, or a .csv or .jsonl table")
+    vae_ranks, devices = read(config, "precompute.vae_ranks"), read(config, "devices")
+    if devices == "auto" and env is None:
+        devices = machine.gpus if read(config, "accelerator") != "cpu" else 0
+        devices = devices // vae_ranks * vae_ranks or vae_ranks
+    number, source = (
+        (devices, f"devices={devices}") if env is None else (env.world_size, f"the ranks of {env.launcher}")
+    )
+    if number % vae_ranks:
+        raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
+    degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
+    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
+    settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
+    absolute = {"output": str(Path(str(read(config, "output"))).absolute()), "data": {"path": str(path.absolute())}}
+    return CheckedRun(resolve(OmegaConf.merge(config, settled, absolute)), world)
+
+
+def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
+    group, _, name = key.partition(".")
+    return config[group], name
+
+
+def _check_sizes(config: DictConfig) -> None:
+    sizes, frames = read(config, "precompute.sizes"), read(config, "precompute.frames")
+    pair, several = Each(Integer(1), 2), isinstance(frames, list)
+    if sizes is not None and not (isinstance(sizes, list) and sizes and all(pair.passes(size) for size in sizes)):
+        raise SettingsError(
+            f"precompute.sizes={show(sizes)} is not valid: must be null or a list of [height, width], such as "
+            "[[480,832]]"
+        )
+    numbers = frames if several else [frames]
+    if frames is not None and not (numbers and all(Integer(1).passes(number) for number in numbers)):
+        raise SettingsError(f"precompute.frames={show(frames)} is not valid: must be null, a number, or a list of them")
+    if read(config, "precompute.clips") == "all" and (frames is None or several):
+        raise SettingsError("precompute.clips=all needs the length of a clip: set precompute.frames to one number")

@@ -1,0 +1,126 @@
+"""Build a DataLoader for a data set with samples of several sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_cp.data.bucket_sampler import BucketBatchSampler
+from lightning_cp.data.loader import EndlessLoader
+from lightning_cp.data.sampler import EndlessBatches, UnsizedBatches
+from lightning_cp.data.workers import worker_init_fn
+
+
+class BucketedData(Protocol):
+    """A data set whose samples have several sizes.
+
+    Attributes:
+        buckets: key of each sample; samples with equal keys can be in one batch.
+        collate: builds a batch from a list of samples (DataLoader's `collate_fn`).
+    """
+
+    buckets: Sequence[Hashable]
+    collate: Callable[[list[Any]], Any]
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+
+class DataRanks(Protocol):
+    """The part of a strategy of lightning_cp that says which share of the data a rank loads."""
+
+    @property
+    def data_rank(self) -> int:
+        """Index of this rank's context group."""
+        ...
+
+    @property
+    def data_size(self) -> int:
+        """Number of context groups."""
+        ...
+
+
+def bucket_loader(
+    data: BucketedData,
+    *,
+    batch_size: int,
+    ranks: DataRanks | None = None,
+    seed: int = 0,
+    leftovers: str = "carry",
+    with_epoch: bool = False,
+    endless: bool = True,
+    start_step: int = 0,
+    num_workers: int = 0,
+    **settings: Any,
+) -> DataLoader[Any]:
+    """Create a loader of this data rank's share of batches that hold samples of one bucket each.
+
+    The batches depend on `seed` and the step only, not on the number of ranks. To resume, pass the number of completed
+    steps as `start_step`.
+
+    Args:
+        data: data set with attributes `buckets` and `collate`.
+        batch_size: global batch size, over all data ranks.
+        ranks: the strategy (or another object with `data_rank` and `data_size`). None: one process loads all the data.
+        seed: seed of the order and of the workers.
+        leftovers, with_epoch: see `BucketBatchSampler`.
+        endless: True for a loader without end, for a number of steps (Trainer's `max_steps`). False: each iteration
+            is one epoch; the strategies of lightning_cp and Fabric select the epochs.
+        start_step: batches to skip, counted over all epochs.
+        num_workers, settings: further arguments of DataLoader.
+    Raises:
+        TypeError: `data` has no `buckets` or no `collate`, or `ranks` has no data ranks.
+        ValueError: `buckets` does not have one key per sample, or see `BucketBatchSampler`.
+    """
+    _check_data(data)
+    data_rank, data_size = _shard(ranks)
+    sampler = BucketBatchSampler(
+        data.buckets,
+        batch_size,
+        seed=seed,
+        leftovers=leftovers,
+        with_epoch=with_epoch,
+        data_rank=data_rank,
+        data_size=data_size,
+    )
+    if start_step:
+        sampler.seek(start_step)
+    batches: Any = sampler if sampler.order.has_equal_epochs else UnsizedBatches(sampler)
+    kind: type[DataLoader[Any]] = EndlessLoader if endless else DataLoader
+    defaults = {
+        "worker_init_fn": worker_init_fn(seed, data_rank),
+        "generator": torch.Generator().manual_seed(seed),  # iter() draws from it instead of the global generator
+    }
+    return kind(
+        data,  # type: ignore[arg-type]  # any object with a length and items by index
+        batch_sampler=EndlessBatches(sampler) if endless else batches,
+        collate_fn=data.collate,
+        num_workers=num_workers,
+        **{**defaults, **settings},
+    )
+
+
+def _check_data(data: BucketedData) -> None:
+    for name, meaning in (("buckets", "the key of each sample"), ("collate", "a function from samples to a batch")):
+        if not hasattr(data, name):
+            raise TypeError(f"{type(data).__name__} must have an attribute `{name}`: {meaning}")
+    if len(data.buckets) != len(data):
+        raise ValueError(
+            f"{type(data).__name__}.buckets has {len(data.buckets)} keys for {len(data)} samples: it must have one "
+            "key per sample"
+        )
+
+
+def _shard(ranks: DataRanks | None) -> tuple[int, int]:
+    if ranks is None:
+        return 0, 1
+    if not (hasattr(ranks, "data_rank") and hasattr(ranks, "data_size")):
+        raise TypeError(
+            f"ranks={type(ranks).__name__} must have `data_rank` and `data_size`: pass a strategy of lightning_cp, or "
+            "leave ranks out in a single process"
+        )
+    return int(ranks.data_rank), int(ranks.data_size)

@@ -1,0 +1,71 @@
+"""Use a cache as a data set of torch."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import numpy as np
+from torch.utils.data import Dataset
+from typing_extensions import override
+
+from lightning_cp.data.keyed_random import RandomStream, keyed_generator
+from lightning_cp.families import Sample, StoredBatch, collate
+from lightning_cp.latent_cache.cache import LatentCache
+
+
+class LatentData(Dataset[Sample]):
+    """Samples of a cache, with one of their captions chosen at random in each epoch.
+
+    A row with `repeats` of n is n items. The caption depends only on (seed, epoch, item), so every degree of
+    parallelism and every number of workers sees the same ones. A sampler that yields pairs (item, epoch) gets new
+    captions in each epoch; with plain items the captions are those of epoch 0.
+
+    Args:
+        cache: the cache.
+        seed: seed of the captions.
+        repeats: number of times that an epoch shows every sample, in addition to each row's `repeats`.
+    Raises: ValueError: `repeats` is less than 1.
+    """
+
+    def __init__(self, cache: LatentCache, *, seed: int = 0, repeats: int = 1) -> None:
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats} must be at least 1")
+        self.cache, self.seed = cache, seed
+        counts = [row.repeats * repeats for row in cache.rows]
+        self._row_of = np.repeat(np.arange(len(counts)), counts)
+        self._text = cache.family().text  # here, not in workers: a spawned process has no registered families
+        self._empty: Sample | None = None
+
+    def __len__(self) -> int:
+        """Return the number of items of an epoch."""
+        return len(self._row_of)
+
+    @property
+    def buckets(self) -> list[tuple[int, int, int]]:
+        """Size (frames, height, width) of every item, for a sampler whose batches have one size each."""
+        rows = self.cache.rows
+        sizes = [(row.frames, row.height, row.width) for row in rows]
+        return [sizes[row] for row in self._row_of]
+
+    @override
+    def __getitem__(self, item: int | tuple[int, int]) -> Sample:
+        """Return an item. Args: item: its number, or (number, epoch). Raises: IndexError: there is no such item."""
+        number, epoch = item if isinstance(item, tuple | list) else (item, 0)
+        number, count = operator.index(number), len(self)
+        if not -count <= number < count:
+            raise IndexError(f"item {number} is out of range: the data set has {count} items")
+        number %= count
+        row = int(self._row_of[number])
+        captions = self.cache.rows[row].captions
+        drawn = keyed_generator(self.seed, RandomStream.CAPTION, step=int(epoch), index=number)
+        return self.cache.sample(row, int(drawn.integers(len(captions))))
+
+    def collate(self, samples: Sequence[Sample]) -> StoredBatch:
+        """Join samples to a batch, with the text of the empty caption: the `collate_fn` of a DataLoader."""
+        if self._empty is None:
+            self._empty = self.cache.empty_text
+        return collate(samples, self._text, self._empty)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_empty": None}

@@ -1,0 +1,76 @@
+"""Read a folder of images and videos, with captions in text files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_cp.errors import DataError
+from lightning_cp.media.source import Entry, Skipped, Source, is_image, is_video
+from lightning_cp.media.table import TABLE_SUFFIXES
+from lightning_cp.media.text import is_unicode, lines_of, read_text
+
+
+def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
+    """Find the images and videos in a folder and below it, sorted by path; hidden files are left out.
+
+    Raises: DataError: a folder or a caption file cannot be read.
+    """
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    for files in _walk(folder, frozenset(), skipped):
+        media = [file for file in files if is_image(file) or is_video(file)]
+        stems = {file.stem for file in media}
+        texts = {file.stem: file for file in files if file.suffix.lower() == ".txt"}
+        for file in files:
+            reason = _refusal(file, stems)
+            if reason:
+                skipped.append(Skipped(file, reason))
+            elif file in media:
+                captions = _captions(texts[file.stem]) if file.stem in texts else ()
+                path = file.relative_to(folder).as_posix()
+                entries.append(Entry(Source(path, file, captions), path, where=str(file)))
+    return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
+
+
+def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped]) -> Iterator[list[Path]]:
+    """Yield the files of a folder, then those of the folders in it.
+
+    Args: above: device and inode of the folders above; a link to one of them would not end.
+    """
+    try:
+        status = folder.stat()
+        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
+    except OSError as error:
+        raise DataError(f"the folder {folder} cannot be read: {error.strerror}") from error
+    identity = (status.st_dev, status.st_ino)
+    if identity in above:
+        skipped.append(Skipped(folder, "a link to a folder that contains it"))
+        return
+    paths = [folder / name for name in names]
+    yield [path for path in paths if not os.path.isdir(path)]
+    for path in paths:
+        if os.path.isdir(path):
+            yield from _walk(path, above | {identity}, skipped)
+
+
+def _refusal(file: Path, stems: set[str]) -> str | None:
+    """Return why a file is not used; None for images, videos and their captions. Args: stems: names of the media."""
+    if not is_unicode(str(file)):
+        return "its name is not UTF-8: rename it"
+    suffix = file.suffix.lower()
+    if suffix == ".txt":
+        return None if file.stem in stems else "no image or video has this name"
+    if suffix in TABLE_SUFFIXES:
+        return "a table: give its path instead of the folder's to use it"
+    if not (is_image(file) or is_video(file)):
+        return f"files with the suffix {suffix} are not used" if suffix else "files without a suffix are not used"
+    if not os.path.exists(file):
+        return "a link to a file that does not exist"
+    return None if os.path.isfile(file) else "not a regular file"
+
+
+def _captions(file: Path) -> tuple[str, ...]:
+    lines = (line.strip() for line in lines_of(read_text(file)))
+    return tuple(line for line in lines if line)

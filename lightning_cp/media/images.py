@@ -1,0 +1,89 @@
+"""Read images with Pillow."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageCms, ImageOps
+from torch import Tensor
+
+from lightning_cp.errors import MediaError
+from lightning_cp.media.failures import failures_of
+
+Color = tuple[int, int, int]
+WHITE: Color = (255, 255, 255)
+
+
+def read_image(file: str | Path, *, background: Color = WHITE) -> Tensor:
+    """Read an image as sRGB pixels, upright.
+
+    The EXIF orientation is applied. An embedded ICC profile is converted to sRGB; a profile that LittleCMS cannot use
+    is ignored, as browsers do. 16-bit images are rounded to 8 bits. Of an animation, the first frame is read.
+
+    Args: background: colour behind transparent pixels, 0 to 255.
+    Returns: uint8 [3, h, w].
+    Raises: MediaError: the file is missing, damaged, no image, or larger than Pillow's limit against decompression
+        bombs; names the file.
+    """
+    file = Path(file)
+    with failures_of(file), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of harmless metadata, and of images above half of the limit for bombs
+        with Image.open(file) as image:
+            image.load()
+            upright = ImageOps.exif_transpose(image)
+            profile = image.info.get("icc_profile")
+            color, alpha = _color_and_alpha(upright)
+            rgb = _to_srgb(color, profile)
+            if alpha is not None:
+                rgb = Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
+            return torch.from_numpy(np.array(rgb)).permute(2, 0, 1).contiguous()
+
+
+def _color_and_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Split an image of any mode into colour, in a mode of 8 bits, and alpha (mode L); None if it is opaque."""
+    if image.mode.startswith("I"):
+        return _from_16_bits(image)
+    if image.mode == "F":
+        raise MediaError("has floating-point pixels, which have no defined white: save it with 8 or 16 bits")
+    if image.mode in ("PA", "La", "RGBa") or "transparency" in image.info:
+        image = image.convert("LA" if image.mode == "La" else "RGBA")
+    if image.mode in ("RGBA", "LA"):
+        return image.convert("RGB" if image.mode == "RGBA" else "L"), image.getchannel("A")
+    if image.mode in ("L", "RGB", "CMYK", "LAB"):
+        return image, None
+    return image.convert("L" if image.mode == "1" else "RGB"), None
+
+
+def _from_16_bits(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """Round 16-bit grey levels to 8 bits. Pillow's `convert` clips or truncates, which depends on its version."""
+    levels = np.array(image).astype(np.int64)
+    if levels.min() < 0 or levels.max() > 65535:
+        raise MediaError(f"has 32-bit pixels from {levels.min()} to {levels.max()}: save it with 8 or 16 bits")
+    transparent = image.info.get("transparency")
+    alpha = None if transparent is None else Image.fromarray(np.where(levels == transparent, 0, 255).astype(np.uint8))
+    return Image.fromarray(((levels * 255 + 32767) // 65535).astype(np.uint8)), alpha
+
+
+def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
+    """Convert colours to sRGB. Args: image: mode L, RGB, CMYK or LAB; profile: the embedded ICC profile."""
+    source: Any = None
+    if profile:
+        try:
+            source = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        except (OSError, ImageCms.PyCMSError):
+            source = None
+    elif image.mode == "LAB":
+        source = ImageCms.createProfile("LAB")
+    if source is not None:
+        try:
+            converted = ImageCms.profileToProfile(image, source, ImageCms.createProfile("sRGB"), outputMode="RGB")
+        except (ImageCms.PyCMSError, ValueError):  # such as the profile of a grey scanner in an RGB image
+            converted = None
+        if converted is not None:
+            return converted
+    return image.convert("RGB")

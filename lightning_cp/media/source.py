@@ -1,0 +1,108 @@
+"""Describe where training samples come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+IMAGE_SUFFIXES = (".avif", ".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+VIDEO_SUFFIXES = (
+    *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts"),
+    *(".webm", ".wmv"),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One image, video or clip of a video with its captions.
+
+    Args:
+        id: unique name that depends neither on the order of the files nor on where the data set lies: the path
+            relative to the folder or table, and the range of a clip.
+        file: the image or video.
+        captions: one or more; ("",) to train with the empty caption.
+        repeats: how often an epoch has this source.
+        start_s: start of the clip in seconds from the first frame; 0 for images.
+        end_s: end of the clip in seconds from the first frame, excluded; None: to the end of the video.
+        reference: an image that belongs to the sample, for models that edit images.
+    """
+
+    id: str
+    file: Path
+    captions: tuple[str, ...]
+    repeats: int = 1
+    start_s: float = 0.0
+    end_s: float | None = None
+    reference: Path | None = None
+
+    @property
+    def is_video(self) -> bool:
+        """Return True for a video, False for an image (an animated GIF or WebP is an image: its first frame)."""
+        return is_video(self.file)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A file that is not used, and why."""
+
+    file: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What a folder or table holds.
+
+    Args:
+        sources: in the order of the table, or sorted by path.
+        skipped: files that are left out.
+    """
+
+    sources: tuple[Source, ...]
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A source as found, before captions are required and videos are cut into clips.
+
+    Args:
+        source: with empty `captions` if there are none.
+        path: path relative to the folder or table, with forward slashes.
+        where: file, or table and line, for errors.
+        frame_range: first frame and number of frames of a clip that is given in frames, not in seconds.
+    """
+
+    source: Source
+    path: str
+    where: str
+    frame_range: tuple[int, int] | None = None
+
+
+def is_image(file: Path) -> bool:
+    """Return True if the suffix is that of an image."""
+    return file.suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_video(file: Path) -> bool:
+    """Return True if the suffix is that of a video."""
+    return file.suffix.lower() in VIDEO_SUFFIXES
+
+
+def accepted_suffixes() -> str:
+    """Return the suffixes of usable files, for errors."""
+    return f"images: {' '.join(IMAGE_SUFFIXES)}; videos: {' '.join(VIDEO_SUFFIXES)}"
+
+
+def clip_id(path: str, start_s: float, end_s: float | None) -> str:
+    """Return the id of a clip: `path`, or `path#start-end` in seconds, to the microsecond, if it is not the whole file.
+
+    Args: path: relative path of the file with forward slashes.
+    """
+    if start_s == 0 and end_s is None:
+        return path
+    return f"{path}#{_seconds(start_s)}-{'' if end_s is None else _seconds(end_s)}"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.6f}".rstrip("0").rstrip(".")

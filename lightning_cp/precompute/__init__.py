@@ -1,0 +1,18 @@
+"""Encode training media and captions once, into a latent cache, on any number of ranks."""
+
+from lightning_cp.precompute.encode import encode_captions, encode_sources
+from lightning_cp.precompute.ranks import EncodingRanks, rank_device
+from lightning_cp.precompute.run import Precomputed, PrecomputeSettings, precompute
+from lightning_cp.precompute.sizes import buckets_of, default_size
+
+__all__ = [
+    "EncodingRanks",
+    "PrecomputeSettings",
+    "Precomputed",
+    "buckets_of",
+    "default_size",
+    "encode_captions",
+    "encode_sources",
+    "precompute",
+    "rank_device",
+]
