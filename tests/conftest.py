@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
@@ -31,6 +32,11 @@ def _leaves_nothing_behind() -> Iterator[None]:
     leaks = left_behind(before)
     if leaks:
         pytest.fail(f"the test left behind: {'; '.join(leaks)}", pytrace=False)
+
+
+def pytest_configure() -> None:
+    """Compute on one thread: tensors are tiny here, and a second thread would wait actively beside the ranks."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
