@@ -254,7 +254,7 @@ def _compiled(rank: int, world: int, backend: str, tokens: int, whole: bool) -> 
     ("world", "backend", "whole"),
     [
         pytest.param(2, "aot_eager", False, marks=pytest.mark.full),
-        (3, "aot_eager", True),
+        pytest.param(3, "aot_eager", True, marks=pytest.mark.full),
         pytest.param(3, "inductor", False, marks=pytest.mark.full),
     ],
 )

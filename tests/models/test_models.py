@@ -42,8 +42,8 @@ def _table() -> Iterator[None]:
 
 
 def _in_ci(name: str, mode: str, world: int) -> bool:
-    """A trial of three ranks of each entry, and of every third family one of unified attention."""
-    if (mode, world) == _SPREAD[list(TINY).index(name) % len(_SPREAD)]:
+    """A trial of three ranks of each class's first entry, and of every third family one of unified attention."""
+    if name == FIRST[TINY[name].kind] and (mode, world) == _SPREAD[list(TINY).index(name) % len(_SPREAD)]:
         return True
     unified = [next(iter(family)) for family in list(FAMILIES.values())[::3]]
     return name in unified and (mode, world) == ("unified", 4)
