@@ -27,9 +27,10 @@ ROTATED = [
 ]
 
 
-def by_default(world: int, ring: int, ulysses: int, rotate: str = "alltoall") -> bool:
+def by_default(world: int, ring: int, ulysses: int, rotate: str = "") -> bool:
     """Every mode at 3 ranks, and unified attention at 4 and 6: a wrong neighbour or order of ranks shows at 3."""
-    return world == 3 or (rotate == "alltoall" and (ring, ulysses) in ((2, 2), (3, 2)))
+    unified = (ring, ulysses) == (2, 2) and rotate != "allgather"
+    return world == 3 or unified or (ring, ulysses, rotate) == (3, 2, "alltoall")
 
 
 # Query and key heads: many, not divisible by any degree, grouped evenly, one key head, ragged groups.
