@@ -98,9 +98,19 @@ LATER = {"format": "distributed", "later": True}
             [(2, "cp_fsdp", {"ring": 2})],
             marks=pytest.mark.full,
         ),
-        ((2, "cp", {"ring": 2}), LATER, [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})]),
+        pytest.param(
+            (2, "cp", {"ring": 2}),
+            LATER,
+            [(4, "cp_fsdp", {"ring": 2, "replicate": 2}), (3, "cp", {"ring": 3})],
+            marks=pytest.mark.full,
+        ),
         ((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})]),
-        ((4, "cp_fsdp", {"ring": 2}), {**WHOLE, "later": True}, [(2, "cp_fsdp", {"ring": 2}), (1, "", {})]),
+        pytest.param(
+            (4, "cp_fsdp", {"ring": 2}),
+            {**WHOLE, "later": True},
+            [(2, "cp_fsdp", {"ring": 2}), (1, "", {})],
+            marks=pytest.mark.full,
+        ),
     ],
     ids=["sharded", "hybrid", "replicated", "one", "whole"],
 )

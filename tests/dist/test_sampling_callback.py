@@ -107,7 +107,7 @@ def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[
     [
         pytest.param("cp", "none", marks=pytest.mark.full),
         ("cp", "lightning"),
-        ("cp", "own"),
+        pytest.param("cp", "own", marks=pytest.mark.full),
         ("cp_fsdp", "own"),
         pytest.param("cp_fsdp", "none", marks=pytest.mark.full),
     ],
