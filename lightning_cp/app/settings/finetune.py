@@ -34,13 +34,18 @@ _SETTINGS = (
 
 def is_finetuning(config: DictConfig) -> bool:
     """Return True if the model is a pretrained one."""
-    return OmegaConf.is_dict(config.get("model")) and "pretrained" in config.model
+    return "pretrained" in _keys(config, "model")
+
+
+def _keys(config: DictConfig, group: str) -> list[str]:
+    """Return the keys of a group; `in` would not find those whose value is missing ("???")."""
+    return list(config[group]) if OmegaConf.is_dict(config.get(group)) else []
 
 
 def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     """Check settings, pipeline folder and data. Raises: SettingsError: the first error found."""
     for group, name, example in (("model", "pretrained", "my-pipeline"), ("data", "path", "latents")):
-        if name not in config[group]:
+        if name not in _keys(config, group):
             raise SettingsError("model=pretrained needs data=latents or data=folder")
         if OmegaConf.is_missing(config[group], name):
             raise SettingsError(f"{group}.{name} must be given, for example {group}.{name}={example}")

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
+from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
@@ -223,7 +224,7 @@ class FromScratch(TrainingSetup):
 
 def setup_of(config: DictConfig) -> TrainingSetup:
     """Build the setup of a configuration: fine-tuning with `model=pretrained`, otherwise training from scratch."""
-    if "pretrained" not in config.model:
+    if not is_finetuning(config):
         return FromScratch.of(config)
     from lightning_cp.app.training.finetune import FineTune
 
