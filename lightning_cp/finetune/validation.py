@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_cp.data.bucket_order import bucket_members
 from lightning_cp.families import Family, Sample, StoredBatch, collate
