@@ -52,7 +52,7 @@ class FlowMatching(Objective):
         factor = self._factor(family, clean)
         below, up_to = (self.density.cdf(unshifted(sigma, factor)) for sigma in self.sigma_range)
         if up_to - below < 1 / _MOST_DRAWS:
-            raise self._never_drawn(factor)
+            raise self._empty_range(f"fewer than 1 of {_MOST_DRAWS} times is", factor)
         within = min(below + p * (up_to - below), math.nextafter(1.0, 0.0))  # the sum may be rounded to 1
         sigma = shifted(self.density.quantile(within), factor)
         return torch.full((len(clean),), sigma, dtype=torch.float32, device=clean.device)
@@ -71,11 +71,11 @@ class FlowMatching(Objective):
             sigma = shifted(self.density.draw(generator), factor)
             if low < sigma <= high:
                 return sigma
-        raise self._never_drawn(factor)
+        raise self._empty_range(f"none of {_MOST_DRAWS} drawn times is", factor)
 
-    def _never_drawn(self, factor: float) -> ValueError:
+    def _empty_range(self, found: str, factor: float) -> ValueError:
         return ValueError(
-            f"none of {_MOST_DRAWS} drawn times is in sigma_range={self.sigma_range}: widen it, or change the density "
+            f"{found} in sigma_range={self.sigma_range}: widen it, or change the density "
             f"({self.density}) or the shift ({factor:.3g})"
         )
 
