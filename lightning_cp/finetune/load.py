@@ -145,19 +145,19 @@ def _on_meta(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
         model = kind.from_config(dict(config))
     kept = set(kind._keep_in_fp32_modules or ())
 
-    def converted(name: str, x: Tensor) -> Tensor:
+    def dtype_of(name: str, x: Tensor) -> torch.dtype:
         if not x.is_floating_point():
-            return x
-        return x.to(torch.float32 if kept & set(name.split(".")) else dtype)
+            return x.dtype
+        return torch.float32 if kept & set(name.split(".")) else dtype
 
-    in_files = set(model.state_dict())
+    in_files, replaced = set(model.state_dict()), dict[nn.Parameter, nn.Parameter]()  # tied weights stay tied
     for path, inner in model.named_modules():
         for key, p in list(inner.named_parameters(recurse=False)):
-            new = nn.Parameter(converted(f"{path}.{key}", p.data), requires_grad=p.requires_grad)
-            inner.register_parameter(key, new)
+            new = nn.Parameter(p.data.to(dtype_of(f"{path}.{key}", p)), requires_grad=p.requires_grad)
+            inner.register_parameter(key, replaced.setdefault(p, new))
         for key, x in list(inner.named_buffers(recurse=False)):
             if f"{path}.{key}".lstrip(".") in in_files:
-                inner.register_buffer(key, converted(f"{path}.{key}", x))
+                inner.register_buffer(key, x.to(dtype_of(f"{path}.{key}", x)))
     return model
 
 
