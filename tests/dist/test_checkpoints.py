@@ -152,7 +152,9 @@ def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: d
     return [torch.equal(straight[name], resumed[name]) for name in straight]
 
 
-@pytest.mark.parametrize(("kind", "how"), [("cp", WHOLE), ("cp_fsdp", LATER)])
+@pytest.mark.parametrize(
+    ("kind", "how"), [("cp", WHOLE), pytest.param("cp_fsdp", LATER, marks=pytest.mark.full)], ids=["cp", "cp_fsdp"]
+)
 def test_at_the_same_topology_a_resumed_run_has_the_same_bits(
     run_ranks: RankPool, tmp_path: Path, kind: str, how: dict[str, Any]
 ) -> None:

@@ -144,7 +144,7 @@ def _resumed(rank: int, world: int, kind: str, other: str, folder: str) -> float
 
 @pytest.mark.parametrize(
     ("kind", "other"),
-    [("cp", "cp_fsdp"), pytest.param("cp_fsdp", "cp_fsdp", marks=pytest.mark.full), ("cp_fsdp", "cp")],
+    [("cp", "cp_fsdp"), *(pytest.param("cp_fsdp", other, marks=pytest.mark.full) for other in ("cp_fsdp", "cp"))],
 )
 def test_a_checkpoint_continues_the_average(run_ranks: RankPool, tmp_path: Path, kind: str, other: str) -> None:
     assert max(run_ranks(2, _resumed, kind, other, str(tmp_path), init=False)) < 1e-5

@@ -168,7 +168,9 @@ def _interrupted(rank: int, world: int, folder: str, kind: str, at: int, augment
     return torch.equal(straight[at:], resumed)
 
 
-@pytest.mark.parametrize(("kind", "at", "augments"), [("cp", 2, False), ("cp_fsdp", 3, False)])
+@pytest.mark.parametrize(
+    ("kind", "at", "augments"), [("cp", 2, False), pytest.param("cp_fsdp", 3, False, marks=pytest.mark.full)]
+)
 def test_a_resumed_fit_draws_what_it_would_have_drawn(
     run_ranks: RankPool, tmp_path: Path, kind: str, at: int, augments: bool
 ) -> None:

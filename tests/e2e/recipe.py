@@ -49,7 +49,8 @@ def started(
 ) -> Iterator[subprocess.Popen[str]]:
     """The recipe's process; whatever of it is left at the end of the context is killed.
 
-    Without a launcher it starts warm, see `tests.harness.warm`, unless it is to start `cold`.
+    Without a launcher it starts warm, see `tests.harness.warm`, unless it is to start `cold`. Each rank has one thread:
+    on a busy machine threads that wait for each other make tiny models many times slower.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = (subprocess.Popen if cold or launcher else warm.Popen)(
@@ -57,7 +58,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
         cwd=folder.parent,
         start_new_session=True,
     )

@@ -27,7 +27,7 @@ def sweep(
     *overrides: str, folder: Path, script: Path = SWEEPING, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, str(script), "-m", f"hydra.sweep.dir={folder}", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     if not launcher:
         return warm.run(command, env=environment, cwd=folder.parent, timeout=200)
     return subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=200)
