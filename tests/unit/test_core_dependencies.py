@@ -17,8 +17,8 @@ OPTIONAL = {
     "finetune/lora.py": {"peft"},
     "media/decoder.py": {"av"},
 }
-# Imported as another name than their distribution's, or required by a core dependency.
-BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "tqdm", "typing_extensions"}  # by diffusers and lightning
+# Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
+BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "tqdm", "typing_extensions"}
 
 
 def _imported() -> set[tuple[str, str]]:
