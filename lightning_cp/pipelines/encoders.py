@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,3 +93,10 @@ def components_on(pipe: Any, names: Sequence[str], device: torch.device) -> Iter
     finally:
         for name, module in modules.items():
             setattr(pipe, name, module.to("cpu"))
+
+
+def release(pipe: Any, names: Sequence[str]) -> None:
+    """Free components: they are None afterwards."""
+    for name in names:
+        setattr(pipe, name, None)
+    gc.collect()
