@@ -21,6 +21,15 @@ from lightning_cp.training.ranks import DataShard, TrainerRanks
 _BATCHES = "lightning_cp.batches"
 
 
+class _OneStep(list[int]):
+    """A validation loader of one step, which validates everything: `Validation` shares the samples between ranks."""
+
+    sharded_by_data_rank = True  # the strategies otherwise refuse a loader that they cannot shard
+
+    def __init__(self) -> None:
+        super().__init__([0])
+
+
 class FineTuning(LightningModule):
     """Fine-tune a transformer on stored samples, alone or with a strategy of lightning_cp.
 
@@ -65,7 +74,7 @@ class FineTuning(LightningModule):
     def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
         loss = self.objective.loss(self.transformer, self.family, batch, step=self.batches)
         self.batches += 1
-        self.log("loss", loss, prog_bar=True, batch_size=len(batch))
+        self.log("loss", loss, prog_bar=True, batch_size=len(batch), sync_dist=True)  # the mean over data ranks
         return loss
 
     @override
@@ -86,11 +95,18 @@ class FineTuning(LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         if self._data is None:
             raise ValueError("FineTuning needs data: pass data=..., or a loader to Trainer.fit")
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy
+        has_data_ranks = hasattr(strategy, "data_rank")
+        if not has_data_ranks and self.trainer.world_size > 1:
+            raise ValueError(
+                f"FineTuning(data=...) cannot share data between the {self.trainer.world_size} ranks of "
+                f"{type(strategy).__name__}: use lightning_cp.pytorch.ContextParallelStrategy (ring=1 is data "
+                "parallelism), or give Trainer.fit a loader"
+            )
         return bucket_loader(
             self._data,
             batch_size=self._batch_size,
-            ranks=strategy if hasattr(strategy, "data_rank") else None,  # type: ignore[arg-type]
+            ranks=strategy if has_data_ranks else None,
             seed=self.objective.seed,
             with_epoch=True,
             start_step=self.batches,
@@ -99,7 +115,7 @@ class FineTuning(LightningModule):
 
     @override
     def val_dataloader(self) -> Any:
-        return [] if self._held_out is None else [0]  # one step validates everything
+        return [] if self._held_out is None else _OneStep()
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -4,13 +4,14 @@ Imports neither torch nor diffusers.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
-from lightning_cp.rules import Either, Integer, Number, OneOf, Text
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
 _SETTINGS = (
@@ -23,18 +24,21 @@ _SETTINGS = (
     Setting("lora.file", Either(_NULL, Text())),
     Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
     Setting("objective.shift", Either(_NULL, Number(above=0))),
+    Setting("objective.sigma_range", Either(_NULL, Each(Number(minimum=0, maximum=1), 2))),
+    Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
     Setting("objective.sample_posterior", OneOf((None, True, False))),
     Setting("validation.every", Either(_NULL, Integer(1))),
     Setting("data.path", Text()),
     Setting("data.validation", Integer(0)),
     Setting("data.leftovers", OneOf(("carry", "drop", "repeat"))),
+    Setting("data.fps", Either(_NULL, Number(above=0))),
     Setting("data.captions", OneOf(("required", "optional"))),
 )
 
 
 def is_finetuning(config: DictConfig) -> bool:
-    """Return True if the model is a pretrained one."""
-    return "pretrained" in _keys(config, "model")
+    """Return True if the model is a pretrained one, or the data are for one."""
+    return "pretrained" in _keys(config, "model") or "path" in _keys(config, "data")
 
 
 def _keys(config: DictConfig, group: str) -> list[str]:
@@ -44,13 +48,17 @@ def _keys(config: DictConfig, group: str) -> list[str]:
 
 def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     """Check settings, pipeline folder and data. Raises: SettingsError: the first error found."""
+    if "pretrained" not in _keys(config, "model"):
+        raise SettingsError("data=latents and data=folder need model=pretrained, or experiment=finetune_<family>")
+    if "path" not in _keys(config, "data"):
+        raise SettingsError("model=pretrained needs data=latents or data=folder")
     for group, name, example in (("model", "pretrained", "my-pipeline"), ("data", "path", "latents")):
-        if name not in _keys(config, group):
-            raise SettingsError("model=pretrained needs data=latents or data=folder")
         if OmegaConf.is_missing(config[group], name):
             raise SettingsError(f"{group}.{name} must be given, for example {group}.{name}={example}")
     for setting in _SETTINGS:
         setting.check(config)
+    _check_lora(config)
+    _check_lists(config)
     _check_transformer(config)
     samples = _check_data(config)
     held_out, every = read(config, "data.validation"), read(config, "validation.every")
@@ -63,6 +71,49 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     batch = read(config, "batch_size")
     if batch % data_parallel:
         raise SettingsError(f"batch_size={batch} is the global batch and must be a multiple of {data_parallel} groups")
+
+
+def _check_lora(config: DictConfig) -> None:
+    """Check the adapter's settings."""
+    lora = config.get("lora")
+    if lora is None:
+        return
+    if not OmegaConf.is_dict(lora):
+        raise SettingsError(f"lora={show(lora)} is not valid: must be null, or settings such as lora.rank=16")
+    targets, file, precision = read(config, "lora.targets"), read(config, "lora.file"), read(config, "precision")
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise SettingsError(f"lora.targets={targets} is not a valid regular expression: {error}") from None
+    elif targets is not None and not (isinstance(targets, list) and targets and all(map(Text().passes, targets))):
+        raise SettingsError(
+            f"lora.targets={show(targets)} is not valid: must be a list of names such as [to_q,to_v], or a regular "
+            "expression"
+        )
+    if file is not None and not Path(file).exists():
+        raise SettingsError(f"lora.file={file} does not exist: it must be the folder or file of an adapter")
+    if str(precision).endswith("-true") and precision != "32-true":
+        raise SettingsError(
+            f"precision={precision} would also convert the adapters, which are trained in float32: use "
+            "model.dtype=bfloat16 for the base, with precision=32-true or bf16-mixed"
+        )
+
+
+def _check_lists(config: DictConfig) -> None:
+    """Check quantiles and ranges."""
+    quantiles = read(config, "validation.quantiles")
+    rule = Number(above=0, below=1)
+    if not (isinstance(quantiles, list) and quantiles and all(map(rule.passes, quantiles))) or len(
+        set(quantiles)
+    ) < len(quantiles):
+        raise SettingsError(
+            f"validation.quantiles={show(quantiles)} is not valid: must be a list of different numbers between 0 and 1"
+        )
+    for key in ("objective.sigma_range", "objective.time_range"):
+        chosen = read(config, key)
+        if chosen is not None and chosen[0] >= chosen[1]:
+            raise SettingsError(f"{key}={show(chosen)} is not valid: the first number must be less than the second")
 
 
 def _check_transformer(config: DictConfig) -> None:
@@ -93,6 +144,7 @@ def _check_data(config: DictConfig) -> int | None:
     if not path.exists():
         raise SettingsError(f"data.path={path} does not exist")
     if read(config, "data.kind") != "latents":
+        _check_encoding(config)
         return None
     if not (path / "index.json").is_file():
         raise SettingsError(
@@ -102,6 +154,19 @@ def _check_data(config: DictConfig) -> int | None:
         raise SettingsError(f"data.path={path} is not complete: run recipes/precompute.py again to continue it")
     samples = _read(path / "complete.json", "data.path").get("samples")
     return samples if isinstance(samples, int) else None
+
+
+def _check_encoding(config: DictConfig) -> None:
+    """Check sizes and frames of data=folder."""
+    sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
+    pair, count = Each(Integer(1), 2), Integer(1)
+    if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(pair.passes, sizes))):
+        raise SettingsError(f"data.sizes={show(sizes)} is not valid: must be null or pairs such as [[480,832]]")
+    counts = frames if isinstance(frames, list) and frames else [frames]
+    if frames is not None and not all(map(count.passes, counts)):
+        raise SettingsError(
+            f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
+        )
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:
