@@ -293,9 +293,7 @@ LIBRARIES = pytest.mark.parametrize("library", ["quanto", "torchao"])
 
 
 @LIBRARIES
-def test_a_quantised_base_trains_as_in_one_process(
-    run_ranks: RankPool, folders: dict[str, Path], library: str
-) -> None:
+def test_a_quantised_base_trains_as_in_one_process(run_ranks: RankPool, folders: dict[str, Path], library: str) -> None:
     pytest.importorskip("optimum.quanto" if library == "quanto" else library)
     model = _quantised(load_transformer(folders["wan"], dtype=torch.float32), library)
     add_lora(model, LORA)

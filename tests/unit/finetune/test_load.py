@@ -151,7 +151,7 @@ def test_components_that_cannot_be_trained_are_refused(load: Callable[..., nn.Mo
         "newer": ["diffusers", "NextYearsTransformer"],
     }
     (copy / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(PlanError, match="vae cannot be trained: no plan is registered for .*AutoencoderKLWan"):
+    with pytest.raises(PlanError, match=r"vae cannot be trained: no plan is registered for .*AutoencoderKLWan"):
         load(copy, "vae", dtype=torch.float32)
     assert "transformers.T5EncoderModel, which is not a transformer" in error(load, copy, "text_encoder")
     assert "coded is a MyTransformer from Python code in the pipeline (my_module)" in error(load, copy, "coded")

@@ -68,7 +68,10 @@ def test_settings_that_are_not_valid_are_refused(settings: dict[str, Any], said:
         ([Q, "proj_out"], {Q, "proj_out"}),
         (r"blocks\.1\.ffn\..*", {"blocks.1.ffn.net.0.proj", "blocks.1.ffn.net.2"}),
         ("patch_embedding", {"patch_embedding"}),
-        (None, {f"blocks.{i}.attn{j}.{x}" for i in (0, 1) for j in (1, 2) for x in ("to_q", "to_k", "to_v", "to_out.0")}),
+        (
+            None,
+            {f"blocks.{i}.attn{j}.{x}" for i in (0, 1) for j in (1, 2) for x in ("to_q", "to_k", "to_v", "to_out.0")},
+        ),
     ],
 )
 def test_targets_choose_layers(targets: Any, expected: set[str]) -> None:
@@ -92,10 +95,16 @@ def test_a_family_chooses_targets() -> None:
 @pytest.mark.parametrize(
     ("targets", "said"),
     [
-        (["to_q", "to_qq"], "lora.targets: 'to_qq' matches no layer of WanTransformer3DModel; the closest layers are to_q"),
+        (
+            ["to_q", "to_qq"],
+            "lora.targets: 'to_qq' matches no layer of WanTransformer3DModel; the closest layers are to_q",
+        ),
         (r".*\.attn3\..*", r"the regular expression '.*\\.attn3\\..*' matches no layer"),
         (["attn1"], "'attn1' matches no layer"),  # a module with layers
-        (["zzzz"], "'zzzz' matches no layer of WanTransformer3DModel; the closest layers are linear_1, linear_2, net.2"),
+        (
+            ["zzzz"],
+            "'zzzz' matches no layer of WanTransformer3DModel; the closest layers are linear_1, linear_2, net.2",
+        ),
     ],
 )
 def test_a_target_without_a_layer_is_refused(targets: Any, said: str) -> None:
@@ -190,7 +199,11 @@ _A, _B = f"transformer.{Q}.lora_A.weight", f"transformer.{Q}.lora_B.weight"
     ("change", "metadata", "said"),
     [
         (lambda s: s.update({_A: torch.ones(2, 7)}), {}, f"is of another model: {Q} has the shapes [2, 7] and [48, 2]"),
-        (lambda s: s.update({_B: torch.ones(7, 2)}), {}, "the layer of WanTransformer3DModel has [48] inputs and 48 outputs"),
+        (
+            lambda s: s.update({_B: torch.ones(7, 2)}),
+            {},
+            "the layer of WanTransformer3DModel has [48] inputs and 48 outputs",
+        ),
         (lambda s: s.update({_B: torch.ones(48, 3)}), {}, "has the shapes [2, 48] and [48, 3]"),
         (
             lambda s: s.update({x.replace("blocks.0", "layers.9"): s.pop(x) for x in (_A, _B)}),
@@ -198,7 +211,11 @@ _A, _B = f"transformer.{Q}.lora_A.weight", f"transformer.{Q}.lora_B.weight"
             "is of another model: WanTransformer3DModel has no layer layers.9.attn1.to_q",
         ),
         (lambda s: s.pop(_B), {}, f"is incomplete: {Q} has only lora_A"),
-        (lambda s: s.update({_A: torch.ones(3, 48)}), {}, f"layers of several ranks, which cannot be continued: 3 ({Q})"),
+        (
+            lambda s: s.update({_A: torch.ones(3, 48)}),
+            {},
+            f"layers of several ranks, which cannot be continued: 3 ({Q})",
+        ),
         (lambda s: s.update({f"transformer.{Q}.alpha": torch.ones(())}), {}, f"has the weight {Q}.alpha"),
         (lambda s: None, {"use_dora": True}, "cannot be continued, because it has use_dora=True"),
         (lambda s: None, {"lora_alpha": -1}, "its metadata has lora_alpha=-1"),
