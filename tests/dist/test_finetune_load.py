@@ -95,7 +95,7 @@ def _streamed(
     return found, whole_ones, [str(x.message) for x in caught if "initializ" in str(x.message)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     ("name", "dtype", "flavour", "kind", "adapted"),
     [
