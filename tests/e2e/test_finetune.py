@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -105,4 +106,76 @@ def test_diffusers_loads_the_lora_and_samples_change(wan: Path, alone: Finished)
     source = f"source={wan / 'pipe'}"
     before, after = sample(wan, "before", source), sample(wan, "after", source, f"lora={alone.folder}")
     assert before.shape == after.shape
-    assert (before - after).abs().max() >= 2
+    assert not torch.equal(before, after)
+    with pytest.raises(AssertionError, match=re.escape(f"use source={wan / 'pipe'} lora={alone.folder}")):
+        sample(wan, "refused", f"source={alone.folder}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer=lightning",),
+        ("strategy=cp_fsdp", "ring=2"),
+        ("activation_checkpointing=full",),
+        ("activation_checkpointing=selective", "strategy=cp", "ulysses=2"),
+    ],
+    ids=" ".join,
+)
+def test_options_give_the_same_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
+    finished = tune(wan, f"with {' '.join(options)}", *SMALL_LORA, "max_steps=3", *options)
+    assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
+    assert val_losses(finished) == pytest.approx(val_losses(alone)[:1], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [("model.dtype=bfloat16",), ("model.compile=true",)], ids=" ".join)
+def test_options_train_with_close_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
+    finished = tune(wan, f"with {' '.join(options)}", *SMALL_LORA, "max_steps=3", *options)
+    assert finished.losses == pytest.approx(alone.losses[:3], rel=3e-2)
+    assert all(x.dtype == torch.float32 for x in load_file(finished.folder / LORA_FILE).values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("strategy=cp_fsdp", "ring=2")], ids=["alone", "cp_fsdp"])
+def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str, ...]) -> None:
+    from diffusers import WanTransformer3DModel
+
+    name = f"all {len(options)}"
+    finished = tune(wan, name, "lora=null", "batch_size=2", "max_steps=2", "ema_decay=0", *options)
+    loaded = WanTransformer3DModel.from_pretrained(finished.folder / "transformer").state_dict()
+    saved = load_file(finished.folder / "checkpoints/step_00000002/model.safetensors")
+    base = WanTransformer3DModel.from_pretrained(wan / "pipe" / "transformer").state_dict()
+    assert loaded.keys() == base.keys()
+    assert any(not torch.equal(loaded[key], base[key]) for key in base)
+    for key, x in loaded.items():
+        assert torch.equal(x, saved[key]), key
+
+
+@pytest.mark.full
+def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
+    given = ("data=folder", f"data.path={wan / 'media'}", "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4")
+    finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
+    assert len(finished.losses) == 2
+    assert (finished.folder / "latents" / "complete.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["flux", "cogvideox", "qwen_image", "sd3"])
+def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -> None:
+    made = write_cache(tmp_path / family, family, count=5)
+    given = ("data.validation=1", "validation.every=60", "batch_size=4", "max_steps=60", "lora=null", "ema_decay=0")
+    finished = tune(made, "overfit", *given, experiment=f"finetune_{family}")
+    first, last = (sum(finished.losses[part]) for part in (slice(0, 8), slice(-8, None)))
+    assert last < 0.5 * first
+    assert len(val_losses(finished)) == 1
+
+
+@pytest.mark.full
+def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
+    made = write_cache(tmp_path / "experts", "wan_two_experts", count=3)
+    given = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "lora.rank=4")
+    finished = tune(made, "second", *given, "batch_size=2", "max_steps=2", "data.validation=1", "validation.every=2")
+    names = load_file(finished.folder / LORA_FILE)
+    assert names
+    assert all(name.startswith("transformer_2.") for name in names)

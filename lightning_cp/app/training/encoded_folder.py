@@ -7,18 +7,40 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.errors import DataError
+from lightning_cp.launch.external import launcher_env
+
 _POLL_S = 0.5
+
+
+def _rank_and_folder(run_dir: str) -> tuple[int, Path]:
+    """Return this rank and rank 0's run folder: with another launcher, ranks compose names with different times."""
+    if dist.is_initialized():
+        found = [run_dir]
+        dist.broadcast_object_list(found, src=0)
+        return dist.get_rank(), Path(found[0])
+    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher_env(slurm) is not None:
+        raise DataError(
+            "data=folder with trainer=lightning cannot be started by torchrun or SLURM: encode the folder with "
+            "recipes/precompute.py and use data=latents, or use trainer=fabric"
+        )
+    return int(os.environ.get("RANK", "0")), Path(run_dir)
 
 
 def encoded_folder(config: DictConfig) -> Path:
     """Encode `data.path` into the run's folder on rank 0, and return the cache's folder on every rank.
 
     The other ranks wait; if rank 0 fails, the launcher ends them.
+
+    Raises: DataError: another launcher started the ranks, and they cannot agree on a folder yet (Trainer).
     """
-    folder = Path(config.run_dir) / "latents"
-    if int(os.environ.get("RANK", "0")):
+    rank, run_folder = _rank_and_folder(config.run_dir)
+    folder = run_folder / "latents"
+    if rank:
         while not (folder / "complete.json").is_file():
             time.sleep(_POLL_S)
         return folder
