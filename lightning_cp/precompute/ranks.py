@@ -96,7 +96,7 @@ class EncodingRanks:
         first = self.state.end(on_count)
         if first is None:
             return
-        if ours is not None and (type(ours).__name__, str(ours)) == (first.kind, first.text):
+        if ours is not None and (first.rank == self.rank or str(ours) == first.text):
             raise ours  # with its own traceback
         raise first.exception()
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import errors
+from lightning_cp.launch.rank import was_raised_for_the_user
 
 _POLL_S = 0.05  # between two looks at the store while this rank waits
 _CHECK_S = 0.5  # between two looks at the store while this rank works
@@ -27,24 +28,27 @@ class StoppedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception of one rank, as text. Args: kind: name of its class."""
+    """An exception of one rank, as text. Args: kind: name of its class, if other ranks raise the same class."""
 
     rank: int
-    kind: str
+    kind: str | None
     text: str
     trace: str
 
     @classmethod
     def of(cls, rank: int, error: Exception) -> RankError:
-        """Describe an exception."""
-        return cls(rank, type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        """Describe an exception. Classes of other packages become a RuntimeError on the other ranks."""
+        name: str | None = type(error).__name__
+        text = str(error)
+        is_known = hasattr(errors, str(name)) or (was_raised_for_the_user(error) and hasattr(builtins, str(name)))
+        if not (is_known or name == "MemoryError"):
+            name, text = None, f"{name}: {text}"
+        return cls(rank, name, text, "".join(traceback.format_exception(error)))
 
     def exception(self) -> Exception:
-        """Return an exception of the same class, or a RuntimeError if the class is not one of this package."""
-        kind: Any = getattr(errors, self.kind, None)
-        if kind is None and self.kind in ("MemoryError", "FileNotFoundError", "PermissionError"):
-            kind = getattr(builtins, self.kind)
-        found: Exception = RuntimeError(f"{self.kind}: {self.text}") if kind is None else kind(self.text)
+        """Return the exception for the other ranks, with the traceback of the rank that failed."""
+        kind: Any = RuntimeError if self.kind is None else getattr(errors, self.kind, None)
+        found: Exception = (kind or getattr(builtins, str(self.kind)))(self.text)
         found.add_note(f"raised on rank {self.rank}:\n{self.trace}")
         return found
 

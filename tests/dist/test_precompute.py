@@ -111,7 +111,7 @@ def test_an_error_on_one_rank_ends_all_with_that_error(
     kind, text, _ = found[0]
     expected = {
         "slow": ("MediaError", "cannot be decoded"),
-        "load": ("RuntimeError", "/nonexistent cannot be loaded"),
+        "load": ("ValueError", "/nonexistent cannot be loaded"),
         "memory": ("MemoryError", "no memory for this clip"),
     }[place]
     assert (kind, expected[1] in text) == (expected[0], True), found
@@ -127,6 +127,7 @@ def test_an_error_in_a_group_ends_both_of_its_ranks(wan: Path, tmp_path: Path, r
     assert len({(kind, text) for kind, text, _ in found}) == 1, found
     assert "a_bad.mp4" in found[0][1]
     (data / "a_bad.mp4").unlink()
+    (data / "a_bad.txt").unlink()
     settings = {**settings, "on_bad": "skip"}
     assert run_ranks(4, _run, wan, data, tmp_path / "out", settings)[0][0] == 4
     (data / "v0.mp4").write_bytes((data / "v1.mp4").read_bytes())
@@ -143,7 +144,7 @@ def _phases(rank: int, world: int) -> list[Any]:
             with ranks.phase(counts.append) as report:
                 report(2)
                 if rank == failing:
-                    raise ValueError(f"rank {rank} failed")
+                    raise KeyError(f"rank {rank} failed")
         except Exception as error:
             found.append((type(error).__name__, str(error)))
         else:
@@ -154,9 +155,9 @@ def _phases(rank: int, world: int) -> list[Any]:
 
 def test_phases_count_all_ranks_and_keep_the_own_error_of_a_rank(run_ranks: RankPool) -> None:
     first, second, third = run_ranks(3, _phases)
-    assert first == [("ValueError", "rank 0 failed"), ("RuntimeError", "ValueError: rank 2 failed"), 6, 0]
-    assert second[:2] == [("RuntimeError", "ValueError: rank 0 failed"), ("RuntimeError", "ValueError: rank 2 failed")]
-    assert third[1:] == [("ValueError", "rank 2 failed"), 6, 0]
+    assert first == [("KeyError", "'rank 0 failed'"), ("RuntimeError", "KeyError: 'rank 2 failed'"), 6, 0]
+    assert second[:2] == [("RuntimeError", "KeyError: 'rank 0 failed'"), ("RuntimeError", "KeyError: 'rank 2 failed'")]
+    assert third[1:] == [("KeyError", "'rank 2 failed'"), 6, 0]
 
 
 @pytest.mark.full

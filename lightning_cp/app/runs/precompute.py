@@ -53,7 +53,10 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
     world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
     settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
-    source = Path(str(read(config, "model.pretrained"))).expanduser()
+    name = str(read(config, "model.pretrained"))
+    source = Path(name).expanduser()
+    if not source.is_dir() and (name.count("/") != 1 or name[0] in "/.~" or source.exists()):
+        raise SettingsError(f"model.pretrained={name} is neither a folder nor an id on the Hub, such as owner/name")
     if source.is_dir():
         settled["model"] = {"pretrained": str(source.absolute())}
     paths = {"output": str(output), "data": {"path": str(path)}}
