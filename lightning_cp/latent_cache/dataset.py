@@ -25,9 +25,10 @@ class LatentData(Dataset[Sample]):
         cache: the cache.
         seed: seed of the captions.
         repeats: number of times that an epoch shows every sample, in addition to each row's `repeats`.
-        lengths: numbers of positions that `collate` pads masked text to. Empty: the longest text of the batch, which
-            is the least work; compiled blocks then get dynamic shapes, and a few graphs serve all lengths. Blocks
-            compiled with `dynamic=False`, or for CUDA graphs, need some, such as (64, 128, 256, 512).
+        lengths: numbers of positions that `collate` pads masked text to, such as (64, 128, 256, 512). Empty: the
+            longest text of the batch, which is the least work without `torch.compile`, and in one process with it:
+            dynamic shapes serve all lengths. Context-parallel compiled blocks are compiled again for every new
+            length, so give them some, and sizes of the media in few buckets.
     Raises: ValueError: `repeats` or a length is not valid.
     """
 

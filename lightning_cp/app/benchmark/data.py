@@ -77,7 +77,7 @@ def _measured(samples: int, start: Callable[[], Generator[Repetition, None, None
 def _steps(
     config: DictConfig, device: torch.device, cache: LatentCache, transformer: nn.Module, workers: int
 ) -> Generator[Repetition, None, None]:
-    """Train: wait for a batch, forward, backward, SGD; the device finishes each step before the next batch is requested.
+    """Train: wait for a batch, forward, backward, SGD. A step ends when the device has finished.
 
     On a GPU this counts all the loading of 0 workers as waiting, although a part would overlap with the step before.
     """
