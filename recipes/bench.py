@@ -1,5 +1,7 @@
 """Measure attention, a training step and sampling: in one process, in every mode of lightning_cp, and in diffusers'.
 
+Also measure how long training waits for a latent cache, and how many samples a second precompute encodes.
+
     python recipes/bench.py
     python recipes/bench.py bench=quick
 
@@ -22,8 +24,10 @@ from rich.console import Console
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher, Machine
 
-WORKLOADS = ("attention", "one_rank", "training", "sampling")
+WORKLOADS = ("attention", "one_rank", "training", "sampling", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")
+ONE_PROCESS = ("one_rank", "data")
+DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
 
 
 def measure_all(config: DictConfig) -> None:
@@ -52,8 +56,14 @@ def measure_all(config: DictConfig) -> None:
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
+    if list(config.workloads) == ["data"]:
+        from lightning_cp.app.benchmark.data import measure_data
+        from lightning_cp.app.benchmark.data_rows import data_rows
+
+        rows = data_rows(config.tokens, measure_data(config, device))
+        Path(config.result).write_text(json.dumps(rows) + "\n", encoding="utf-8")
     sets = []
-    for name in (x for x in WORKLOADS if x in config.workloads):
+    for name in (x for x in WORKLOADS if x in config.workloads and x != "data"):
         work = getattr(workloads, name)
         if name in ATTENTION_WORKLOADS:
             sets += [
@@ -91,6 +101,11 @@ def check(config: DictConfig) -> str:
     model_workloads = [x for x in config.workloads if x not in ATTENTION_WORKLOADS]
     if model_workloads and "model" not in config:
         return f"workloads={list(config.workloads)}: these settings have no model; use bench=cpu or bench=four_gpus"
+    if "data" in config.workloads and ("data" not in config or config.model["_target_"] != DATA_MODEL):
+        return (
+            f"workloads={list(config.workloads)}: data needs settings with a {DATA_MODEL} and a section data, as in "
+            "bench=cpu; leave data out, or use those"
+        )
     return ""
 
 
@@ -142,14 +157,14 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
 
 
 def _real_workloads(config: DictConfig) -> list[str]:
-    """Return the workloads that run on all ranks; the other workload computes rank 0's share with a simulated world."""
-    return [x for x in config.workloads if x != "one_rank"]
+    """Return the workloads that run on all ranks; `one_rank` has a simulated world, and `data` one process."""
+    return [x for x in config.workloads if x not in ONE_PROCESS]
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="bench"), config_name="bench")
 def main(config: DictConfig) -> None:
     """Measure with each number of ranks in turn and show the results."""
-    from lightning_cp.app.benchmark.plots import draw
+    from lightning_cp.app.benchmark.plots import draw, draw_data
     from lightning_cp.app.benchmark.report import machine_name, markdown_page, tables, terminal_table, write_csv
 
     problem = check(config)
@@ -162,6 +177,7 @@ def main(config: DictConfig) -> None:
     rows = []
     jobs = [(ranks, 0, _real_workloads(config)) for ranks in config.ranks if _real_workloads(config)]
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
+    jobs += [(1, 0, ["data"])] if "data" in config.workloads else []
     for ranks, simulated_ranks, workloads in jobs:
         with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
             result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
@@ -187,7 +203,8 @@ def main(config: DictConfig) -> None:
     write_csv(rows, folder / "bench.csv")
     drawn = [folder / f"bench_{name}.png" for name in dict.fromkeys(row["workload"] for row in rows)]
     for path in drawn:
-        draw([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
+        plot = draw_data if path.stem == "bench_data" else draw
+        plot([row for row in rows if f"bench_{row['workload']}.png" == path.name], path)
     if config.page is not None:
         page = Path(config.page)
         page.parent.mkdir(parents=True, exist_ok=True)

@@ -25,16 +25,25 @@ class LatentData(Dataset[Sample]):
         cache: the cache.
         seed: seed of the captions.
         repeats: number of times that an epoch shows every sample, in addition to each row's `repeats`.
-    Raises: ValueError: `repeats` is less than 1.
+        lengths: numbers of positions that `collate` pads masked text to, such as (64, 128, 256, 512). Empty: the
+            longest text of the batch, which is the least work without `torch.compile`, and in one process with it:
+            dynamic shapes serve all lengths. Context-parallel compiled blocks are compiled again for every new
+            length, so give them some, and sizes of the media in few buckets.
+    Raises: ValueError: `repeats` or a length is not valid.
     """
 
-    def __init__(self, cache: LatentCache, *, seed: int = 0, repeats: int = 1) -> None:
+    def __init__(self, cache: LatentCache, *, seed: int = 0, repeats: int = 1, lengths: Sequence[int] = ()) -> None:
         if repeats < 1:
             raise ValueError(f"repeats={repeats} must be at least 1")
-        self.cache, self.seed = cache, seed
+        self.cache, self.seed, self.lengths = cache, seed, tuple(lengths)
         counts = [row.repeats * repeats for row in cache.rows]
         self._row_of = np.repeat(np.arange(len(counts)), counts)
         self._text = cache.family().text  # here, not in workers: a spawned process has no registered families
+        if any(type(length) is not int or not 1 <= length <= self._text.length for length in self.lengths):
+            raise ValueError(
+                f"lengths={self.lengths} must be integers from 1 to {self._text.length}, the text length of "
+                f"{cache.index.family}, or empty"
+            )
         self._empty: Sample | None = None
 
     def __len__(self) -> int:
@@ -69,7 +78,7 @@ class LatentData(Dataset[Sample]):
         """Join samples to a batch, with the text of the empty caption: the `collate_fn` of a DataLoader."""
         if self._empty is None:
             self._empty = self.cache.empty_text
-        return collate(samples, self._text, self._empty)
+        return collate(samples, self._text, self._empty, lengths=self.lengths)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_empty": None}

@@ -47,6 +47,18 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
     assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "what cannot be done is told"
     # K and V once forward and once backward, and their gradients
     assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
+    for subject in (
+        "training steps, 0 workers",
+        "training steps, 2 workers",
+        "precompute, pictures",
+        "precompute, clips",
+    ):
+        row = by_name["data", subject]
+        assert not row["refused"], row["refused"]
+        assert 0 < float(row["waited"]) < 1
+        assert float(row["samples_per_s"]) == pytest.approx(1 / float(row["median_s"])), "one sample or file at a time"
+    assert float(by_name["data", "precompute, captions"]["samples_per_s"]) > 0
+    assert (tmp_path / "bench_data.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "page.md").read_text()
     assert "## Attention, 128 tokens, 2 ranks" in page
     assert "python recipes/bench.py bench=quick repeats=2" in page
@@ -59,12 +71,13 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
     for given, said in (
         (
             "workloads=[atention]",
-            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling",
+            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, data",
         ),
         ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
         ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
         ("workloads=[]", "workloads=[] is not valid: must be some of attention"),
         ("~model", "these settings have no model"),
+        ("~data", "data needs settings with a diffusers.WanTransformer3DModel and a section data, as in bench=cpu"),
     ):
         done = _bench(tmp_path, given)
         assert done.returncode == 1

@@ -45,6 +45,28 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def draw_data(rows: Sequence[Row], path: Path) -> None:
+    """Draw samples per second and the share of waiting of the workload `data`, as PNG."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if row["samples_per_s"] is not None]
+    figure = Figure(figsize=(12, 1 + 0.4 * len(shown)), layout="constrained")
+    axes: Any = figure.subplots(1, 2, sharey=True)
+    palette = colours(row["subject"] for row in shown)
+    values = [row["samples_per_s"] for row in shown], [row["waited"] and 100 * row["waited"] for row in shown]
+    for axis, name, found in zip(axes, ("samples per second", "waiting for data, %"), values, strict=True):
+        bars = axis.barh(range(len(shown)), [x or 0 for x in found], color=[palette[row["subject"]] for row in shown])
+        axis.bar_label(bars, ["–" if x is None else f"{x:.3g}" for x in found], padding=3)
+        axis.set_title(name, fontsize=9)
+        axis.grid(alpha=0.3)
+        axis.set_axisbelow(True)
+        axis.margins(x=0.15)
+    axes[0].set_xscale("log")  # captions are encoded much faster than clips
+    axes[0].set_yticks(range(len(shown)), [row["subject"] for row in shown])
+    axes[0].invert_yaxis()
+    figure.savefig(path, dpi=110)
+
+
 _NOISY = 0.3  # spread above which a time is marked
 _Curves = dict[str, tuple[list[float | None], ...]]  # of each subject: times, memory, waiting, spread, by length
 

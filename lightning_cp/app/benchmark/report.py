@@ -13,6 +13,8 @@ from rich.table import Table
 from lightning_cp.app.benchmark.measure import Figures
 from lightning_cp.app.benchmark.subject import HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
 
+DATA = "data"  # the workload that measures loading and precompute
+_DATA_COLUMNS = ("", "ms", "median", "spread", "samples/s", "waiting")
 _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent", "exchanges", "waiting", "peer check")
 
 
@@ -22,7 +24,8 @@ class Row(TypedDict):
     ratio: the fastest repetition as a multiple of the limit, which is one process's fastest (on one thread) divided by
     the ranks. median_ratio: of the medians. spread: the middle half of the repetitions, as a share of the median.
     check_cost: time to compare arguments between ranks, as a share of the step: the median over repetitions of the
-    time with it divided by the time without it, less 1.
+    time with it divided by the time without it, less 1. waited: in the workload `data`, the median wait for data as a
+    share of the median repetition.
     """
 
     workload: str
@@ -39,6 +42,7 @@ class Row(TypedDict):
     exchanges: int | None
     waited: float | None
     check_cost: float | None
+    samples_per_s: float | None
     refused: str
 
 
@@ -58,16 +62,23 @@ def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -
             median_s=figures.median_s if times else None,
             ratio=figures.best_s * parts / one.best_s if times and one.times_s else None,
             median_ratio=figures.median_s * parts / one.median_s if times and one.times_s else None,
-            spread=(times[len(times) * 3 // 4] - times[len(times) // 4]) / figures.median_s if times else None,
+            spread=spread_of(times),
             peak_bytes=figures.peak_bytes,
             sent_bytes=figures.sent_bytes,
             exchanges=figures.exchanges,
             waited=figures.waited,
             check_cost=_check_cost(figures, found.get(name + UNCHECKED)),
+            samples_per_s=None,
             refused=figures.refused,
         )
         rows.append(row)
     return rows
+
+
+def spread_of(times_s: Sequence[float]) -> float | None:
+    """Return the middle half of the repetitions as a share of the median."""
+    times = sorted(times_s)
+    return (times[len(times) * 3 // 4] - times[len(times) // 4]) / statistics.median(times) if times else None
 
 
 def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
@@ -94,10 +105,15 @@ def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
     return list(found.items())
 
 
+def columns_of(cells: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the headings of a table."""
+    return next(columns for columns in (_COLUMNS, _DATA_COLUMNS) if len(columns) == len(cells[0]))
+
+
 def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
     """For rich's console."""
     table = Table(title=title, title_justify="left")
-    for index, column in enumerate(_COLUMNS):
+    for index, column in enumerate(columns_of(cells)):
         table.add_column(column, justify="right" if index else "left")
     for line in cells:
         table.add_row(*line)
@@ -114,6 +130,16 @@ _ABOUT_ONE_RANK = (
     "",
     "*One_rank* is what the first rank computes while no other rank runs, with simulated transfers: the",
     "difference to its single calls is our overhead.",
+)
+
+
+_ABOUT_DATA = (
+    "",
+    "*Data* is measured in one process. *Training steps* read batches from a latent cache; *waiting* is the median",
+    "time until the next batch is there, as a share of the median step. *Precompute* reads, decodes, crops and",
+    "encodes files, and writes the cache; *waiting* is the share of the time in which the VAE waits for files. *ms* is",
+    "a step, or a pass over all files or captions. The encoders have random weights and are small: real ones take",
+    "longer per sample, and wait less.",
 )
 
 
@@ -136,19 +162,31 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "of arguments between ranks (`check_peers`) takes: the median over repetitions with and without it, in turn.",
         *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
+        *(_ABOUT_DATA if any(row["workload"] == DATA for row in rows) else ()),
         "",
         *(f"![{Path(picture).stem}]({picture})" for picture in pictures),
     ]
     for title, cells in tables(rows):
-        lines += ["", f"## {title[0].upper()}{title[1:]}", "", f"| {' | '.join(_COLUMNS)} |"]
-        lines.append(f"|{'---|' * len(_COLUMNS)}")
+        columns = columns_of(cells)
+        lines += ["", f"## {title[0].upper()}{title[1:]}", "", f"| {' | '.join(columns)} |"]
+        lines.append(f"|{'---|' * len(columns)}")
         lines += [f"| {' | '.join(line)} |" for line in cells]
     return "\n".join(lines) + "\n"
 
 
 def _cells(row: Row) -> list[str]:
+    columns = _DATA_COLUMNS if row["workload"] == DATA else _COLUMNS
     if row["refused"]:
-        return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(_COLUMNS) - 2)]
+        return [row["subject"], row["refused"][:90].replace("|", "/"), *[""] * (len(columns) - 2)]
+    if columns is _DATA_COLUMNS:
+        return [
+            row["subject"],
+            _told(row["best_s"], 1e3, ".1f"),
+            _told(row["median_s"], 1e3, ".1f"),
+            _told(row["spread"], 100, ".0f", " %"),
+            _told(row["samples_per_s"], 1, ".2f"),
+            _told(row["waited"], 100, ".1f", " %"),
+        ]
     return [
         row["subject"],
         _told(row["best_s"], 1e3, ".1f"),

@@ -1,0 +1,183 @@
+"""Measure loading from a latent cache, and precompute: one process, one device."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import time
+from collections.abc import Callable, Generator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import nn
+
+from lightning_cp.app.benchmark.data_made import captions, make_cache, make_pipeline, media_size, new_cache, write_media
+from lightning_cp.app.benchmark.data_rows import DataFigures
+from lightning_cp.data import bucket_loader
+from lightning_cp.families import Family
+from lightning_cp.latent_cache import CacheWriter, LatentCache, LatentData
+from lightning_cp.media import find_sources
+from lightning_cp.objectives import objective_for
+from lightning_cp.patching import intercept_method
+from lightning_cp.pipelines.encoders import components_on
+from lightning_cp.precompute import encode_captions, encode_sources
+
+_WARM_UPS = 2
+
+
+Repetition = tuple[float, float | None]  # seconds, and how many of them were spent waiting for data
+
+
+def measure_data(config: DictConfig, device: torch.device) -> dict[str, DataFigures]:
+    """Measure training steps from a latent cache, then precompute. Returns: figures by subject.
+
+    Subjects run one after the other, not in turn: workers would load during the steps of another subject.
+    """
+    torch.manual_seed(0)
+    transformer: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
+    pipe, family = make_pipeline(config, transformer)
+    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
+        folder = Path(scratch)
+        cache = make_cache(folder / "cache", config, family)
+        subjects: dict[str, tuple[int, Callable[[], Generator[Repetition, None, None]]]] = {}
+        for workers in config.data.num_workers:
+            name = f"training steps, {workers} worker{'' if workers == 1 else 's'}"
+            subjects[name] = config.data.batch, functools.partial(_steps, config, device, cache, transformer, workers)
+        for kind in ("pictures", "clips"):
+            media = functools.partial(_media, config, device, pipe, family, folder / kind, kind)
+            subjects[f"precompute, {kind}"] = config.data.files, media
+        text = functools.partial(_captions, config, device, pipe, family)
+        subjects["precompute, captions"] = config.data.captions, text
+        return {name: _measured(count, start, config) for name, (count, start) in subjects.items()}
+
+
+def _measured(samples: int, start: Callable[[], Generator[Repetition, None, None]], config: DictConfig) -> DataFigures:
+    """Repeat a subject, at least `repeats` times and for `seconds`."""
+    figures = DataFigures(samples)
+    try:
+        with closing(start()) as repetitions:
+            for _ in range(_WARM_UPS):
+                next(repetitions)
+            started = time.perf_counter()
+            while len(figures.times_s) < config.repeats or time.perf_counter() - started < config.seconds:
+                elapsed, waited = next(repetitions)
+                figures.times_s.append(elapsed)
+                if waited is not None:
+                    figures.waited_s.append(waited)
+    except (ImportError, ValueError, OSError) as error:  # a package that is missing, or a codec
+        lines = str(error).strip().splitlines()
+        return DataFigures(refused=f"{type(error).__name__}: {lines[0] if lines else ''}")
+    return figures
+
+
+def _steps(
+    config: DictConfig, device: torch.device, cache: LatentCache, transformer: nn.Module, workers: int
+) -> Generator[Repetition, None, None]:
+    """Train: wait for a batch, forward, backward, SGD. A step ends when the device has finished.
+
+    On a GPU this counts all the loading of 0 workers as waiting, although a part would overlap with the step before.
+    """
+    model, family = transformer.to(device).train(), cache.family()
+    objective = objective_for(family, seed=0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    pin = device.type == "cuda"
+    loader = bucket_loader(
+        LatentData(cache), batch_size=config.data.batch, num_workers=workers, with_epoch=True, pin_memory=pin
+    )
+    batches, step = iter(loader), 0
+    while True:
+        started = time.perf_counter()
+        batch = next(batches)
+        arrived = time.perf_counter()
+        loss = objective.loss(model, family, batch.to(device, non_blocking=pin), step=step, first_index=0)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        yield time.perf_counter() - started, arrived - started
+        step += 1
+
+
+def _media(
+    config: DictConfig, device: torch.device, pipe: Any, family: Family, folder: Path, kind: str
+) -> Generator[Repetition, None, None]:
+    """Encode the same files again and again, each time into a new cache: read, decode, crop, encode, write."""
+    size = media_size(config)
+    size = type(size)(1 if kind == "pictures" else size.frames, size.height, size.width)
+    write_media(folder / "files", kind, config.data.files, size)
+    sources = find_sources(folder / "files").sources
+    clock = _Clock()
+    undo = intercept_method(family, "encode_media", clock.around)
+    try:
+        with components_on(pipe, family.components.media, device):
+            while True:
+                with _new_writer(family) as writer:
+                    clock.start()
+                    _, skipped = encode_sources(
+                        pipe,
+                        family,
+                        sources,
+                        writer,
+                        root=folder / "files",
+                        buckets=[size],
+                        workers=config.data.readers,
+                        report=clock.finished,
+                    )
+                    elapsed = clock.elapsed_s
+                if skipped:
+                    raise ValueError(skipped[0].reason)
+                yield elapsed, clock.waited_s
+    finally:
+        undo()
+
+
+def _captions(config: DictConfig, device: torch.device, pipe: Any, family: Family) -> Generator[Repetition, None, None]:
+    """Encode the same captions again and again, each time into a new cache."""
+    texts = captions(config.data.captions, config.inputs.encoder_hidden_states[1])
+    with components_on(pipe, family.components.text, device):
+        while True:
+            with _new_writer(family) as writer:
+                started = time.perf_counter()
+                encode_captions(pipe, family, texts, writer, batch_size=config.data.text_batch)
+                elapsed = time.perf_counter() - started
+            yield elapsed, None
+
+
+@contextmanager
+def _new_writer(family: Family) -> Generator[CacheWriter, None, None]:
+    """Open a writer of a new cache, which is deleted afterwards."""
+    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as name:
+        folder = Path(name)
+        with new_cache(folder, family), CacheWriter(folder) as writer:
+            yield writer
+
+
+class _Clock:
+    """Time that `encode_sources` waits for files: from the end of one sample to the next call of the encoder."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        """Begin a repetition."""
+        self._started = self._last = time.perf_counter()
+        self.waited_s = 0.0
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the repetition began."""
+        return time.perf_counter() - self._started
+
+    def around(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `Family.encode_media`."""
+        self.waited_s += time.perf_counter() - self._last
+        return call(*args, **kwargs)
+
+    def finished(self, count: int) -> None:
+        """Note that a sample was encoded and written: the `report` of `encode_sources`."""
+        self._last = time.perf_counter()

@@ -1,0 +1,62 @@
+"""Figures and rows of the workload `data`."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+
+from lightning_cp.app.benchmark.report import DATA, Row, spread_of
+
+
+@dataclass
+class DataFigures:
+    """Measurements of one subject.
+
+    Attributes:
+        samples: samples or captions of each repetition.
+        times_s: seconds of each repetition.
+        waited_s: seconds of each repetition spent waiting for data; empty if the subject reads no data.
+        refused: why the subject cannot run; "" if it can.
+    """
+
+    samples: int = 0
+    times_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+    refused: str = ""
+
+    @property
+    def waiting(self) -> float | None:
+        """Median seconds of waiting as a share of the median seconds of a repetition."""
+        if not self.waited_s:
+            return None
+        return statistics.median(self.waited_s) / statistics.median(self.times_s)
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Samples per second, at the median."""
+        return self.samples / statistics.median(self.times_s) if self.times_s else None
+
+
+def data_rows(tokens: int, found: dict[str, DataFigures]) -> list[Row]:
+    """The rows of the workload `data`, which has no limit to compare with. Args: tokens: of a sample."""
+    return [
+        Row(
+            workload=DATA,
+            tokens=tokens,
+            ranks=1,
+            subject=name,
+            best_s=min(figures.times_s, default=None),
+            median_s=statistics.median(figures.times_s) if figures.times_s else None,
+            ratio=None,
+            median_ratio=None,
+            spread=spread_of(figures.times_s),
+            peak_bytes=0,
+            sent_bytes=None,
+            exchanges=None,
+            waited=figures.waiting,
+            check_cost=None,
+            samples_per_s=figures.samples_per_s,
+            refused=figures.refused,
+        )
+        for name, figures in found.items()
+    ]
