@@ -47,7 +47,7 @@ class ModelCard:
 
     def text(self) -> str:
         """Return the card in Markdown, with the metadata of the Hugging Face Hub at its top."""
-        kind = "lora" if self.adapter is not None else "full fine-tuning"
+        kind = "LoRA" if self.adapter is not None else "Fine-tuning"
         lines = [
             "---",
             f"base_model: {json.dumps(self.base)}",

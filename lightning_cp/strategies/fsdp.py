@@ -25,6 +25,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
+from lightning_cp.strategies.strategy import class_of
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
@@ -205,18 +206,18 @@ def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
     for name, x in unit.named_parameters():
         if x in without or isinstance(x, DTensor):
             continue
-        if is_traceable_wrapper_subclass(x) or not x.is_floating_point():
-            kind = type(x).__name__ if type(x) is not nn.Parameter else str(x.dtype)
+        if is_traceable_wrapper_subclass(x) or (type(x) is not nn.Parameter and not x.is_floating_point()):
             raise ValueError(
-                f"{type(unit).__name__}.{name} is quantised ({kind}), and FSDP2 cannot shard quantised weights: use "
-                "strategy cp, which keeps them whole on each rank, or load the weights in bfloat16"
+                f"{class_of(unit).__name__}: {name} is quantised ({type(x).__name__}), and FSDP2 cannot shard "
+                "quantised weights: use strategy cp, which keeps them whole on each rank, or load the weights in "
+                "bfloat16"
             )
         if x.requires_grad:
             dtypes.setdefault(x.dtype, name)
     if len(dtypes) > 1:
         found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"{type(unit).__name__} has trained weights of several dtypes ({found}), which FSDP2 cannot shard "
+            f"{class_of(unit).__name__} has trained weights of several dtypes ({found}), which FSDP2 cannot shard "
             "together: convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use "
             "strategy cp"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.stream import stream_weights
 from tests.dist.lightning_ranks import fabric_of, trainer_of, whole
 from tests.harness import RankPool
+from tests.harness.memory import MemoryPeak
+from tests.models.wan import WAN
 from tests.pretrained import inputs, saved
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -92,7 +95,7 @@ def _streamed(
     return found, whole_ones, [str(x.message) for x in caught if "initializ" in str(x.message)]
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize(
     ("name", "dtype", "flavour", "kind", "adapted"),
     [
@@ -139,3 +142,51 @@ def test_weights_are_loaded_once_and_on_replicas_too(run_ranks: RankPool, tmp_pa
         assert first == []
         assert changed == ["scale_shift_table"]
         assert again == []
+
+
+def _peaks(rank: int, world: int, folder: Path, stream: bool) -> tuple[float, float, float]:
+    """Peaks of host memory while loading, above what was held before, in bytes.
+
+    Returns: of anonymous memory (the process's own), of all resident memory (with mapped pages of the files), and
+    what is held at the end.
+    """
+    ours = fabric_of(rank, world, fabric.ContextParallelFSDPStrategy(ring=world))
+    load = meta_transformer if stream else load_transformer
+    with MemoryPeak() as peak:
+        model = load(folder, dtype=torch.float32)
+        ours.setup(model)
+    assert all(isinstance(x, DTensor) for x in model.parameters())
+    held = sum(x.to_local().numel() * x.element_size() for x in model.parameters())
+    return peak.anonymous, peak.resident, held
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [2, 3])
+def test_no_rank_holds_the_whole_model_while_streaming(tmp_path: Path, world: int) -> None:
+    from diffusers import WanTransformer3DModel
+
+    config = {**WAN, "num_attention_heads": 8, "attention_head_dim": 128, "ffn_dim": 4096, "num_layers": 6}
+    model = WanTransformer3DModel(**config)
+    size = sum(x.numel() * x.element_size() for x in model.parameters())
+    assert 350e6 < size < 450e6
+    model.save_pretrained(tmp_path / "transformer", max_shard_size="60MB")
+    index = {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    del model
+    for stream in (True, False):
+        pool = RankPool()  # new processes: used ones keep memory that they have freed
+        try:
+            peaks = pool(world, _peaks, tmp_path, stream, init=False, timeout_s=300)
+        finally:
+            pool.close()
+        for rank, (anonymous, resident, held) in enumerate(peaks):
+            how = "streamed" if stream else "loaded whole"
+            print(
+                f"{world} ranks, model {size / 1e6:.0f} MB, {how}, rank {rank}: peak {anonymous / 1e6:.0f} MB, with "
+                f"mapped files {resident / 1e6:.0f} MB; holds {held / 1e6:.0f} MB"
+            )
+            if stream:
+                assert anonymous < size / world + 60e6
+                assert resident < size / world + 120e6
+            else:
+                assert resident > size

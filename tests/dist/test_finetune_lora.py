@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.export import save_lora
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.finetune.load import load_transformer, meta_transformer
@@ -39,8 +40,9 @@ def loss_of(model: Any, arguments: dict[str, Any]) -> Tensor:
 
 
 def base_of(model: nn.Module) -> State:
-    """Frozen weights, whole."""
-    return {name: whole(x.detach()).clone() for name, x in model.named_parameters() if not x.requires_grad}
+    """Frozen weights, whole, with the values of quantised ones."""
+    frozen = {name: whole(x.detach()) for name, x in model.named_parameters() if not x.requires_grad}
+    return {name: x.dequantize() if is_traceable_wrapper_subclass(x) else x.clone() for name, x in frozen.items()}
 
 
 def trained(
@@ -260,17 +262,23 @@ def test_dropout_differs_between_shards_and_can_be_repeated(run_ranks: RankPool,
     assert torch.equal(states[0], other_states[0])
 
 
-def _quantised(model: nn.Module) -> nn.Module:
-    from optimum.quanto import freeze, qint8, quantize
+def _quantised(model: nn.Module, library: str) -> nn.Module:
+    """Quantise the blocks' weights to int8."""
+    if library == "quanto":
+        from optimum.quanto import freeze, qint8, quantize
 
-    quantize(model, weights=qint8, include="blocks.*")
-    freeze(model)
+        quantize(model, weights=qint8, include="blocks.*")
+        freeze(model)
+        return model
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(model.blocks, Int8WeightOnlyConfig())
     return model
 
 
-def _train_quantised(rank: int, world: int, folder: Path, kind: type) -> Any:
+def _train_quantised(rank: int, world: int, folder: Path, kind: type, library: str) -> Any:
     fabric = fabric_of(rank, world, kind(ring=world))
-    model = _quantised(load_transformer(folder, dtype=torch.float32))
+    model = _quantised(load_transformer(folder, dtype=torch.float32), library)
     add_lora(model, LORA)
     if kind is FSDP:
         with pytest.raises(ValueError, match="quantised") as caught:
@@ -281,18 +289,25 @@ def _train_quantised(rank: int, world: int, folder: Path, kind: type) -> Any:
     return losses, lora_state(model)
 
 
-def test_a_quantised_base_trains_as_in_one_process(run_ranks: RankPool, folders: dict[str, Path]) -> None:
-    model = _quantised(load_transformer(folders["wan"], dtype=torch.float32))
+LIBRARIES = pytest.mark.parametrize("library", ["quanto", "torchao"])
+
+
+@LIBRARIES
+def test_a_quantised_base_trains_as_in_one_process(run_ranks: RankPool, folders: dict[str, Path], library: str) -> None:
+    pytest.importorskip("optimum.quanto" if library == "quanto" else library)
+    model = _quantised(load_transformer(folders["wan"], dtype=torch.float32), library)
     add_lora(model, LORA)
     losses, _ = trained(model, inputs("wan"), "sgd")
     plain, _ = alone(folders["wan"], "wan", "sgd")
     assert losses[0] != plain[0]
-    for found, adapter in run_ranks(2, _train_quantised, folders["wan"], CP, init=False):
+    for found, adapter in run_ranks(2, _train_quantised, folders["wan"], CP, library, init=False):
         assert found == pytest.approx(losses, rel=1e-5)
         assert distance(adapter, lora_state(model)) < 1e-4
 
 
-def test_a_quantised_base_cannot_be_sharded(run_ranks: RankPool, folders: dict[str, Path]) -> None:
-    for message in run_ranks(2, _train_quantised, folders["wan"], FSDP, init=False):
+@LIBRARIES
+def test_a_quantised_base_cannot_be_sharded(run_ranks: RankPool, folders: dict[str, Path], library: str) -> None:
+    pytest.importorskip("optimum.quanto" if library == "quanto" else library)
+    for message in run_ranks(2, _train_quantised, folders["wan"], FSDP, library, init=False):
         assert "attn1.to_q.base_layer.weight is quantised" in message
         assert "strategy cp" in message

@@ -139,7 +139,7 @@ def test_the_batch_size_does_not_change_the_losses(
 
 
 class FineTuning(LightningModule):
-    """A module that validates after every step, if it is told to."""
+    """A module that validates after every step if `validates` is True."""
 
     def __init__(self, given: Given, validates: bool) -> None:
         super().__init__()
@@ -171,15 +171,15 @@ def _fit(rank: int, world: int, given: Given, strategy: Any, validates: bool) ->
         strategy = kind(**settings)
     module = FineTuning(given, validates)
     batches = [collate([given.samples[i]], module.family.text) for i in (0, 1)]
-    trainer = trainer_of(rank, world, strategy, max_epochs=1, use_distributed_sampler=False)  # all ranks train on both
+    trainer = trainer_of(rank, world, strategy, max_epochs=1)
     trainer.fit(module, DataLoader(batches, batch_size=None))
     return module.losses, flat(module.transformer)
 
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(2, (TrainerStrategy, {"ring": 2})), (3, (TrainerFSDPStrategy, {}))],
-    ids=["ring2", "cp_fsdp_data3"],
+    [(2, (TrainerStrategy, {"ring": 2})), (3, (TrainerFSDPStrategy, {"ring": 3}))],
+    ids=["ring2", "cp_fsdp_ring3"],
 )
 def test_the_trainer_validates_and_trains_on_unchanged(
     world: int, strategy: Any, flux: Given, run_ranks: RankPool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -26,6 +28,7 @@ from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
 from lightning_cp.families import Family, Sample, StoredBatch
 from lightning_cp.families.registry import family_class
+from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
@@ -107,7 +110,8 @@ class FineTune(TrainingSetup):
         load = meta_transformer if self._streams else load_transformer
         transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
         if self.config.lora is not None:
-            add_lora(transformer, LoraSettings(**_plain(self.config.lora)), family=self.family)
+            settings = LoraSettings(**_plain(self.config.lora))
+            add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
         else:
             transformer.requires_grad_(True)
         transformer.train()
@@ -164,6 +168,29 @@ class FineTune(TrainingSetup):
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
             self.export(run.state.module, run.folder.path)
+        if run.is_first:
+            name = self.config.model.component if self.config.lora is None else LORA
+            self._card(run).write(run.folder.path / name)
+
+    def _card(self, run: Run) -> ModelCard:
+        config, rows = self.config, self.cache.rows
+        sizes = Counter((row.frames, row.height, row.width) for row in rows)
+        overrides = run.folder.path / ".hydra" / "overrides.yaml"
+        words: Any = OmegaConf.to_container(OmegaConf.load(overrides)) if overrides.is_file() else []
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        return ModelCard(
+            base=config.model.pretrained,
+            family=self.family.name,
+            command=shlex.join(["python", "recipes/train.py", *map(str, words)]),
+            steps=run.state.step,
+            topology=f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}",
+            samples=len(rows) - held_out,
+            held_out=held_out,
+            captions=len({caption for row in rows for caption in row.captions}),
+            sizes=sizes,
+            adapter=None if config.lora is None else _plain(config.lora),
+            losses=self.validation_losses,
+        )
 
     def export(self, transformer: nn.Module, folder: Path) -> None:
         """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
