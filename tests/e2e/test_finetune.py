@@ -123,7 +123,7 @@ def test_diffusers_loads_the_lora_and_samples_change(wan: Path, alone: Finished)
     ids=" ".join,
 )
 def test_options_give_the_same_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
-    finished = tune(wan, f"with {' '.join(options)}", *SMALL_LORA, "max_steps=3", *options)
+    finished = tune(wan, "with_" + "_".join(options).replace("=", "_"), *SMALL_LORA, "max_steps=3", *options)
     assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
     assert val_losses(finished) == pytest.approx(val_losses(alone)[:1], rel=1e-4)
 
@@ -131,7 +131,7 @@ def test_options_give_the_same_losses(wan: Path, alone: Finished, options: tuple
 @pytest.mark.full
 @pytest.mark.parametrize("options", [("model.dtype=bfloat16",), ("model.compile=true",)], ids=" ".join)
 def test_options_train_with_close_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
-    finished = tune(wan, f"with {' '.join(options)}", *SMALL_LORA, "max_steps=3", *options)
+    finished = tune(wan, "with_" + "_".join(options).replace("=", "_"), *SMALL_LORA, "max_steps=3", *options)
     assert finished.losses == pytest.approx(alone.losses[:3], rel=3e-2)
     assert all(x.dtype == torch.float32 for x in load_file(finished.folder / LORA_FILE).values())
 
@@ -141,7 +141,7 @@ def test_options_train_with_close_losses(wan: Path, alone: Finished, options: tu
 def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str, ...]) -> None:
     from diffusers import WanTransformer3DModel
 
-    name = f"all {len(options)}"
+    name = f"all_{len(options)}"
     finished = tune(wan, name, "lora=null", "batch_size=2", "max_steps=2", "ema_decay=0", *options)
     loaded = WanTransformer3DModel.from_pretrained(finished.folder / "transformer").state_dict()
     saved = load_file(finished.folder / "checkpoints/step_00000002/model.safetensors")
