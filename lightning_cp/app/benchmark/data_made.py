@@ -37,7 +37,7 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
     Text has as many positions in a batch as the subject's argument, not the 512 of the published weights.
     """
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
-    from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
+    from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel  # type: ignore[attr-defined]
 
     _, channels, *_ = config.inputs.hidden_states
     _, positions, width = config.inputs.encoder_hidden_states
@@ -55,7 +55,7 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
         text_encoder=UMT5EncoderModel(encoder).eval(),
         vae=AutoencoderKLWan(
             base_dim=config.data.vae_width, z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels
-        ).eval(),
+        ).eval(),  # type: ignore[no-untyped-call]
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=transformer,
     )
