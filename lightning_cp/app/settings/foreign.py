@@ -99,7 +99,7 @@ def _refuse_finetuning(config: dict[str, Any], run: Path) -> None:
     """Raise SettingsError for the run of a fine-tuning: its checkpoints lack the pipeline and the frozen weights."""
     model = config.get("model")
     pretrained = model.get("pretrained") if isinstance(model, dict) else None
-    if pretrained is None:
+    if pretrained is None or not isinstance(model, dict):
         return
     way = f"use source={pretrained} lora={run}"
     if config.get("lora") is None:
