@@ -161,7 +161,7 @@ def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", ["flux", "cogvideox", "qwen_image", "sd3"])
+@pytest.mark.parametrize("family", ["cogvideox"])
 def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -> None:
     made = write_cache(tmp_path / family, family, count=5)
     given = ("data.validation=1", "validation.every=60", "batch_size=4", "max_steps=60", "lora=null", "ema_decay=0")
