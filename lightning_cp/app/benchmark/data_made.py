@@ -52,10 +52,10 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
     )
     pipe = WanPipeline(
         tokenizer=T5TokenizerFast(vocab=_VOCABULARY, extra_ids=0, model_max_length=positions),
-        text_encoder=UMT5EncoderModel(encoder).eval(),
+        text_encoder=UMT5EncoderModel(encoder).eval(),  # type: ignore[no-untyped-call]
         vae=AutoencoderKLWan(
             base_dim=config.data.vae_width, z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels
-        ).eval(),  # type: ignore[no-untyped-call]
+        ).eval(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         transformer=transformer,
     )
