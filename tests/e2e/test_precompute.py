@@ -104,7 +104,7 @@ def test_another_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
         ("model.pretrained={tmp}/gone", "is neither a folder nor an id on the Hub"),
         ("output={data}/latents", "must not lie in data.path"),
         ("output={pipe}", "holds other files"),
-        ("output={data}/p0.png/out", "cannot be written to"),
+        ("output={pipe}/model_index.json/out", "cannot be written to"),
         ("precompute.sizes=[[480]]", "precompute.sizes=[[480]] is not valid"),
         ("precompute.frames=0", "precompute.frames=0 is not valid"),
         ("precompute.clips=all", "precompute.clips=all needs the length of a clip"),

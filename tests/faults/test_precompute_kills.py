@@ -29,7 +29,7 @@ import os, time
 torch.set_num_threads(1)
 pipe, data, out = map(Path, sys.argv[1:4])
 slow = Flux.encode_media
-Flux.encode_media = lambda *a, **k: (time.sleep(0.02), slow(*a, **k))[1]
+Flux.encode_media = lambda *a, **k: (os.write(1, b"encoding\\n"), time.sleep(0.02), slow(*a, **k))[2]
 port = 20000 + os.getpid() % 30000
 ranks, world = [], 2
 for rank in range(world):
@@ -46,7 +46,8 @@ sys.exit(max(map(abs, codes)))
 """
 
 
-def _started(pipe: Path, data: Path, out: Path) -> subprocess.Popen[str]:
+def _started(pipe: Path, data: Path, out: Path, samples: int = 0) -> subprocess.Popen[str]:
+    """Start two ranks. Args: samples: return when so many are being encoded, or all are."""
     command = [sys.executable, "-c", _RANKS, str(pipe), str(data), str(out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
@@ -54,6 +55,8 @@ def _started(pipe: Path, data: Path, out: Path) -> subprocess.Popen[str]:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
+    for _ in range(samples):
+        process.stdout.readline()
     return process
 
 
@@ -64,7 +67,8 @@ def _ended(process: subprocess.Popen[str], after_s: float | None) -> int:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    return process.returncode
+    code: int = process.returncode
+    return code
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.full)])
@@ -74,11 +78,15 @@ def test_a_killed_run_loses_and_doubles_nothing(kills: int, tmp_path: Path) -> N
     encoded(pipe, data, tmp_path / "whole", PICTURES)
     codes, stored = [], []
     for _ in range(kills):
-        codes.append(_ended(_started(pipe, data, tmp_path / "out"), rng.uniform(0.1, 2.0 if kills == 3 else 4.0)))
+        samples = rng.choice([0, 1, 7, 9])  # 0: while the pipeline is loaded, or captions are encoded
+        run = _started(pipe, data, tmp_path / "out", samples)
+        codes.append(_ended(run, rng.uniform(0, 0.3 if samples else 4.0)))
         rows = (tmp_path / "out").glob("rows-*-media.jsonl")
         stored.append(sum(line.startswith('{"id"') for path in rows for line in path.read_text().splitlines()))
         time.sleep(0.05)
     assert -signal.SIGKILL in codes
+    assert stored == sorted(stored)  # nothing that was stored is lost
+    assert stored[-1] > 0
     assert _ended(_started(pipe, data, tmp_path / "out"), None) == 0
     assert len(LatentCache(tmp_path / "out")) == count
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
