@@ -16,6 +16,7 @@ OPTIONAL = {
     "export.py": {"peft"},
     "finetune/lora.py": {"peft"},
     "media/decoder.py": {"av"},
+    "precompute/terminal.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
 BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "tqdm", "typing_extensions"}
