@@ -113,7 +113,7 @@ def _requiring(kind: type, names: Collection[str]) -> type:
         for x in signature.parameters.values()
     ]
 
-    class Encoding(kind):  # type: ignore[valid-type, misc]
+    class Encoding(kind):  # type: ignore[misc]
         def __init__(self, **components: Any) -> None:
             super().__init__(**components)
 

@@ -38,8 +38,9 @@ class RankError:
     @classmethod
     def of(cls, rank: int, error: Exception) -> RankError:
         """Describe an exception. Classes of other packages become a RuntimeError on the other ranks."""
-        name, text = type(error).__name__, str(error)
-        is_known = hasattr(errors, name) or (was_raised_for_the_user(error) and hasattr(builtins, name))
+        name: str | None = type(error).__name__
+        text = str(error)
+        is_known = hasattr(errors, str(name)) or (was_raised_for_the_user(error) and hasattr(builtins, str(name)))
         if not (is_known or name == "MemoryError"):
             name, text = None, f"{name}: {text}"
         return cls(rank, name, text, "".join(traceback.format_exception(error)))
