@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from tests.families.cases import made
 from tests.unit.precompute.made import clips, contents, pictures, pipeline
 
 RECIPE = ROOT / "recipes" / "precompute.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -87,10 +89,11 @@ def test_another_run_on_the_same_output_is_refused(tmp_path: Path) -> None:
         while not (tmp_path / "out" / ".owner.json").exists() and time.monotonic() < deadline:
             assert process.poll() is None
             time.sleep(0.05)
-        process.send_signal(19)  # paused while it holds the cache: the second run must not depend on timing
+        holder = json.loads((tmp_path / "out" / ".owner.json").read_text())["pid"]
+        os.kill(holder, signal.SIGSTOP)  # paused while it holds the cache: the second run must not depend on timing
         shutil.copytree(pipe, tmp_path / "copy")
         other = ran(*given, folder=tmp_path / "run2")
-        process.send_signal(18)
+        os.kill(holder, signal.SIGCONT)
         assert "is being written by process" in error_of(other)
         assert "choose another output" in error_of(other)
 
@@ -153,7 +156,7 @@ def test_a_refused_setting_exits_with_2_and_help_lists_every_setting(tmp_path: P
 
     config = OmegaConf.load(ROOT / "conf" / "precompute" / "precompute.yaml")
     keys = []
-    for key, value in config.items():
+    for key, value in OmegaConf.to_container(config, resolve=False).items():  # type: ignore[union-attr]
         if key not in ("defaults", "hydra"):
-            keys += [f"{key}.{name}" for name in value] if OmegaConf.is_dict(value) else [key]
+            keys += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
     assert set(keys) <= listed

@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.runs.run_folder import check_writable, locked
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
+from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
@@ -61,6 +62,8 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     Raises: SettingsError, CheckpointError: the first error found.
     """
     refuse_earlier_names(config)
+    if is_finetuning(config):
+        check_groups(config)
     check_values(config)
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)

@@ -46,8 +46,8 @@ def _keys(config: DictConfig, group: str) -> list[str]:
     return list(config[group]) if OmegaConf.is_dict(config.get(group)) else []
 
 
-def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
-    """Check settings, pipeline folder and data. Raises: SettingsError: the first error found."""
+def check_groups(config: DictConfig) -> None:
+    """Check that model and data are both for fine-tuning, and are given. Raises: SettingsError: they are not."""
     if "pretrained" not in _keys(config, "model"):
         raise SettingsError("data=latents and data=folder need model=pretrained, or experiment=finetune_<family>")
     if "path" not in _keys(config, "data"):
@@ -55,6 +55,10 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     for group, name, example in (("model", "pretrained", "my-pipeline"), ("data", "path", "latents")):
         if OmegaConf.is_missing(config[group], name):
             raise SettingsError(f"{group}.{name} must be given, for example {group}.{name}={example}")
+
+
+def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
+    """Check settings, pipeline folder and data, after `check_groups`. Raises: SettingsError: the first error found."""
     for setting in _SETTINGS:
         setting.check(config)
     _check_lora(config)
