@@ -96,6 +96,9 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
     pipe: Any = load_pipeline(config.pipeline, precisions[config.precision])
+    if config.lora is not None:
+        file = Path(config.lora)
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     inputs = call_arguments(config)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":

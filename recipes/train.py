@@ -15,11 +15,15 @@ import hydra
 from omegaconf import DictConfig
 
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.renamed import add_earlier_names
 
 
 def train(config: DictConfig) -> None:
     """Build, train, sample and report on every rank. (The launching process needs none of these imports.)"""
+    if is_finetuning(config):
+        fine_tune(config)
+        return
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.assemble import train_run
@@ -53,7 +57,26 @@ def train(config: DictConfig) -> None:
     train_run(config, after_step=draw_sometimes, at_end=finish)
 
 
-def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds: float) -> None:
+def fine_tune(config: DictConfig) -> None:
+    """Fine-tune a pretrained transformer on every rank."""
+    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.records import draw_loss_curve
+    from lightning_cp.app.training.run import Run
+
+    started = time.perf_counter()
+
+    def finish(run: Run) -> None:
+        if run.is_first:
+            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            trained = config.model.component if config.lora is None else "lora"
+            summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
+
+    train_run(config, after_step=lambda _: None, at_end=finish)
+
+
+def summarise(
+    config: DictConfig, run: Any, *, seconds: float, recognised: float | None = None, files: str = "samples/final.png"
+) -> None:
     """Print in a few lines what was done and where the files are."""
     state = run.state
     ranks = config.data_parallel * config.ring * config.ulysses
@@ -64,7 +87,7 @@ def summarise(config: DictConfig, run: Any, *, recognised: float | None, seconds
     if recognised is not None:
         print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
     print(f"{run.folder.path}")
-    print("  samples/final.png  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
+    print(f"  {files}  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="train")

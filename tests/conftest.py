@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from tests.harness import RankPool
+from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 
 
@@ -18,6 +19,12 @@ def run_ranks() -> Iterator[RankPool]:
     pool.close()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _warm_server_ends() -> Iterator[None]:
+    yield
+    warm.close()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     before = surroundings()
@@ -25,6 +32,11 @@ def _leaves_nothing_behind() -> Iterator[None]:
     leaks = left_behind(before)
     if leaks:
         pytest.fail(f"the test left behind: {'; '.join(leaks)}", pytrace=False)
+
+
+def pytest_configure() -> None:
+    """Compute on one thread: tensors are tiny here, and a second thread would wait actively beside the ranks."""
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

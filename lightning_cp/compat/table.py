@@ -62,6 +62,8 @@ _MODEL = [
         "diffusers.models.modeling_utils:ModelMixin",
         _parallel_config="recognise diffusers' own parallelism, and keep it from being enabled",
         _gradient_checkpointing_func="run recomputed blocks in the call that they belong to",
+        _keep_in_fp32_modules="load pretrained weights in the dtypes that from_pretrained gives them",
+        _keys_to_ignore_on_load_unexpected="ignore the weights in files that from_pretrained ignores",
     ),
     *_uses("model", "diffusers.models.cache_utils:CacheMixin", _cache_config="refuse step caches"),
     *_uses(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,15 +15,16 @@ from lightning_cp.data.workers import worker_init_fn
 
 
 class BucketedData(Protocol):
-    """A data set whose samples have several sizes.
+    """A data set whose samples have several sizes."""
 
-    Attributes:
-        buckets: key of each sample; samples with equal keys can be in one batch.
-        collate: builds a batch from a list of samples (DataLoader's `collate_fn`).
-    """
+    @property
+    def buckets(self) -> Sequence[Hashable]:
+        """Key of each sample; samples with equal keys can be in one batch."""
+        ...
 
-    buckets: Sequence[Hashable]
-    collate: Callable[[list[Any]], Any]
+    def collate(self, samples: list[Any], /) -> Any:
+        """Build a batch from a list of samples (DataLoader's `collate_fn`)."""
+        ...
 
     def __len__(self) -> int: ...
 

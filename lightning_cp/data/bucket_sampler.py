@@ -81,9 +81,7 @@ class BucketBatchSampler(OrderSampler):
     def report(self) -> str:
         """Describe the buckets: samples, batches of epoch 0, and what happens to samples that do not fill a batch."""
         size, total = self.batch_size, self.order.batches_before(1)
-        lines = [
-            f"{self.num_samples} samples in {len(self.bucket_sizes)} buckets, {total} batches of {size} in epoch 0"
-        ]
+        lines = [f"{self.num_samples} samples, {total} batches of {size} in epoch 0, by size:"]
         for key, count in list(self.bucket_sizes.items())[:_LISTED]:
             lines.append(f"  bucket {key}: {count} samples, {count / size:.4g} batches{self._fate(count)}")
         others = list(self.bucket_sizes.values())[_LISTED:]

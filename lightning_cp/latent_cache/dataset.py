@@ -50,6 +50,10 @@ class LatentData(Dataset[Sample]):
         """Return the number of items of an epoch."""
         return len(self._row_of)
 
+    def row_of(self, item: int) -> int:
+        """Return the index of an item's row in `cache.rows`."""
+        return int(self._row_of[item])
+
     @property
     def buckets(self) -> list[tuple[int, int, int]]:
         """Size (frames, height, width) of every item, for a sampler whose batches have one size each."""

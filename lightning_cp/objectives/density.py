@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from typing_extensions import override
@@ -17,6 +18,14 @@ class Density(ABC):
     def draw(self, generator: np.random.Generator) -> float:
         """Draw one sigma."""
 
+    @abstractmethod
+    def quantile(self, p: float) -> float:
+        """Return the sigma below which a share p of the draws is. Args: p: in (0, 1)."""
+
+    @abstractmethod
+    def cdf(self, sigma: float) -> float:
+        """Return the share of the draws that is at most sigma. Args: sigma: in [0, 1]."""
+
 
 @dataclass(frozen=True)
 class Uniform(Density):
@@ -25,6 +34,14 @@ class Uniform(Density):
     @override
     def draw(self, generator: np.random.Generator) -> float:
         return 1.0 - generator.random()  # in (0, 1]
+
+    @override
+    def quantile(self, p: float) -> float:
+        return p
+
+    @override
+    def cdf(self, sigma: float) -> float:
+        return sigma
 
 
 @dataclass(frozen=True)
@@ -44,12 +61,30 @@ class LogitNormal(Density):
     @override
     def draw(self, generator: np.random.Generator) -> float:
         normal = float(generator.standard_normal(dtype=np.float32))
-        logit = self.mean + self.std * normal
-        if logit >= 0:
-            return 1.0 / (1.0 + math.exp(-logit))
-        return math.exp(logit) / (1.0 + math.exp(logit))  # exp(-logit) could overflow
+        return _sigmoid(self.mean + self.std * normal)
+
+    @override
+    def quantile(self, p: float) -> float:
+        return _sigmoid(NormalDist(self.mean, self.std).inv_cdf(p))
+
+    @override
+    def cdf(self, sigma: float) -> float:
+        if not 0 < sigma < 1:
+            return float(sigma >= 1)
+        return NormalDist(self.mean, self.std).cdf(math.log(sigma) - math.log1p(-sigma))
 
 
 def shifted(sigma: float, factor: float) -> float:
     """Shift a time towards noise (factor > 1) or data (factor < 1)."""
     return factor * sigma / (1 + (factor - 1) * sigma)
+
+
+def unshifted(sigma: float, factor: float) -> float:
+    """Return the time that `shifted` maps to sigma."""
+    return shifted(sigma, 1 / factor)
+
+
+def _sigmoid(logit: float) -> float:
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    return math.exp(logit) / (1.0 + math.exp(logit))  # exp(-logit) could overflow

@@ -28,15 +28,18 @@ class Diffusion(Objective):
 
     @override
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
-        number = len(family.objective.alphas_cumprod)
-        low, high = self.time_range or (0, number)
-        if not 0 <= low < high <= number:
-            raise ValueError(f"time_range={self.time_range} must be (lowest, highest) within (0, {number})")
+        low, high = self._range(family)
         drawn = [
             int(keyed_generator(self.seed, RandomStream.TIME, step=step, index=first_index + i).integers(low, high))
             for i in range(len(clean))
         ]
         return torch.tensor(drawn, dtype=torch.int64, device=clean.device)
+
+    @override
+    def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
+        low, high = self._range(family)
+        time = min(low + int(p * (high - low)), high - 1)  # the product may be rounded up
+        return torch.full((len(clean),), time, dtype=torch.int64, device=clean.device)
 
     @override
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,3 +51,10 @@ class Diffusion(Objective):
         signal, sigma = level.sqrt(), (1 - level).sqrt()
         noisy = signal * clean + sigma * noise
         return noisy, noise if defaults.prediction == "epsilon" else signal * noise - sigma * clean
+
+    def _range(self, family: Family) -> tuple[int, int]:
+        number = len(family.objective.alphas_cumprod)
+        low, high = self.time_range or (0, number)
+        if not 0 <= low < high <= number:
+            raise ValueError(f"time_range={self.time_range} must be (lowest, highest) within (0, {number})")
+        return low, high

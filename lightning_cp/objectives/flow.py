@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +12,7 @@ from typing_extensions import override
 
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.families import Family, ResolutionShift
-from lightning_cp.objectives.density import Density, LogitNormal, shifted
+from lightning_cp.objectives.density import Density, LogitNormal, shifted, unshifted
 from lightning_cp.objectives.objective import Objective
 
 _log = logging.getLogger(__name__)
@@ -47,6 +48,16 @@ class FlowMatching(Objective):
         return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
 
     @override
+    def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
+        factor = self._factor(family, clean)
+        below, up_to = (self.density.cdf(unshifted(sigma, factor)) for sigma in self.sigma_range)
+        if up_to - below < 1 / _MOST_DRAWS:
+            raise self._empty_range(f"fewer than 1 of {_MOST_DRAWS} times is", factor)
+        within = min(below + p * (up_to - below), math.nextafter(1.0, 0.0))  # the sum may be rounded to 1
+        sigma = shifted(self.density.quantile(within), factor)
+        return torch.full((len(clean),), sigma, dtype=torch.float32, device=clean.device)
+
+    @override
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         if family.objective.prediction != "flow":
             raise ValueError(f"{family.name} predicts {family.objective.prediction}: train it with Diffusion")
@@ -60,8 +71,11 @@ class FlowMatching(Objective):
             sigma = shifted(self.density.draw(generator), factor)
             if low < sigma <= high:
                 return sigma
-        raise ValueError(
-            f"none of {_MOST_DRAWS} drawn times is in sigma_range={self.sigma_range}: widen it, or change the density "
+        raise self._empty_range(f"none of {_MOST_DRAWS} drawn times is", factor)
+
+    def _empty_range(self, found: str, factor: float) -> ValueError:
+        return ValueError(
+            f"{found} in sigma_range={self.sigma_range}: widen it, or change the density "
             f"({self.density}) or the shift ({factor:.3g})"
         )
 

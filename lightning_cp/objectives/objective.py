@@ -79,14 +79,26 @@ class Objective(ABC):
         return self.sample_losses(transformer, family, stored, step=step, first_index=first_index).mean()
 
     def sample_losses(
-        self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
+        self,
+        transformer: nn.Module,
+        family: Family,
+        stored: StoredBatch,
+        *,
+        step: int,
+        first_index: int | None = None,
+        times: Tensor | None = None,
     ) -> Tensor:
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
 
         The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample whose
-        mask is 0 everywhere has loss 0. Arguments: see `loss`.
+        mask is 0 everywhere has loss 0.
+
+        Args:
+            times: time of each sample, as `times_at` returns them; None: drawn.
+        Other arguments: see `loss`.
         """
-        noised = self.noised(family, stored, step=step, first_index=self._first(transformer, stored, first_index))
+        first = self._first(transformer, stored, first_index)
+        noised = self.noised(family, stored, step=step, first_index=first, times=times)
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
         options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
@@ -99,8 +111,13 @@ class Objective(ABC):
         total = weights.sum(dim=1)
         return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
 
-    def noised(self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0) -> Noised:
-        """Draw noise and times for a batch, without running the transformer."""
+    def noised(
+        self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0, times: Tensor | None = None
+    ) -> Noised:
+        """Draw noise and times for a batch, without running the transformer.
+
+        Args: times: time of each sample, as `times_at` returns them; None: drawn.
+        """
         key: dict[str, Any] = {"seed": self.seed, "step": step, "first_index": first_index}
         clean = family.clean(stored)
         sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
@@ -112,7 +129,8 @@ class Objective(ABC):
             )
             clean = family.clean(stored, drawn)
         noise = sample_noise(clean.shape, **key, device=clean.device, dtype=clean.dtype)
-        times = self.times(family, clean, step=step, first_index=first_index)
+        if times is None:
+            times = self.times(family, clean, step=step, first_index=first_index)
         noisy, target = self.mix(family, clean, noise, times)
         given, loss_mask = family.given_mask(stored, clean), stored.get("loss_mask")
         if given is not None:
@@ -126,6 +144,15 @@ class Objective(ABC):
     @abstractmethod
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
         """Draw the time of each sample, [b]."""
+
+    @abstractmethod
+    def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
+        """Return the p-quantile of the times that `times` draws, once for each sample, [b].
+
+        Args:
+            clean: x0 [b, ...]; the shift of flow times may depend on its size.
+            p: in (0, 1); 0.5 is the median.
+        """
 
     @abstractmethod
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,18 +16,22 @@ from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.vae import parallelize_vae
 
 
-def load_pipeline(source: str, dtype: Any, *, setting: str = "source", without: Sequence[str] = ()) -> Any:
+def load_pipeline(
+    source: str, dtype: Any, *, setting: str = "source", without: Sequence[str] = (), kind: type | None = None
+) -> Any:
     """Load a pipeline from a folder or from the Hub.
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
-        without: names of components that are not loaded; they are None.
+        without: names of components that are not loaded; they are None. (diffusers loads those with a default anyway.)
+        kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
     from diffusers import DiffusionPipeline
 
+    loaded: Any = kind or DiffusionPipeline
     try:
-        return DiffusionPipeline.from_pretrained(source, dtype=dtype, **dict.fromkeys(without))
+        return loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without))
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import gc
+import inspect
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from torch import nn
 from lightning_cp.errors import FamilyError
 from lightning_cp.families.registry import family_class
 from lightning_cp.pipelines.components import load_pipeline
+
+_CODE = "contains Python code, which is not run: use a pipeline with classes from diffusers and transformers only"
 
 
 @dataclass(frozen=True)
@@ -34,44 +39,106 @@ def load_encoders(
     Raises: ValueError: it cannot be loaded. FamilyError: no family is registered for its class, or a component that
         encodes is missing.
     """
-    import diffusers
-
-    try:
-        index = diffusers.DiffusionPipeline.load_config(source)
-    except OSError as error:
-        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
-    kind = getattr(diffusers, str(index.get("_class_name")), None)
-    if kind is None:
-        raise ValueError(f"{setting}={source}: diffusers {diffusers.__version__} has no {index.get('_class_name')}")
+    index = _index(source, setting)
+    kind = _class(source, index, setting)
     components = family_class(kind).components
+    _check_components(source, index, kind, (*components.text, *components.media), setting)
     configs = {
-        name: _config_of(source, name, index[name][1], dtype) for name in components.train if _is_there(index, name)
+        name: _config_of(source, name, index[name], dtype, setting)
+        for name in components.train
+        if _is_there(index, name)
     }
     if not configs:
         raise FamilyError(f"{setting}={source} has no transformer: it must have one of {', '.join(components.train)}")
     dtypes = {"default": dtype, "vae": vae_dtype or dtype}
-    pipe = load_pipeline(source, dtypes, setting=setting, without=list(configs))
+    pipe = load_pipeline(source, dtypes, setting=setting, without=list(configs), kind=_requiring(kind, configs))
+    pipe.__class__ = kind
     for name, config in configs.items():
         setattr(pipe, name, config)
-    for names in (components.text, components.media[:1]):
-        if names and all(getattr(pipe, name, None) is None for name in names):
-            raise FamilyError(f"{setting}={source} has no {' or '.join(names)}, which encodes the data")
     return pipe
 
 
+def _index(source: str, setting: str) -> dict[str, Any]:
+    """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged."""
+    import diffusers
+
+    try:
+        index: Any = diffusers.DiffusionPipeline.load_config(source)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
+    if not isinstance(index, dict) or not index.get("_class_name"):
+        raise ValueError(f"{setting}={source}: its model_index.json names no pipeline class")
+    return index
+
+
+def _class(source: str, index: dict[str, Any], setting: str) -> type:
+    """Return the pipeline's class. Raises: ValueError: it is not one of diffusers."""
+    import diffusers
+
+    name = index["_class_name"]
+    if not isinstance(name, str):
+        raise ValueError(f"{setting}={source} {_CODE}: its pipeline class is {name}")
+    kind: Any = getattr(diffusers, name, None)
+    if not isinstance(kind, type):
+        raise ValueError(f"{setting}={source}: diffusers {diffusers.__version__} has no {name}")
+    return kind
+
+
+def _check_components(source: str, index: dict[str, Any], kind: type, encoding: Sequence[str], setting: str) -> None:
+    """Raise FamilyError if a component that encodes is missing, and ValueError if a component's folder is missing."""
+    arguments = inspect.signature(kind).parameters
+    needed = [x for x in encoding if x in arguments and arguments[x].default is inspect.Parameter.empty]
+    missing = [name for name in needed if not _is_there(index, name)]
+    if missing:
+        raise FamilyError(f"{setting}={source} has no {' and no '.join(missing)}, which encode the data")
+    present = [name for name in arguments if _is_there(index, name)]
+    folders = [name for name in present if Path(source).is_dir() and not (Path(source) / name).is_dir()]
+    if folders:
+        raise ValueError(f"{setting}={source} cannot be loaded: the folder {folders[0]} is missing in it")
+
+
 def _is_there(index: dict[str, Any], name: str) -> bool:
-    return bool(index.get(name)) and index[name][1] is not None
+    entry = index.get(name)
+    return isinstance(entry, list) and len(entry) == 2 and entry[1] is not None
 
 
-def _config_of(source: str, name: str, class_name: str, dtype: torch.dtype) -> ConfigOnly:
+def _requiring(kind: type, names: Collection[str]) -> type:
+    """Return a subclass that takes some components without defaults.
+
+    diffusers loads a component with a default even if None is passed for it.
+    """
+    signature = inspect.signature(kind)
+    required = [
+        x.replace(default=inspect.Parameter.empty, kind=inspect.Parameter.KEYWORD_ONLY) if x.name in names else x
+        for x in signature.parameters.values()
+    ]
+
+    class Encoding(kind):  # type: ignore[misc]
+        def __init__(self, **components: Any) -> None:
+            super().__init__(**components)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    by_name = [x.replace(kind=inspect.Parameter.KEYWORD_ONLY) for x in required]
+    Encoding.__init__.__signature__ = inspect.Signature([own, *by_name])  # type: ignore[attr-defined]
+    return Encoding
+
+
+def _config_of(source: str, name: str, entry: Sequence[str], dtype: torch.dtype, setting: str) -> ConfigOnly:
     """Read a transformer's config, with the class's defaults for what the file leaves out."""
     import diffusers
 
+    library, class_name = entry
+    if library != "diffusers":
+        raise ValueError(f"{setting}={source} {_CODE}: its {name} is {library}.{class_name}")
     kind = getattr(diffusers, class_name, None)
     if kind is None:
         raise FamilyError(f"{name} of {source} is a {class_name}, which is not in diffusers {diffusers.__version__}")
+    try:
+        config = kind.load_config(source, subfolder=name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
     with torch.device("meta"):
-        model = kind.from_config(kind.load_config(source, subfolder=name))
+        model = kind.from_config(config)
     return ConfigOnly(model.config, dtype)
 
 
@@ -92,3 +159,10 @@ def components_on(pipe: Any, names: Sequence[str], device: torch.device) -> Iter
     finally:
         for name, module in modules.items():
             setattr(pipe, name, module.to("cpu"))
+
+
+def release(pipe: Any, names: Sequence[str]) -> None:
+    """Free components: they are None afterwards."""
+    for name in names:
+        setattr(pipe, name, None)
+    gc.collect()

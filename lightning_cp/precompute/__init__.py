@@ -1,12 +1,15 @@
 """Encode training media and captions once, into a latent cache, on any number of ranks."""
 
 from lightning_cp.precompute.encode import encode_captions, encode_sources
+from lightning_cp.precompute.loading import Loader
 from lightning_cp.precompute.ranks import EncodingRanks, rank_device
-from lightning_cp.precompute.run import Precomputed, PrecomputeSettings, precompute
+from lightning_cp.precompute.run import precompute
+from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of, default_size
 
 __all__ = [
     "EncodingRanks",
+    "Loader",
     "PrecomputeSettings",
     "Precomputed",
     "buckets_of",

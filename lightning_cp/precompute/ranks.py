@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -10,8 +12,14 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.mesh import MeshGroups
+from lightning_cp.precompute.run_state import RunState, StoppedElsewhere
 
 T = TypeVar("T")
+Report = Callable[[int], object]  # called with the number of items that are done
+
+
+def _ignore(_: int) -> None:
+    """Report nothing."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class EncodingRanks:
         data_rank: index of this rank's group.
         data_size: number of groups.
         groups: this rank's group; None if groups have one rank.
+        state: progress and errors of all ranks; None if there is one rank.
     """
 
     rank: int = 0
@@ -31,11 +40,12 @@ class EncodingRanks:
     data_rank: int = 0
     data_size: int = 1
     groups: MeshGroups | None = None
+    state: RunState | None = None
 
     @classmethod
     def of_world(cls, vae_ranks: int = 1) -> EncodingRanks:
         """Return this rank's place in the world. Ranks: the whole world. Raises: ValueError: sizes do not divide."""
-        if not dist.is_available() or not dist.is_initialized():
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             if vae_ranks != 1:
                 raise ValueError(f"vae_ranks={vae_ranks} needs as many ranks, but there is one")
             return cls()
@@ -43,34 +53,68 @@ class EncodingRanks:
         from lightning_cp.pipelines import sampling_ranks
 
         rank, size = dist.get_rank(), dist.get_world_size()
+        if vae_ranks < 1 or size % vae_ranks:
+            raise ValueError(f"vae_ranks={vae_ranks} must divide the number of ranks, {size}")
+        state = RunState(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         if vae_ranks == 1:
-            return cls(rank, size, rank, size)
+            return cls(rank, size, rank, size, state=state)
         ranks = sampling_ranks(ContextParallelConfig(ring_degree=vae_ranks))
-        return cls(rank, size, ranks.data_rank, ranks.data_size, ranks.sample)
+        return cls(rank, size, ranks.data_rank, ranks.data_size, ranks.sample, state)
 
     @property
     def writes_media(self) -> bool:
         """True on the first rank of each group."""
         return self.groups is None or self.groups.context_rank == 0
 
+    @contextmanager
+    def phase(self, on_count: Report = _ignore) -> Iterator[Report]:
+        """Run one phase on all ranks. An exception on one rank ends the phase, and is raised on every rank.
+
+        Args: on_count: called with the number of items that all ranks have done.
+        Yields: function to call with the number of items that this rank has done.
+        Ranks: the whole world.
+        """
+        done = 0
+
+        def report(number: int) -> None:
+            nonlocal done
+            done += number
+            on_count(done if self.state is None else self.state.count(number))
+
+        if self.state is None:
+            yield report
+            return
+        self.state.begin()
+        ours: Exception | None = None
+        try:
+            yield report
+        except StoppedElsewhere:
+            pass
+        except Exception as error:
+            ours = error
+            self.state.fail(error)
+        first = self.state.end(on_count)
+        if first is None:
+            return
+        if ours is not None and (first.rank == self.rank or str(ours) == first.text):
+            raise ours  # with its own traceback
+        raise first.exception()
+
+    def check(self) -> None:
+        """End this rank's phase early if another rank has failed. Call it between two samples."""
+        if self.state is not None:
+            self.state.check()
+
     def on_first(self, function: Callable[[], T]) -> T:
         """Run a function on rank 0 and return its result on every rank; its exception is raised on every rank."""
         result: Any = None
-        error: Exception | None = None
-        if self.rank == 0:
-            try:
+        with self.phase():
+            if self.rank == 0:
                 result = function()
-            except Exception as raised:
-                error = raised
         if self.size > 1:
-            message = [result, None if error is None else (type(error), str(error))]
+            message = [result]
             dist.broadcast_object_list(message, src=0)
-            result, failure = message
-            if failure is not None and error is None:
-                kind, text = failure
-                error = kind(text)
-        if error is not None:
-            raise error
+            (result,) = message
         found: T = result
         return found
 

@@ -3,85 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from lightning_cp.errors import CacheError
+from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
-from lightning_cp.media import Skipped, Source, find_sources
-from lightning_cp.pipelines.encoders import components_on, load_encoders
+from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
+from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
-from lightning_cp.precompute.ranks import EncodingRanks
+from lightning_cp.precompute.loading import Loader, caption_fields, check_unchanged
+from lightning_cp.precompute.ranks import EncodingRanks, Report
+from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of
+from lightning_cp.precompute.terminal import progress_bar, quiet_packages
+from lightning_cp.precompute.usable import SHEET, check_none_skipped, check_output, usable
 from lightning_cp.vae import parallelize_vae
 
-SKIPPED, SHEET = "skipped.jsonl", "contact_sheet.png"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PrecomputeSettings:
-    """How media are encoded.
-
-    Args:
-        captions: `required`: media without a caption are skipped; `optional`: they get the empty caption.
-        sizes: pairs (height, width); None: see `buckets_of`.
-        frames: frames per clip, or several numbers; None: the pipeline's default, and 1 for images.
-        fps: frames per second of clips; None: the file's.
-        clips: `first`: one clip from the beginning of each video; `all`: as many as it has, one after another.
-        max_upscale: media that would be enlarged more are skipped.
-        dtype: dtype of the text encoders, and of the stored text.
-        vae_dtype: dtype of the VAE, and of the stored latents.
-        text_batch: captions that are encoded together.
-        tiling: encode in tiles, for media that are too large for the VAE at once. Seams can differ slightly.
-        vae_ranks: number of ranks that encode one picture or clip together.
-        workers: threads of each rank that read files.
-        shard_bytes: approximate size of a shard.
-        on_bad: what to do with a file that cannot be used: skip, error.
-        sheet: number of samples on the contact sheet; 0: none.
-    """
-
-    captions: Literal["required", "optional"] = "required"
-    sizes: Sequence[Sequence[int]] | None = None
-    frames: int | Sequence[int] | None = None
-    fps: float | None = None
-    clips: Literal["first", "all"] = "first"
-    max_upscale: float = 1.5
-    dtype: torch.dtype = torch.bfloat16
-    vae_dtype: torch.dtype = torch.float32
-    text_batch: int = 8
-    tiling: bool = False
-    vae_ranks: int = 1
-    workers: int = 2
-    shard_bytes: int = 256_000_000
-    on_bad: Literal["skip", "error"] = "skip"
-    sheet: int = 16
+SKIPPED = "skipped.jsonl"
 
 
 @dataclass(frozen=True)
-class Precomputed:
-    """What a run did. `found` is the sum of `encoded`, `stored` and the number of `skipped`.
+class _Run:
+    """What all phases of a run use."""
 
-    Attributes:
-        found: number of sources.
-        encoded: samples that this run encoded.
-        stored: samples that an earlier run had stored.
-        captions: distinct captions, with the empty one.
-        skipped: files that could not be used.
-    """
+    data: Path
+    output: Path
+    settings: PrecomputeSettings
+    device: torch.device
+    ranks: EncodingRanks
+    progress: bool
 
-    found: int
-    encoded: int
-    stored: int
-    captions: int
-    skipped: tuple[Skipped, ...]
+    @contextmanager
+    def phase(self, name: str, total: int, pipe: Any, parts: Sequence[str]) -> Iterator[tuple[CacheWriter, Report]]:
+        """Open a writer, put parts of the pipeline on the device, and show progress. Ranks: the whole world."""
+        rank, shard_bytes = self.ranks.rank, self.settings.shard_bytes
+        with (
+            progress_bar(name, total, self.progress and rank == 0) as bar,
+            self.ranks.phase(bar) as report,
+            _disk_errors(self.output),
+            CacheWriter(self.output, rank=rank, shard_bytes=shard_bytes) as writer,
+            components_on(pipe, parts, self.device),
+        ):
+            yield writer, report
 
 
 def precompute(
@@ -102,128 +72,158 @@ def precompute(
         device: of this rank's encoders.
         ranks: from `EncodingRanks.of_world`; None: one process.
         progress: show progress bars on rank 0.
-    Ranks: the whole world; the media must be readable and the cache writable on every rank.
-    Raises: ValueError (DataError, MediaError, FamilyError, CacheError): the data, the pipeline or the cache.
+    Ranks: the whole world; the media must be readable and the cache writable on every rank. An exception on one rank
+        is raised on all of them.
+    Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
     """
-    ranks = ranks or EncodingRanks()
-    clip_frames = settings.frames if isinstance(settings.frames, int) else None
-    found = ranks.on_first(
-        lambda: find_sources(
-            data, captions=settings.captions, clips=settings.clips, clip_frames=clip_frames, fps=settings.fps
-        )
-    )
-    pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
-    if settings.tiling:
-        pipe.vae.enable_tiling()
-    family = family_for(pipe)
-    kinds = {"video" if source.is_video else "image" for source in found.sources}
-    buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
-    captions = captions_of(found.sources)
-
-    with _prepared(ranks, output, family, pipe, settings, found.sources) as prepared:
-        with CacheWriter(output, rank=ranks.rank, shard_bytes=settings.shard_bytes) as writer:
-            show = progress and ranks.rank == 0
-            mine = captions[ranks.rank :: ranks.size]
-            with components_on(pipe, family.components.text, device), _bar("captions", len(mine), show) as report:
-                encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, report=report)
-            sources = found.sources[ranks.data_rank :: ranks.data_size]
-            with components_on(pipe, family.components.media, device), _bar("media", len(sources), show) as report:
-                undo = None if ranks.groups is None else parallelize_vae(pipe.vae, ranks.groups)
-                encoded, skipped = encode_sources(
-                    pipe,
-                    family,
-                    sources,
-                    writer,
-                    root=data if data.is_dir() else data.parent,
-                    buckets=buckets,
-                    fps=settings.fps,
-                    max_upscale=settings.max_upscale,
-                    workers=settings.workers,
-                    stop_on_bad=settings.on_bad == "error",
-                    ranks=ranks,
-                    report=report,
+    run = _Run(data, output, settings, device, ranks or EncodingRanks(), progress)
+    found = run.ranks.on_first(lambda: _find(run))
+    with quiet_packages(progress):
+        with run.ranks.phase():
+            pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
+            if settings.tiling:
+                pipe.vae.enable_tiling()
+            family = family_for(pipe)
+            kinds = {"video" if source.is_video else "image" for source in found.sources}
+            buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
+            found = usable(found, family, buckets)
+            if settings.on_bad == "error":
+                check_none_skipped(found.skipped)
+        with _prepared(run, pipe, family, found.sources) as prepared:
+            result = _encode(run, pipe, family, found, buckets)
+            run.ranks.on_first(lambda: _complete(prepared, output, result))
+        if settings.sheet:
+            with components_on(pipe, family.components.media, device):
+                run.ranks.on_first(
+                    lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet)
                 )
-                if undo is not None:  # rank 0 alone draws the contact sheet
-                    undo()
-        parts = ranks.gather((encoded, skipped) if ranks.writes_media else (0, []))
-        result = _result(found.sources, found.skipped, captions, parts)
-        ranks.on_first(lambda: _complete(prepared, output, result))
-    if settings.sheet:
-        with components_on(pipe, family.components.media, device):
-            ranks.on_first(lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet))
     return result
 
 
+def _find(run: _Run) -> Sources:
+    check_output(run.output, run.data)
+    frames, settings = run.settings.frames, run.settings
+    return find_sources(
+        run.data,
+        captions=settings.captions,
+        clips=settings.clips,
+        clip_frames=frames if isinstance(frames, int) else None,
+        fps=settings.fps,
+    )
+
+
+def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Sequence[Bucket]) -> Precomputed:
+    """Encode what the cache does not have. Ranks: the whole world."""
+    settings, ranks, captions = run.settings, run.ranks, captions_of(found.sources)
+    with run.phase("captions", len(captions), pipe, family.components.text) as (writer, report):
+        mine = captions[ranks.rank :: ranks.size]
+        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
+    release(pipe, [name for name in family.components.text if name not in family.components.media])
+    result: tuple[int, list[Skipped]] = 0, []
+    with (
+        run.phase("samples", len(found.sources), pipe, family.components.media) as (writer, report),
+        ExitStack() as stack,
+    ):
+        if ranks.groups is not None:
+            stack.callback(parallelize_vae(pipe.vae, ranks.groups))
+        root = run.data if run.data.is_dir() else run.data.parent
+        loader = Loader(root, buckets, writer.done_ids(), run.output, settings.fps, settings.max_upscale)
+        result = encode_sources(
+            pipe,
+            family,
+            found.sources[ranks.data_rank :: ranks.data_size],
+            writer,
+            loader=loader,
+            workers=settings.workers,
+            stop_on_bad=settings.on_bad == "error",
+            ranks=ranks,
+            report=report,
+        )
+    return _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+
+
 @contextmanager
-def _prepared(
-    ranks: EncodingRanks,
-    output: Path,
-    family: Family,
-    pipe: Any,
-    settings: PrecomputeSettings,
-    sources: Sequence[Source],
-) -> Iterator[PreparedCache | None]:
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise CacheError instead of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise CacheError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -> Iterator[PreparedCache | None]:
     """Lock the cache on rank 0 while all ranks write."""
     made: list[PreparedCache] = []
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        identity = {name: str(getattr(settings, name)) for name in _IDENTITY}
-        fingerprint = fingerprint_of(pipe, names, identity)
-        plain = {name: value if _is_plain(value) else str(value) for name, value in asdict(settings).items()}
-        index = CacheIndex(family.name, family.facts, fingerprint, settings=plain, planned_samples=len(sources))
-        made.append(prepare_cache(output, index))
-        _check_all_wanted(made[0], sources, output)
+        fingerprint = fingerprint_of(pipe, names, _identity(run.settings))
+        values = {name: _plain(value) for name, value in asdict(run.settings).items()}
+        index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
+        with _disk_errors(run.output):
+            made.append(prepare_cache(run.output, index))
+        _check_stored(made[0], sources, run.output)
 
     try:
-        ranks.on_first(prepare)
+        run.ranks.on_first(prepare)
         yield made[0] if made else None
     finally:
         for prepared in made:
             prepared.release()
 
 
-_IDENTITY = ("sizes", "frames", "fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
+def _identity(settings: PrecomputeSettings) -> dict[str, Any]:
+    """Return the settings that samples depend on, equal for equal meaning."""
+    names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
+    sizes, frames = settings.sizes, settings.frames
+    return {
+        "sizes": None if sizes is None else sorted({tuple(size) for size in sizes}),
+        "frames": frames if frames is None else sorted({frames} if isinstance(frames, int) else set(frames)),
+        **{name: _plain(getattr(settings, name)) for name in names},
+    }
 
 
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str, list))
+def _plain(value: Any) -> Any:
+    """Return a value of a setting as JSON keeps it."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _check_all_wanted(prepared: PreparedCache, sources: Sequence[Source], output: Path) -> None:
-    """Raise CacheError if the cache has samples that are not in the data."""
-    wanted = {source.id for source in sources}
+def _check_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path) -> None:
+    """Raise CacheError if the cache has samples that are not in the data, or that have other captions now."""
+    wanted = {source.id: source for source in sources}
     others = [row.id for row in prepared.contents.media if row.id not in wanted]
     if others:
         raise CacheError(
             f"{output} has {len(others)} samples that are no longer in the data, such as {others[0]}: delete the "
             "cache, or choose another output"
         )
+    for row in prepared.contents.media:
+        check_unchanged(row, caption_fields(wanted[row.id]), output)
 
 
-@contextmanager
-def _bar(name: str, total: int, show: bool) -> Iterator[Any]:
-    with tqdm(total=total, desc=name, unit=f" {name}", disable=not show, mininterval=1.0) as bar:
-        yield bar.update
-
-
-def _result(
-    sources: Sequence[Source],
-    unused: Sequence[Skipped],
-    captions: Sequence[str],
-    parts: Sequence[tuple[int, list[Skipped]]],
-) -> Precomputed:
+def _result(found: Sources, captions: Sequence[str], parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
     encoded = sum(count for count, _ in parts)
-    skipped = (*unused, *(one for _, some in parts for one in some))
-    found = len(sources) + len(unused)
-    return Precomputed(found, encoded, found - encoded - len(skipped), len(captions), tuple(skipped))
+    skipped = (*found.skipped, *(one for _, some in parts for one in some))
+    number = len(found.sources) + len(found.skipped)
+    return Precomputed(number, encoded, number - encoded - len(skipped), len(captions), skipped)
 
 
 def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed) -> None:
-    """Write what was skipped, and complete the cache. Raises: CacheError: no file could be used."""
+    """Write what was skipped, and complete the cache. Raises: DataError: no file could be used."""
     assert prepared is not None, "rank 0 has prepared it"
-    rows = [json.dumps({"file": str(one.file), "reason": one.reason}, ensure_ascii=False) for one in result.skipped]
-    (output / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    if result.encoded + result.stored == 0:
-        raise CacheError(f"none of the {result.found} files could be used; {output / SKIPPED} has the reasons")
-    prepared.finish()
+    with _disk_errors(output):
+        rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
+        (output / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", errors="surrogateescape")
+        if result.encoded + result.stored == 0:
+            raise DataError(
+                f"none of the {result.found} files could be used, such as {result.skipped[-1].reason}. "
+                f"{output / SKIPPED} has all reasons"
+            )
+        prepared.finish()
+
+
+def _skipped_row(one: Skipped) -> Mapping[str, str]:
+    return {"file": str(one.file), "reason": one.reason.removeprefix(f"{one.file}: ")}

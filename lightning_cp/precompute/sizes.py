@@ -12,22 +12,40 @@ from lightning_cp.media import Bucket, default_buckets, explicit_buckets
 
 
 def default_size(pipe: Any, family: Family) -> Bucket:
-    """Return the size that the pipeline samples by default, rounded down to the family's grid."""
-    call = inspect.signature(type(pipe).__call__).parameters
-    defaults = {name: call[name].default if name in call else None for name in ("height", "width", "num_frames")}
-    config = next(x.config for name in family.components.train if (x := getattr(pipe, name, None)) is not None)
-    square = getattr(pipe, "default_sample_size", None)
+    """Return the size that the pipeline samples by default, rounded down to the family's grid.
+
+    Raises: FamilyError: the pipeline has no default.
+    """
+    config, square = _config(pipe, family), getattr(pipe, "default_sample_size", None)
     scale = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None)
     sides = []
     for name in ("height", "width"):
         latent = config.get(f"sample_{name}") or square
-        side = defaults[name] or (latent * scale if latent and scale else None)
+        side = _argument(pipe, name) or (latent * scale if latent and scale else None)
         if side is None:
             raise FamilyError(f"{type(pipe).__name__} has no default {name}: set precompute.sizes=[[height,width]]")
         sides.append(max(side // family.grid.pixels, 1) * family.grid.pixels)
+    return Bucket(default_frames(pipe, family), *sides)
+
+
+def default_frames(pipe: Any, family: Family) -> int:
+    """Return the number of frames that the pipeline samples by default, on the family's grid; 1 for pictures."""
     step = family.grid.frame_step
-    frames = (defaults["num_frames"] or config.get("sample_frames") or 1) if step else 1
-    return Bucket((frames - 1) // step * step + 1 if step else 1, *sides)
+    if not step:
+        return 1
+    frames: int = _argument(pipe, "num_frames") or _config(pipe, family).get("sample_frames") or 1
+    return (frames - 1) // step * step + 1
+
+
+def _argument(pipe: Any, name: str) -> Any:
+    """Return the default of an argument of the pipeline's call; None if it has none."""
+    call = inspect.signature(type(pipe).__call__).parameters
+    return call[name].default if name in call and call[name].default is not inspect.Parameter.empty else None
+
+
+def _config(pipe: Any, family: Family) -> Any:
+    """Return the config of the pipeline's transformer."""
+    return next(x.config for name in family.components.train if (x := getattr(pipe, name, None)) is not None)
 
 
 def buckets_of(
@@ -46,22 +64,29 @@ def buckets_of(
         kinds: which kinds of files there are: image, video.
     Raises: FamilyError: a size that the family does not take.
     """
-    default = default_size(pipe, family)
     if frames is None:
-        frames = sorted({default.frames if kind == "video" else 1 for kind in kinds}) or [default.frames]
+        usual = default_frames(pipe, family)
+        frames = sorted({usual if kind == "video" else 1 for kind in kinds}) or [usual]
     if sizes is not None:
         buckets = explicit_buckets(family.grid, sizes=sizes, frames=frames)
         for bucket in buckets:
-            family.check_size(height=bucket.height, width=bucket.width, frames=bucket.frames)
+            _check(family, bucket)
         return buckets
-    family.check_size(height=default.height, width=default.width, frames=default.frames)
+    default = default_size(pipe, family)
     buckets = default_buckets(family.grid, height=default.height, width=default.width, frames=frames)
-    return tuple(bucket for bucket in buckets if _is_taken(family, bucket))
+    taken = tuple(bucket for bucket in buckets if _is_taken(family, bucket))
+    if not taken:  # none of the aspect ratios: the default size has the reason
+        _check(family, Bucket(buckets[0].frames, default.height, default.width))
+    return taken
+
+
+def _check(family: Family, bucket: Bucket) -> None:
+    family.check_size(height=bucket.height, width=bucket.width, frames=bucket.frames)
 
 
 def _is_taken(family: Family, bucket: Bucket) -> bool:
     try:
-        family.check_size(height=bucket.height, width=bucket.width, frames=bucket.frames)
+        _check(family, bucket)
     except FamilyError:
         return False
     return True

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
+from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
@@ -49,4 +50,8 @@ class DDPMixin(ContextParallelMixin):
     def _wrap(self, module: nn.Module) -> list[Installed]:
         if self.context.unused_parameters(module):
             self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        if any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters()):
+            # `equal_initial_weights` compares and sends the tensors inside of quantised weights. DDP would broadcast
+            # the weights themselves, which torchao's do not support.
+            self._lightning._ddp_kwargs.setdefault("init_sync", False)
         return super()._wrap(module)

@@ -19,11 +19,13 @@ from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folde
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
+from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
+from lightning_cp.strategies.strategy import class_of
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}
@@ -166,8 +168,11 @@ class FSDPMixin(ContextParallelMixin):
         for child in frozen:
             move_values(child, self._lightning.root_device)
         units = find_fsdp_units(module, installed, frozen, by_child=bool(steps))
+        checked = set(unsharded)
+        for unit in units:  # inner ones first; all before the first is sharded: a refused module stays as it was
+            _check_unit(unit, without=checked)
+            checked |= set(unit.parameters())
         for unit in units:
-            _check_one_dtype(unit, without=unsharded)
             fully_shard(
                 unit,
                 mesh=self.weights_mesh,
@@ -192,17 +197,29 @@ class FSDPMixin(ContextParallelMixin):
                 )
 
 
-def _check_one_dtype(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
-    """Check that a unit has one dtype. Raises: ValueError: it has several; FSDP2 would fail in the first forward."""
+def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
+    """Check that FSDP2 can shard a unit; it would fail in the first forward, or change the weights.
+
+    Raises: ValueError: trained weights of several dtypes, or quantised weights.
+    """
     dtypes: dict[torch.dtype, str] = {}
     for name, x in unit.named_parameters():
-        if x not in without and not isinstance(x, DTensor):
+        if x in without or isinstance(x, DTensor):
+            continue
+        if is_traceable_wrapper_subclass(x) or (type(x) is not nn.Parameter and not x.is_floating_point()):
+            raise ValueError(
+                f"{class_of(unit).__name__}: {name} is quantised ({type(x).__name__}), and FSDP2 cannot shard "
+                "quantised weights: use strategy cp, which keeps them whole on each rank, or load the weights in "
+                "bfloat16"
+            )
+        if x.requires_grad:
             dtypes.setdefault(x.dtype, name)
     if len(dtypes) > 1:
         found = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in dtypes.items())
         raise ValueError(
-            f"{type(unit).__name__} has weights of several dtypes ({found}), which FSDP2 cannot shard together: "
-            "convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use strategy cp"
+            f"{class_of(unit).__name__} has trained weights of several dtypes ({found}), which FSDP2 cannot shard "
+            "together: convert them with .to(dtype) (set a lower precision with `precision` or `mp_policy`), or use "
+            "strategy cp"
         )
 
 

@@ -39,10 +39,13 @@ def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:
 
 
 def frozen_children(module: nn.Module, installed: Sequence[Installed]) -> list[nn.Module]:
-    """List frozen children, such as text encoders and VAEs, of a module that has trained weights."""
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return []
+    """List frozen children, such as text encoders and VAEs, of a module that has trained weights.
+
+    A transformer itself has none: its layers are only called by its forward, also those without an adapter.
+    """
     parallel = {one.module for one in installed}
+    if module in parallel or not any(parameter.requires_grad for parameter in module.parameters()):
+        return []
     return [
         child
         for child in module.children()

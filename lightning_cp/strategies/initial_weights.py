@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.strategies.checksum import checksum
-from lightning_cp.strategies.meta import materialize
+from lightning_cp.strategies.meta import deferred_loads, materialize
 from lightning_cp.training.ema import copy_full_tensor
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
@@ -75,8 +75,8 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     """Copy rank 0's weights to every rank, and allocate weights on the meta device; shard the module inside.
 
     Weights that all ranks hold are compared and sent on entry. Weights that only rank 0 holds are sent on exit; each
-    rank keeps its shard, so that no other rank ever holds the whole module. Weights that no rank holds are
-    initialised on exit, equally on all ranks that hold the same shard.
+    rank keeps its shard, so that no other rank ever holds the whole module. Weights that no rank holds are loaded
+    (see `load_when_allocated`) or initialised on exit, equally on all ranks that hold the same shard.
 
     Args:
         module: has the same parameters and buffers on every rank; each has values on rank 0, or is on the meta device
@@ -85,11 +85,13 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
     """
     missing = share_initial_weights(module, device)
+    deferred = deferred_loads(module, but=missing.names)
     uninitialized = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
     sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
     yield
-    materialize(module, device, sent=missing.names)
+    materialize(module, device, sent=missing.names | deferred.names)
     missing.send(module, device)
+    deferred.run()
     if uninitialized:
         share_initial_weights(module, device)
     if uninitialized or sharded:

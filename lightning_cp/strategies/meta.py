@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -12,6 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_cp.strategies.strategy import class_of
+
+_LOADER = "_lightning_cp_load"  # attribute of a module: a function that loads its weights after their allocation
 
 
 @contextmanager
@@ -31,6 +34,48 @@ def weights_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+def load_when_allocated(module: nn.Module, load: Callable[[nn.Module], None]) -> None:
+    """Let the strategies call `load(module)` once they have allocated weights of `module` on the meta device.
+
+    Args: load: fills the weights, whole or sharded, on each rank; no collectives.
+    """
+    setattr(module, _LOADER, load)
+
+
+def deferred_loads(module: nn.Module, *, but: Set[str] = frozenset()) -> DeferredLoads:
+    """Find the inner modules with a loader (`load_when_allocated`) and weights on the meta device.
+
+    Args: but: names of weights that have another source.
+    """
+    found, names = [], set[str]()
+    for path, inner in module.named_modules():
+        load = getattr(inner, _LOADER, None)
+        tensors = (*inner.named_parameters(path, remove_duplicate=False), *inner.named_buffers(path)) if load else ()
+        own = {name for name, x in tensors if x.is_meta} - but
+        if own and load:
+            found.append((inner, load))
+            names |= own
+    return DeferredLoads(frozenset(names), tuple(found))
+
+
+@dataclass(frozen=True)
+class DeferredLoads:
+    """Weights that are loaded after their allocation.
+
+    Attributes:
+        names: names of these weights; they are on the meta device.
+        loads: modules and the functions that load their weights.
+    """
+
+    names: frozenset[str]
+    loads: tuple[tuple[nn.Module, Callable[[nn.Module], None]], ...]
+
+    def run(self) -> None:
+        """Load the weights."""
+        for module, load in self.loads:
+            load(module)
+
+
 @torch.no_grad()
 def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = frozenset()) -> None:
     """Allocate tensors on the meta device. `reset_parameters()` initialises them; without it they are NaN until loaded.
@@ -38,7 +83,8 @@ def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = fro
     Args:
         module: module with or without parameters and buffers on the meta device.
         device: device of the new storage.
-        sent: names of tensors that another rank sends next. A module that lacks only these is not initialised.
+        sent: names of tensors that are loaded, or sent by another rank, next. A module that lacks only these is not
+            initialised.
     """
 
     def stored(x: Tensor) -> Tensor:

@@ -104,7 +104,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
     ("kind", "world", "settings"),
     [
         ("cp", 2, {}),
-        ("cp_fsdp", 2, {"reshard_after_forward": False}),
+        pytest.param("cp_fsdp", 2, {"reshard_after_forward": False}, marks=pytest.mark.full),
         ("cp_fsdp", 3, {}),
     ],
 )
@@ -142,7 +142,10 @@ def _resumed(rank: int, world: int, kind: str, other: str, folder: str) -> float
         return float((flat(module) - flat(straight)).norm() / flat(module).norm())
 
 
-@pytest.mark.parametrize(("kind", "other"), [("cp", "cp_fsdp"), ("cp_fsdp", "cp_fsdp"), ("cp_fsdp", "cp")])
+@pytest.mark.parametrize(
+    ("kind", "other"),
+    [("cp", "cp_fsdp"), *(pytest.param("cp_fsdp", other, marks=pytest.mark.full) for other in ("cp_fsdp", "cp"))],
+)
 def test_a_checkpoint_continues_the_average(run_ranks: RankPool, tmp_path: Path, kind: str, other: str) -> None:
     assert max(run_ranks(2, _resumed, kind, other, str(tmp_path), init=False)) < 1e-5
 

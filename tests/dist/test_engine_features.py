@@ -255,7 +255,13 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("backend", "said"), [("_native_math", "{'math'}"), ("flex", "one of native, _native_flash")])
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("_native_math", "{'math'}"),
+        pytest.param("flex", "one of native, _native_flash", marks=pytest.mark.full),
+    ],
+)
 def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: str) -> None:
     environment = {**os.environ, "DIFFUSERS_ATTN_BACKEND": backend}
     ran = subprocess.run([sys.executable, "-c", _ENVIRONMENT], env=environment, capture_output=True, text=True)

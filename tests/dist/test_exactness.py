@@ -10,6 +10,7 @@ import pytest
 
 from tests.dist.problems import MASKS, Problem, check_exact
 from tests.harness import RankPool
+from tests.harness.cases import full_unless
 
 MODES = {  # (ring, ulysses) degrees by world size
     2: [(2, 1), (1, 2)],
@@ -24,6 +25,13 @@ ROTATED = [
     for rotate in ("allgather", "alltoall")
     if ring > 1 or rotate == "allgather"
 ]
+
+
+def by_default(world: int, ring: int, ulysses: int, rotate: str = "") -> bool:
+    """Every mode at 3 ranks, and unified attention at 4 and 6: a wrong neighbour or order of ranks shows at 3."""
+    unified = (ring, ulysses) == (2, 2) and rotate != "allgather"
+    return world == 3 or unified or (ring, ulysses, rotate) == (3, 2, "alltoall")
+
 
 # Query and key heads: many, not divisible by any degree, grouped evenly, one key head, ragged groups.
 HEADS = ((6, 6), (7, 7), (12, 6), (6, 1), (9, 3), (8, 2), (10, 5))
@@ -109,7 +117,7 @@ def test_each_mode_is_tried_with_every_mask_and_kind_of_lengths(place: int) -> N
     assert len({x.layout for x in tried}) == len({x.through for x in tried}) == 3
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), ROTATED)
+@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(by_default, ROTATED))
 def test_results_and_gradients_are_exact_for_all_lengths_and_masks(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
@@ -126,7 +134,7 @@ def test_all_problems_are_exact_at_four_and_six_ranks(
     _assert_exact(run_ranks, world, cases, timeout_s=240)
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), WORLDS)
+@pytest.mark.parametrize(("world", "ring", "ulysses"), full_unless(by_default, WORLDS))
 def test_grouped_and_undivided_heads_are_exact(run_ranks: RankPool, world: int, ring: int, ulysses: int) -> None:
     uneven = lengths("uneven", world)
     _assert_exact(
@@ -140,7 +148,7 @@ def test_grouped_and_undivided_heads_are_exact(run_ranks: RankPool, world: int, 
     )
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), WORLDS)
+@pytest.mark.parametrize(("world", "ring", "ulysses"), full_unless(by_default, WORLDS))
 def test_non_contiguous_inputs_and_any_that_need_gradients_are_exact(
     run_ranks: RankPool, world: int, ring: int, ulysses: int
 ) -> None:
@@ -171,7 +179,7 @@ def _corners(ring: int, ulysses: int) -> Iterator[Problem]:
                 yield Problem(ring, ulysses, q, kv, heads=6, kv_heads=3, mask=mask, known=known, causal=causal)
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses"), [x for x in WORLDS if x[0] in (3, 6)])
+@pytest.mark.parametrize(("world", "ring", "ulysses"), full_unless(by_default, [x for x in WORLDS if x[0] in (3, 6)]))
 def test_masks_of_ambiguous_shape_mean_the_same_on_all_ranks(
     run_ranks: RankPool, world: int, ring: int, ulysses: int
 ) -> None:

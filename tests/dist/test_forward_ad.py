@@ -19,8 +19,9 @@ from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import groups_for
 from tests.dist.problems import MASKS, Problem, cut, laid_out, local_mask, whole
-from tests.dist.test_exactness import HEADS, LENGTHS, ROTATED, lengths
+from tests.dist.test_exactness import HEADS, LENGTHS, ROTATED, by_default, lengths
 from tests.harness import RankPool
+from tests.harness.cases import full_unless
 from tests.reference import max_error, softmax_attention
 
 _LIMIT = 1e-10
@@ -146,7 +147,9 @@ def _assert_exact(run_ranks: RankPool, world: int, cases: list[Problem]) -> None
     assert not wrong, f"{len(wrong)} wrong of {world} x {len(cases)}:\n" + "\n".join(wrong[:10])
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), [x for x in ROTATED if x[0] < 6])
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"), full_unless(by_default, [x for x in ROTATED if x[0] < 6])
+)
 def test_tangents_and_the_gradients_after_them_are_exact(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:

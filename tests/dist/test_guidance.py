@@ -305,7 +305,9 @@ def _prompts(rank: int, world: int, ring: int, count: int, per_call: int, folder
     return [float(torch.as_tensor(x).double().norm()) for x in found]
 
 
-@pytest.mark.parametrize(("world", "ring", "per_call"), [(2, 1, 1), (3, 1, 2), (4, 2, 1)])
+@pytest.mark.parametrize(
+    ("world", "ring", "per_call"), [pytest.param(2, 1, 1, marks=pytest.mark.full), (3, 1, 2), (4, 2, 1)]
+)
 def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
     run_ranks: RankPool, world: int, ring: int, per_call: int
 ) -> None:

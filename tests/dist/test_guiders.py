@@ -104,12 +104,12 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
 @pytest.mark.parametrize(
     ("name", "world", "mode", "cfg"),
     [
-        ("qwen_image", 2, "ring", 1),
+        pytest.param("qwen_image", 2, "ring", 1, marks=pytest.mark.full),
         ("qwen_image", 3, "ulysses", 1),
         ("qwen_image", 2, "ring", 2),
-        ("qwen_image", 3, "ring", 1),
-        ("hunyuan_image", 3, "ring", 1),
-        ("hunyuan_image", 4, "ulysses", 2),
+        pytest.param("qwen_image", 3, "ring", 1, marks=pytest.mark.full),
+        pytest.param("hunyuan_image", 3, "ring", 1, marks=pytest.mark.full),
+        pytest.param("hunyuan_image", 4, "ulysses", 2, marks=pytest.mark.full),
         ("z_image", 3, "ring", 1),
     ],
 )

@@ -306,7 +306,7 @@ def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, l
         pytest.param(
             REPLICATED, False, [DistributedDataParallel.__name__, OptimizedModule.__name__], marks=pytest.mark.full
         ),
-        (SHARDED, True, [OptimizedModule.__name__]),
+        pytest.param(SHARDED, True, [OptimizedModule.__name__], marks=pytest.mark.full),
     ],
 )
 def test_a_compiled_module_is_compiled_anew_around_what_the_strategy_makes_of_it(

@@ -84,7 +84,7 @@ def _kept(rank: int, world: int, mode: str) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize("mode", ["allgather", "alltoall"])
+@pytest.mark.parametrize("mode", [pytest.param("allgather", marks=pytest.mark.full), "alltoall"])
 def test_buffers_are_used_again_by_the_next_call(run_ranks: RankPool, mode: str) -> None:
     """Given back by forward and by backward, and taken again: what waits does not grow."""
     for first, *rest in run_ranks(3, _kept, mode):
@@ -116,7 +116,7 @@ def _peak_beside_weights(step: Callable[[], None], model: nn.Module) -> int:
     return read_trace(record(step)).peak_bytes - max(x.nbytes for x in model.parameters())
 
 
-@pytest.mark.parametrize("mode", ["ring_degree", "ulysses_degree"])
+@pytest.mark.parametrize("mode", ["ring_degree", pytest.param("ulysses_degree", marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_models_training_step_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
     """Though patches are embedded, and the loss is taken, whole on every rank."""
@@ -158,7 +158,7 @@ def _sharded_step_peak(rank: int, world: int, degree: str) -> int:
     return _peak_beside_weights(step, blocks)
 
 
-@pytest.mark.parametrize("mode", ["ring_degree", "ulysses_degree"])
+@pytest.mark.parametrize("mode", [pytest.param("ring_degree", marks=pytest.mark.full), "ulysses_degree"])
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_training_step_on_sharded_tokens_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
     alone = max(run_ranks(1, _sharded_step_peak, mode))

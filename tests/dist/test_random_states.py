@@ -99,7 +99,13 @@ def _unseeded(rank: int, world: int, kind: str, ring: int, shuffle: bool) -> tup
 
 @pytest.mark.parametrize(
     ("world", "ring", "kind", "shuffle"),
-    [(2, 2, "cp", False), (3, 3, "cp", True), (3, 3, "cp_fsdp", False), (4, 2, "cp", True), (4, 2, "cp_fsdp", True)],
+    [
+        pytest.param(2, 2, "cp", False, marks=pytest.mark.full),
+        (3, 3, "cp", True),
+        pytest.param(3, 3, "cp_fsdp", False, marks=pytest.mark.full),
+        pytest.param(4, 2, "cp", True, marks=pytest.mark.full),
+        (4, 2, "cp_fsdp", True),
+    ],
 )
 def test_peers_draw_equal_numbers_without_a_seed_and_groups_do_not(
     run_ranks: RankPool, world: int, ring: int, kind: str, shuffle: bool
@@ -162,7 +168,9 @@ def _interrupted(rank: int, world: int, folder: str, kind: str, at: int, augment
     return torch.equal(straight[at:], resumed)
 
 
-@pytest.mark.parametrize(("kind", "at", "augments"), [("cp", 2, False), ("cp_fsdp", 3, False)])
+@pytest.mark.parametrize(
+    ("kind", "at", "augments"), [("cp", 2, False), pytest.param("cp_fsdp", 3, False, marks=pytest.mark.full)]
+)
 def test_a_resumed_fit_draws_what_it_would_have_drawn(
     run_ranks: RankPool, tmp_path: Path, kind: str, at: int, augments: bool
 ) -> None:

@@ -107,8 +107,8 @@ def _drawn(rank: int, world: int, folder: str, kind: str, average: str) -> dict[
     [
         pytest.param("cp", "none", marks=pytest.mark.full),
         ("cp", "lightning"),
-        ("cp", "own"),
-        ("cp_fsdp", "own"),
+        pytest.param("cp", "own", marks=pytest.mark.full),
+        pytest.param("cp_fsdp", "own", marks=pytest.mark.full),
         pytest.param("cp_fsdp", "none", marks=pytest.mark.full),
     ],
 )

@@ -252,7 +252,11 @@ def _compiled(rank: int, world: int, backend: str, tokens: int, whole: bool) -> 
 
 @pytest.mark.parametrize(
     ("world", "backend", "whole"),
-    [(2, "aot_eager", False), (3, "aot_eager", True), pytest.param(3, "inductor", False, marks=pytest.mark.full)],
+    [
+        pytest.param(2, "aot_eager", False, marks=pytest.mark.full),
+        pytest.param(3, "aot_eager", True, marks=pytest.mark.full),
+        pytest.param(3, "inductor", False, marks=pytest.mark.full),
+    ],
 )
 def test_compiled_blocks_draw_apart(run_ranks: RankPool, world: int, backend: str, whole: bool) -> None:
     tokens = 4 * world

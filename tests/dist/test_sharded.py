@@ -67,10 +67,10 @@ def _train(rank: int, world: int, settings: dict[str, Any]) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("world", "settings", "data", "holders"),
     [
-        (2, {"ring": 2}, 1, 2),
+        pytest.param(2, {"ring": 2}, 1, 2, marks=pytest.mark.full),
         (3, {"ring": 3}, 1, 3),
-        (4, {"ring": 2, "ulysses": 2}, 1, 4),
-        (4, {"ring": 2}, 2, 4),
+        pytest.param(4, {"ring": 2, "ulysses": 2}, 1, 4, marks=pytest.mark.full),
+        pytest.param(4, {"ring": 2}, 2, 4, marks=pytest.mark.full),
         (4, {"ring": 2, "replicate": 2}, 2, 2),
     ],
 )
@@ -118,7 +118,12 @@ def _fit(rank: int, world: int, settings: dict[str, Any], accumulate: int) -> fl
 
 
 @pytest.mark.parametrize(
-    ("world", "settings", "accumulate"), [(2, {"ring": 2}, 1), (4, {"ulysses": 2}, 1), (4, {"ring": 2}, 2)]
+    ("world", "settings", "accumulate"),
+    [
+        pytest.param(2, {"ring": 2}, 1, marks=pytest.mark.full),
+        pytest.param(4, {"ulysses": 2}, 1, marks=pytest.mark.full),
+        (4, {"ring": 2}, 2),
+    ],
 )
 def test_the_trainer_fits_as_one_process(
     run_ranks: RankPool, world: int, settings: dict[str, Any], accumulate: int

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -129,7 +130,12 @@ def _watched_training(rank: int, world: int, seconds: float) -> list[str]:
 
 
 def test_a_watch_does_no_harm_to_what_it_watches(run_ranks: RankPool) -> None:
-    assert run_ranks(2, _watched_training, 8.0) == [[], []]
+    assert run_ranks(2, _watched_training, 3.0) == [[], []]
+
+
+@pytest.mark.full
+def test_a_watch_does_no_harm_to_longer_work(run_ranks: RankPool) -> None:
+    assert run_ranks(3, _watched_training, 20.0) == [[], [], []]
 
 
 def _late(rank: int, world: int) -> float:

@@ -79,7 +79,7 @@ def _feature(rank: int, world: int, name: str) -> float:
         ("activation checkpointing", 1e-4),
         ("selective checkpointing", 1e-4),
         pytest.param("compiled blocks", 1e-4, marks=pytest.mark.full),
-        ("compiled blocks, checkpointed", 1e-4),
+        pytest.param("compiled blocks, checkpointed", 1e-4, marks=pytest.mark.full),
     ],
 )
 def test_a_feature_trains_as_in_one_process(run_ranks: RankPool, name: str, tolerance: float) -> None:

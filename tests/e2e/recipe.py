@@ -13,6 +13,7 @@ import psutil
 
 from lightning_cp.app.training.loop import StepReport
 from lightning_cp.app.training.records import read_metrics
+from tests.harness import warm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "train.py"
@@ -44,15 +45,20 @@ def started(
     launcher: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     script: Path = RECIPE,
+    cold: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """The recipe's process; whatever of it is left at the end of the context is killed."""
+    """The recipe's process; whatever of it is left at the end of the context is killed.
+
+    Without a launcher it starts warm, see `tests.harness.warm`, unless it is to start `cold`. Each rank has one thread:
+    on a busy machine threads that wait for each other make tiny models many times slower.
+    """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    process = subprocess.Popen(
+    process = (subprocess.Popen if cold or launcher else warm.Popen)(
         [sys.executable, *launcher, str(script), f"hydra.run.dir={folder}", *overrides],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(environment or {})},
         cwd=folder.parent,
         start_new_session=True,
     )
@@ -72,9 +78,10 @@ def run(
     launcher: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
     timeout_s: float = 150,
+    cold: bool = False,
 ) -> Finished:
     """Runs the recipe to its end."""
-    with started(*overrides, folder=folder, launcher=launcher, environment=environment) as process:
+    with started(*overrides, folder=folder, launcher=launcher, environment=environment, cold=cold) as process:
         stdout, stderr = process.communicate(timeout=timeout_s)
         return Finished(process.returncode, stdout, stderr, folder)
 

@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.recipe import ROOT
+from tests.harness import warm
 
 QUICK = ("bench=quick", "repeats=2", "seconds=0", "attention.lengths=[128]")
 
 
-def _bench(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
+def _bench(folder: Path, *settings: str, cold: bool = False) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "recipes/bench.py", f"hydra.run.dir={folder}", *QUICK, *settings]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    if cold:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    return warm.run(command, cwd=ROOT, timeout=300)
 
 
 def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
-    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}")
+    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=True)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -84,9 +87,10 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
 
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "recipes/bench.py", "bench=gpu_on_cpu", f"hydra.run.dir={folder}", *settings]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    return warm.run(command, cwd=ROOT, timeout=500)
 
 
+@pytest.mark.full
 def test_stages_that_have_a_result_are_not_run_again(tmp_path: Path) -> None:
     first = _gpu_stages(tmp_path, "stages=[errors]")
     assert first.returncode == 0, first.stderr
@@ -119,6 +123,7 @@ def test_wrong_settings_of_the_stages_are_one_error(tmp_path: Path) -> None:
     assert "results.json is not a results file of this benchmark" in done.stderr
 
 
+@pytest.mark.full
 def test_the_memory_formula_holds_in_bfloat16(tmp_path: Path) -> None:
     """The CPU's kernel and merge have a workspace there, without which the formula is up to a third too low."""
     done = _gpu_stages(tmp_path, "stages=[memory]", "attention.dtype=bfloat16", "memory.tokens=4096")

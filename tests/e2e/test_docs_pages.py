@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.recipe import ROOT
+from tests.harness import warm
 
 TWO_GROUPS = """
 import torch
@@ -49,9 +49,7 @@ def commands(page: str) -> list[list[str]]:
 def run(folder: Path, *arguments: str) -> str:
     """Run a script of the folder. Returns: its standard output."""
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}.", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
-    )
+    result = warm.run([sys.executable, *arguments], cwd=folder, env=environment, timeout=200)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.recipe import ROOT
+from tests.harness import warm
 
 README = (ROOT / "README.md").read_text()
 SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -55,10 +56,14 @@ dist.destroy_process_group()
 """
 
 
-def ran(script: str, folder: Path, *launcher: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def ran(
+    script: str, folder: Path, *launcher: str, cwd: Path | None = None, cold: bool = True
+) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if not cold:
+        return warm.run([sys.executable, path], env=environment, cwd=cwd, timeout=120)
     return subprocess.run(
         [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
     )
@@ -92,7 +97,7 @@ def test_the_trainer_script_gives_the_loss_of_one_process(tmp_path: Path) -> Non
 
 def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
     snippet = next(text for text in SNIPPETS if "Fabric(" in text)
-    result = ran(FABRIC.format(snippet=snippet), tmp_path)
+    result = ran(FABRIC.format(snippet=snippet), tmp_path, cold=False)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("exact") == 1
 

@@ -82,7 +82,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "ranks"),
-    [pytest.param(CALLED, 4, marks=pytest.mark.full), (IN_README, 2), (LOOP, 4)],
+    [pytest.param(CALLED, 4, marks=pytest.mark.full), (IN_README, 2), pytest.param(LOOP, 4, marks=pytest.mark.full)],
     ids=["sampling.md", "README", "own loop"],
 )
 def test_code_of_the_docs_gives_one_processs_samples(script: str, ranks: int, pipeline: Path, tmp_path: Path) -> None:

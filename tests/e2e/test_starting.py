@@ -37,6 +37,8 @@ sys.exit(code)
         ("sample.py", "ring=0", 2),
         ("bench.py", "--help", 0),
         ("check.py", "--help", 0),
+        ("precompute.py", "--help", 0),
+        ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
         ("doctor.py", "--help", 0),
     ],
 )

@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 
 from lightning_cp.app.runs.outcome import Outcome, Status, read_outcomes
 from tests.e2e.recipe import ROOT, SMALL, started
+from tests.harness import warm
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 SWEEPING = Path(__file__).with_name("sweeping.py")
@@ -26,7 +27,9 @@ def sweep(
     *overrides: str, folder: Path, script: Path = SWEEPING, launcher: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, str(script), "-m", f"hydra.sweep.dir={folder}", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if not launcher:
+        return warm.run(command, env=environment, cwd=folder.parent, timeout=200)
     return subprocess.run(command, env=environment, cwd=folder.parent, capture_output=True, text=True, timeout=200)
 
 

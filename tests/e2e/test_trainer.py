@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 
 from tests.e2e.recipe import ROOT
 from tests.e2e.test_readme import SNIPPETS, code_of
+from tests.harness import warm
 
 PLAIN = Path(__file__).with_name("plain_trainer.py")
 CLI = """
@@ -46,7 +46,7 @@ def losses(script: Path, *arguments: str) -> tuple[list[float], str]:
     """What a script prints, and all that it says."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *arguments]
-    ran = subprocess.run(command, env=environment, cwd=script.parent, capture_output=True, text=True, timeout=150)
+    ran = warm.run(command, env=environment, cwd=script.parent, timeout=150)
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", ran.stdout)], said

@@ -138,7 +138,7 @@ def _order(rank: int, world: int, how: str) -> None:
         assert gradient < _GRADIENT
 
 
-@pytest.mark.parametrize("how", [pytest.param("function", marks=_FULL), "method"])
+@pytest.mark.parametrize("how", [pytest.param(how, marks=_FULL) for how in ("function", "method")])
 def test_apply_and_remove_on_a_compiled_model_take_effect(run_ranks: RankPool, how: str) -> None:
     run_ranks(2, _order, how, timeout_s=240)
 

@@ -22,6 +22,7 @@ from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.checkpoint.shards import has_shards, load_shards, save_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint, save_checkpoint
+from tests.harness import warm
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 FORMATS: dict[str, Callable[..., Path]] = {"full": save_checkpoint, "distributed": save_shards}
@@ -269,7 +270,7 @@ def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path
     parent = tmp_path / "run" / "checkpoints"
     FORMATS[format](parent, Checkpoint(1, states(), {}))
     command = [sys.executable, "-c", _SAVES_FOR_EVER, str(parent), format, which]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as saving:
+    with warm.Popen(command, stdout=subprocess.PIPE) as saving:
         try:
             assert saving.stdout is not None
             saving.stdout.readline()

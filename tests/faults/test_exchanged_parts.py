@@ -169,8 +169,9 @@ def test_exchanged_parts_are_followed_exactly(run_ranks: RankPool, name: str, mo
         assert gradient < _EXACT
 
 
-@pytest.mark.parametrize("change", ["every processor", pytest.param("exchanged", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", ["flux", *(pytest.param(x, marks=pytest.mark.full) for x in ("wan", "ltx2"))])
+@pytest.mark.full
+@pytest.mark.parametrize("change", ["every processor", "exchanged"])
+@pytest.mark.parametrize("name", ["flux", "wan", "ltx2"])
 def test_exchanged_parts_of_compiled_blocks_are_followed_exactly(run_ranks: RankPool, name: str, change: str) -> None:
     for output, gradient in run_ranks(2, _followed, name, "ring", change, True, timeout_s=240):
         assert output < 1e-6  # the compiler may see the lifted casts otherwise

@@ -14,6 +14,7 @@ import torch
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from tests.harness import warm
 
 SAVES = {"full": save_checkpoint, "distributed": save_shards}
 
@@ -43,7 +44,7 @@ _LIMITED = (
 @pytest.mark.parametrize("format", SAVES)
 def test_a_file_that_cannot_grow(tmp_path: Path, format: str) -> None:
     command = [sys.executable, "-c", _LIMITED, str(tmp_path / "checkpoints"), format]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm.run(command, timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
 
 

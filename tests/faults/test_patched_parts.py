@@ -52,7 +52,7 @@ def _errors(world: int, how: str, name: str) -> tuple[float, float]:
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_changes_anywhere_in_a_block_are_followed_exactly(run_ranks: RankPool, world: int) -> None:
     for errors in run_ranks(world, _followed, "eager", list(FOLLOWED)):
         assert not {name: x for name, x in errors.items() if max(x) > _EXACT}

@@ -20,6 +20,7 @@ from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.training.records import read_metrics
 from tests.e2e.recipe import ROOT, ranks_of, started
 from tests.e2e.test_sweep import SWEEPING, TORCHRUN
+from tests.harness import warm
 
 LIMIT_S = 100.0
 SAME_MOMENT = "${output_root}/${now:%Y}"  # a name with the time, and equal for all runs of a test
@@ -27,7 +28,7 @@ SAME_MOMENT = "${output_root}/${now:%Y}"  # a name with the time, and equal for 
 
 def start(stack: ExitStack, *arguments: str, cwd: Path, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     """The sweep test's recipe, which trains nothing, without a folder of its own."""
-    process = subprocess.Popen(
+    process = (subprocess.Popen if launcher else warm.Popen)(
         [sys.executable, *launcher, str(SWEEPING), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

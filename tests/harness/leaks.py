@@ -11,6 +11,8 @@ from multiprocessing import forkserver, resource_tracker
 import psutil
 import torch.distributed as dist
 
+from tests.harness import warm
+
 _GRACE_S = 2.0
 _OF_INDUCTOR = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
 _IGNORED = ("PYTEST_CURRENT_TEST", *_OF_INDUCTOR)  # inductor sets its variables when it is first used
@@ -64,10 +66,11 @@ def left_behind(before: Surroundings) -> list[str]:
 
 
 def _children() -> frozenset[int]:
-    """Running direct children, without those that serve the rank pool (its workers are the fork server's)."""
+    """Running direct children, without those that serve the harness (the rank pool's workers are the fork server's)."""
     harness = {
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),
+        warm.server_pid(),
     }
     return frozenset(
         child.pid

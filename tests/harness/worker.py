@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import signal
@@ -33,6 +34,8 @@ IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r"`FluxPosEmbed` is deprecated.*", FutureWarning, r".*"),
     # diffusers' flow schedulers, given their timesteps as a tensor
     (r"__array__ implementation.*", DeprecationWarning, r"diffusers\.schedulers\..*"),
+    # data workers that Python forks, since 3.12
+    (r".*multi-threaded, use of fork\(\) may lead to deadlocks.*", DeprecationWarning, r".*"),
     # Mochi asks for float32 autocast, on a CPU too
     (r"In CPU autocast, but the target dtype.*", UserWarning, r"diffusers\..*"),
 )
@@ -72,6 +75,8 @@ def serve(connection: Connection, log_path: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     torch.set_num_threads(1)
+    if sys.version_info < (3, 14):  # Python's own choice; a fork server's children would start fork servers instead,
+        multiprocessing.set_start_method("fork", force=True)  # so that each data worker imports torch again
     gc.freeze()
     while True:
         try:

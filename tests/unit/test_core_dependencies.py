@@ -14,10 +14,12 @@ PROJECT = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text
 OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
+    "finetune/lora.py": {"peft"},
     "media/decoder.py": {"av"},
+    "precompute/terminal.py": {"transformers"},
 }
-# Imported as another name than their distribution's, or required by a core dependency.
-BROUGHT_ALONG = {"PIL", "lightning_utilities", "tqdm", "typing_extensions"}  # by diffusers and lightning
+# Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
+BROUGHT_ALONG = {"PIL", "huggingface_hub", "lightning_utilities", "tqdm", "typing_extensions"}
 
 
 def _imported() -> set[tuple[str, str]]:

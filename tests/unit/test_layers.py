@@ -15,7 +15,7 @@ LAYERS = (
     {"vae"},
     {"data", "media", "training", "checkpoint", "sampling", "launch", "latent_cache", "pipelines"},
     {"strategies", "objectives"},
-    {"fabric", "pytorch", "callbacks", "export", "family_check", "precompute", "_register"},
+    {"fabric", "pytorch", "callbacks", "export", "family_check", "finetune", "precompute", "_register"},
     {"app"},
     {"__init__"},
 )

@@ -24,7 +24,7 @@ from lightning_cp.media import find_sources
 from lightning_cp.objectives import objective_for
 from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines.encoders import components_on
-from lightning_cp.precompute import encode_captions, encode_sources
+from lightning_cp.precompute import Loader, encode_captions, encode_sources
 
 _WARM_UPS = 2
 
@@ -117,14 +117,14 @@ def _media(
         with components_on(pipe, family.components.media, device):
             while True:
                 with _new_writer(family) as writer:
+                    loader = Loader(folder / "files", [size], writer.done_ids(), writer.folder)
                     clock.start()
                     _, skipped = encode_sources(
                         pipe,
                         family,
                         sources,
                         writer,
-                        root=folder / "files",
-                        buckets=[size],
+                        loader=loader,
                         workers=config.data.readers,
                         report=clock.finished,
                     )

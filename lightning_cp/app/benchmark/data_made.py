@@ -5,7 +5,6 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 from fractions import Fraction
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,11 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
     Text has as many positions in a batch as the subject's argument, not the 512 of the published weights.
     """
     from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+    from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel  # type: ignore[attr-defined]
 
-    transformers: Any = import_module("transformers")  # its lazy names have no types
     _, channels, *_ = config.inputs.hidden_states
     _, positions, width = config.inputs.encoder_hidden_states
-    encoder = transformers.UMT5Config(
+    encoder = UMT5Config(
         vocab_size=len(_VOCABULARY),
         d_model=width,
         d_kv=width // 8,
@@ -52,8 +51,8 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
         dropout_rate=0.0,
     )
     pipe = WanPipeline(
-        tokenizer=transformers.T5TokenizerFast(vocab=_VOCABULARY, extra_ids=0, model_max_length=positions),
-        text_encoder=transformers.UMT5EncoderModel(encoder).eval(),
+        tokenizer=T5TokenizerFast(vocab=_VOCABULARY, extra_ids=0, model_max_length=positions),
+        text_encoder=UMT5EncoderModel(encoder).eval(),  # type: ignore[no-untyped-call]
         vae=AutoencoderKLWan(
             base_dim=config.data.vae_width, z_dim=channels, latents_mean=[0.0] * channels, latents_std=[1.0] * channels
         ).eval(),

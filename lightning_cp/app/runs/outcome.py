@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum, unique
@@ -87,6 +88,6 @@ def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
     rows = csv.DictReader(complete_lines.decode(errors="replace").splitlines())
     for row in rows:
         try:
-            yield {name: float(value) for name, value in row.items()}
+            yield {name: math.nan if (name, value) == ("val_loss", "") else float(value) for name, value in row.items()}
         except (TypeError, ValueError) as error:  # too few or too many values, or not a number
             raise ValueError(f"{metrics} is damaged in line {rows.line_num}: {list(row.values())}") from error

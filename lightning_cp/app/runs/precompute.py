@@ -3,14 +3,16 @@
 Imports neither torch nor diffusers.
 """
 
+import os
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import CheckedRun, resolve
+from lightning_cp.app.runs.run_folder import check_writable
 from lightning_cp.app.settings.table import Setting, SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import resolve_world
-from lightning_cp.launch.external import LauncherEnv
+from lightning_cp.launch.external import LauncherEnv, is_first
 from lightning_cp.launch.machine import Machine
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf
 
@@ -44,9 +46,27 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     for setting in _SETTINGS:
         setting.check(config)
     _check_sizes(config)
-    path = Path(str(read(config, "data.path")))
-    if not path.exists():
-        raise SettingsError(f"data.path={path} does not exist: it must be a folder of media, or a .csv or .jsonl table")
+    path, output = _path(config, "data.path"), _path(config, "output")
+    _check_paths(path, output)
+    vae_ranks, devices = read(config, "precompute.vae_ranks"), _devices(config, machine, env)
+    degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
+    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
+    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
+    settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
+    name = str(read(config, "model.pretrained"))
+    source = Path(name).expanduser()
+    if not source.is_dir() and (name.count("/") != 1 or name[0] in "/.~" or source.exists()):
+        raise SettingsError(f"model.pretrained={name} is neither a folder nor an id on the Hub, such as owner/name")
+    if source.is_dir():
+        settled["model"] = {"pretrained": str(source.absolute())}
+    paths = {"output": str(output), "data": {"path": str(path)}}
+    if is_first(env):
+        check_writable(output, "output")
+    return CheckedRun(resolve(OmegaConf.merge(config, settled, paths)), world)
+
+
+def _devices(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> int | str:
+    """Return the number of ranks of this node, or "auto" if a launcher has started them."""
     vae_ranks, devices = read(config, "precompute.vae_ranks"), read(config, "devices")
     if devices == "auto" and env is None:
         devices = machine.gpus if read(config, "accelerator") != "cpu" else 0
@@ -56,12 +76,29 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     )
     if number % vae_ranks:
         raise SettingsError(f"precompute.vae_ranks={vae_ranks} must divide {source}")
-    degrees = {"strategy": {"_target_": ""}, "ring": vae_ranks, "ulysses": 1, "data_parallel": "auto"}
-    given = {name: read(config, name) for name in ("accelerator", "num_nodes")}
-    world = resolve_world(OmegaConf.create({**degrees, **given, "devices": devices}), machine, env)
-    settled = {name: value for name, value in world.settings().items() if name != "data_parallel"}
-    absolute = {"output": str(Path(str(read(config, "output"))).absolute()), "data": {"path": str(path.absolute())}}
-    return CheckedRun(resolve(OmegaConf.merge(config, settled, absolute)), world)
+    found: int | str = devices
+    return found
+
+
+def _path(config: DictConfig, key: str) -> Path:
+    return Path(str(read(config, key))).expanduser().absolute()
+
+
+def _check_paths(path: Path, output: Path) -> None:
+    if not path.exists():
+        raise SettingsError(f"data.path={path} does not exist: it must be a folder of media, or a .csv or .jsonl table")
+    if not path.is_dir() and path.suffix.lower() not in (".csv", ".jsonl"):
+        raise SettingsError(f"data.path={path} is not valid: must be a folder of media, or a .csv or .jsonl table")
+    if path.is_dir() and output.resolve().is_relative_to(path.resolve()):
+        raise SettingsError(
+            f"output={output} is not valid: it must not lie in data.path={path}, because the next run would train on "
+            "the contact sheet"
+        )
+    others = sorted(name for name in os.listdir(output) if name[0] != ".") if output.is_dir() else []
+    if others and "index.json" not in others:
+        raise SettingsError(
+            f"output={output} holds other files ({others[0][:80]}, …) and is no latent cache: use an empty folder"
+        )
 
 
 def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:

@@ -23,12 +23,13 @@ from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
 _PIPELINE_FILES = ("model_index.json", "modular_model_index.json")
+_LORA_FILE = "pytorch_lora_weights.safetensors"
 _BRANCHES = 2  # CFG branches of a run's model: conditional and unconditional
 _PIPELINE_PRECISIONS = ("32-true", "bf16-true", "16-true")
 _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _PIPELINE_DEFAULTS: dict[str, Any] = {
-    **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
+    **{"image": None, "negative_prompt": None, "call": {}, "shard": [], "lora": None},
     **{"vae": "auto", "stages": "together", "per_call": 1},
 }
 
@@ -45,7 +46,7 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
         check_format(config.format)
     except MediaError as error:
         raise SettingsError(str(error)) from None
-    source = _source(config)
+    source = {**_source(config), "lora": _lora(config)}
     with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
     if not is_single(config):  # the strategy treats CFG branches as data groups
         with_world.strategy.data_parallel = world.data_parallel * world.cfg
@@ -60,6 +61,28 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
     if not _is_file(resolved.prompts):
         resolved.prompts = _entries(resolved.prompts)
     return CheckedRun(resolved, world)
+
+
+def _lora(config: DictConfig) -> str | None:
+    """Return the folder or file of the adapter; `last` is the newest under output_root."""
+    chosen = read(config, "lora")
+    if chosen is None:
+        return None
+    if chosen != "last":
+        path = Path(str(chosen))
+        if not path.exists():
+            raise SettingsError(f"lora={chosen} does not exist: it must be last, or the folder or file of an adapter")
+        found = [path] if path.is_file() else [path / _LORA_FILE, path / "lora" / _LORA_FILE]
+        for file in found:
+            if file.is_file():
+                return str(file.absolute())
+        raise SettingsError(f"lora={chosen} has no {_LORA_FILE}, and no subfolder lora that has one")
+    root = Path(read(config, "output_root")).absolute()
+    files = sorted(root.glob(f"**/lora/{_LORA_FILE}"), key=lambda file: file.stat().st_mtime)
+    files = [file for file in files if file.parent.parent.name != "best"]
+    if not files:
+        raise SettingsError(f"lora=last found no adapter under output_root={root}: fine-tune with recipes/train.py")
+    return str(files[-1])
 
 
 def _source(config: DictConfig) -> dict[str, Any]:

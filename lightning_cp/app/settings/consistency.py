@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.config import KERNEL_NAMES
 
@@ -30,10 +31,13 @@ _MIN_PIXELS = 8  # side of a digit, in pixels
 
 def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: str) -> None:
     """Run all checks below. Raises: SettingsError: the first contradiction."""
-    check_data(config)
-    check_batch(config, data_parallel)
+    if is_finetuning(config):
+        check_finetuning(config, data_parallel=data_parallel)
+    else:
+        check_data(config)
+        check_batch(config, data_parallel)
+        check_model(config)
     check_trace(config)
-    check_model(config)
     check_device(config, accelerator)
     if read(config, "kernel") == "sage":
         raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")

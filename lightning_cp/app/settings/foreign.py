@@ -57,6 +57,7 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     Raises: SettingsError: the file is damaged, exceeds a limit, lacks a key, or needs `trust`.
     """
     config = _load(path)
+    _refuse_finetuning(config, path.parent.parent)
     _rename_classes(config.get("model"))
     replace_earlier_names(config)
     if not trust:
@@ -92,6 +93,19 @@ def check_model_classes(node: Any, path: Path | str, key: str = "model") -> None
         )
     for name, value in _children(node, key):
         check_model_classes(value, path, name)
+
+
+def _refuse_finetuning(config: dict[str, Any], run: Path) -> None:
+    """Raise SettingsError for the run of a fine-tuning: its checkpoints lack the pipeline and the frozen weights."""
+    model = config.get("model")
+    pretrained = model.get("pretrained") if isinstance(model, dict) else None
+    if not isinstance(model, dict) or pretrained is None:
+        return
+    way = f"use source={pretrained} lora={run}"
+    if config.get("lora") is None:
+        component = model.get("component")
+        way = f"put {run / str(component)} into a copy of {pretrained}, and use that folder as the source"
+    raise SettingsError(f"source={run} is a fine-tuning of {pretrained}, which is not a pipeline: {way}")
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -133,5 +133,7 @@ def show(value: Any) -> str:
 
 def check_values(config: DictConfig) -> None:
     """Check all settings of the table. Raises: SettingsError: the first invalid setting."""
+    is_folder = read(config, "data.kind") == "folder"  # its frames are for encoding, see settings/finetune.py
     for setting in SETTINGS:
-        setting.check(config)
+        if not (is_folder and setting.key == "data.frames"):
+            setting.check(config)

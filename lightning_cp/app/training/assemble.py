@@ -1,5 +1,6 @@
 """Build the parts of a run from a composed configuration."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,16 +14,19 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
+from typing_extensions import override
 
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
-from lightning_cp.app.training.loop import Batch, LoopSettings, Steps, Watcher
+from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
+from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.objectives import FlowMatching
@@ -32,67 +36,58 @@ from lightning_cp.training.ranks import DataShard, Ranks
 
 
 @dataclass(frozen=True)
-class TrainingSetup:
-    """The data and objective of a configuration; builds model, optimizer, loader and run on the ranks.
+class TrainingSetup(ABC):
+    """The model, data and objective of a configuration; builds optimizer, loader and run on the ranks.
 
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
-        family: how data enters the denoiser.
-        objective: training objective.
     """
 
     config: DictConfig
     dataset: Any
-    family: LabelledClips
-    objective: FlowMatching
 
-    @classmethod
-    def of(cls, config: DictConfig) -> "TrainingSetup":
-        """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
-        family = LabelledClips({"num_classes": config.data.num_classes})
-        objective = FlowMatching(seed=config.seed, cond_dropout=config.cond_dropout)
-        dataset = instantiate(config.data.dataset)
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
-            raise ValueError(
-                f"data.dataset._target_={config.data.dataset._target_} must have __len__ and __getitem__: "
-                "a resumed run reads samples by index"
-            )
-        return cls(config, dataset, family, objective)
-
-    def loss(self, model: nn.Module, data: Batch, *, step: int, first_index: int) -> Tensor:
+    @abstractmethod
+    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
         """Return the loss of a batch; every rank of a context group computes it over whole samples."""
-        stored = self.family.batch(*data)
-        return self.objective.loss(model, self.family, stored, step=step, first_index=first_index)
 
+    @abstractmethod
     def denoiser(self) -> nn.Module:
-        """Build the denoiser; its weights are drawn from torch's global generator."""
-        module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
+        """Build the model to train; new weights are drawn from torch's global generator."""
+
+    @abstractmethod
+    def sampler(self, data_shard: DataShard) -> OrderSampler:
+        """Build the sampler of this data rank's share of each batch."""
+
+    @property
+    @abstractmethod
+    def tokens(self) -> int:
+        """Tokens per sample, on average, for tokens/s."""
+
+    def validate(self, run: Run) -> float | None:
+        """Return the validation loss, if it is due after this step. Call it on every rank. Default: None."""
+        return None
+
+    def finish(self, run: Run) -> None:  # noqa: B027
+        """Export what the run trained. Call it on every rank at the end. Default: nothing."""
+
+    def checkpointed(self, transformer: Any) -> None:
+        """Enable the activation checkpointing of the settings."""
         if self.config.activation_checkpointing == "full":
-            module.transformer.enable_gradient_checkpointing()
+            transformer.enable_gradient_checkpointing()
         if self.config.activation_checkpointing == "selective":
-            module.transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
-        built: nn.Module = module
-        return built
+            transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
-        """Build the optimizer of the denoiser."""
-        built: Optimizer = instantiate(self.config.optim, params=list(parameters))
+        """Build the optimizer of the parameters that are trained."""
+        built: Optimizer = instantiate(self.config.optim, params=[x for x in parameters if x.requires_grad])
         return built
 
-    def sampler(self, data_shard: DataShard) -> GlobalBatchSampler:
-        """Build the sampler of this data rank's share of each batch."""
-        config = self.config
-        return GlobalBatchSampler(
-            len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
-        )
-
-    def loader(self, sampler: GlobalBatchSampler, data_shard: DataShard) -> DataLoader[Batch]:
+    def loader(self, sampler: OrderSampler, data_shard: DataShard) -> DataLoader[Any]:
         """Build an endless loader that starts at the sampler's position."""
         return EndlessLoader(
             self.dataset,
+            collate_fn=getattr(self.dataset, "collate", None),
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
             worker_init_fn=worker_init_fn(self.config.seed, data_shard.rank),
@@ -103,7 +98,7 @@ class TrainingSetup:
         self,
         ranks: Ranks,
         data_shard: DataShard,
-        sampler: GlobalBatchSampler,
+        sampler: OrderSampler,
         *,
         model: nn.Module,
         module: nn.Module,
@@ -144,7 +139,7 @@ class TrainingSetup:
             lr=config.optim.lr,
             warmup_steps=config.warmup_steps,
             checkpoint_every=config.checkpoint_every,
-            tokens=sequence_length(config) or 0,
+            tokens=self.tokens,
         )
         watchers: list[Watcher] = []
         if run.is_first:
@@ -163,7 +158,77 @@ class TrainingSetup:
         trace = StepTrace(config.trace_step, run.folder.trace(run.ranks.global_rank))
         open_writer = stack.enter_context(writer)
         guard = StepGuard(config.on_nonfinite, scaler)
-        return Steps(run, settings, open_writer, trace=trace, guard=guard, watchers=watchers, after_step=after_step)
+        return Steps(
+            run,
+            settings,
+            open_writer,
+            trace=trace,
+            guard=guard,
+            watchers=watchers,
+            validate=self.validate,
+            after_step=after_step,
+        )
+
+
+@dataclass(frozen=True)
+class FromScratch(TrainingSetup):
+    """Training of a small denoiser with class labels, the main job.
+
+    Args:
+        family: how data enters the denoiser.
+        objective: training objective.
+    """
+
+    family: LabelledClips
+    objective: FlowMatching
+
+    @classmethod
+    def of(cls, config: DictConfig) -> "FromScratch":
+        """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
+        family = LabelledClips({"num_classes": config.data.num_classes})
+        objective = FlowMatching(seed=config.seed, cond_dropout=config.cond_dropout)
+        dataset = instantiate(config.data.dataset)
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+        ):
+            raise ValueError(
+                f"data.dataset._target_={config.data.dataset._target_} must have __len__ and __getitem__: "
+                "a resumed run reads samples by index"
+            )
+        return cls(config, dataset, family, objective)
+
+    @override
+    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
+        stored = self.family.batch(*data)
+        return self.objective.loss(model, self.family, stored, step=step, first_index=first_index)
+
+    @override
+    def denoiser(self) -> nn.Module:
+        module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
+        self.checkpointed(module.transformer)
+        built: nn.Module = module
+        return built
+
+    @override
+    def sampler(self, data_shard: DataShard) -> OrderSampler:
+        config = self.config
+        return GlobalBatchSampler(
+            len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
+        )
+
+    @property
+    @override
+    def tokens(self) -> int:
+        return sequence_length(self.config) or 0
+
+
+def setup_of(config: DictConfig) -> TrainingSetup:
+    """Build the setup of a configuration: fine-tuning with `model=pretrained`, otherwise training from scratch."""
+    if not is_finetuning(config):
+        return FromScratch.of(config)
+    from lightning_cp.app.training.finetune import FineTune
+
+    return FineTune.of(config)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -18,8 +18,6 @@ from lightning_cp.launch.stopping import Stopped
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 
-Batch = tuple[Tensor, Tensor]
-
 
 @dataclass(frozen=True)
 class StepReport:
@@ -28,6 +26,7 @@ class StepReport:
     Attributes:
         loss: mean over the global batch. grad_norm: gradient norm before clipping.
         skipped: number of updates skipped so far because a loss or gradient was not finite.
+        val_loss: validation loss after this step; NaN if it was not validated.
     """
 
     step: int
@@ -37,6 +36,7 @@ class StepReport:
     step_time_s: float
     tokens_per_s: float
     skipped: int = 0
+    val_loss: float = math.nan
 
 
 class Watcher(Protocol):
@@ -83,6 +83,7 @@ class Steps:
         trace: profiler trace of one step; may be disabled.
         guard: handles steps with a non-finite loss or gradient.
         watchers: called with the report of every step, on the first rank.
+        validate: called after every step, on every rank; returns the validation loss if it is due.
         after_step: called after every step, on every rank.
     """
 
@@ -95,10 +96,12 @@ class Steps:
         trace: StepTrace,
         guard: StepGuard,
         watchers: Sequence[Watcher] = (),
+        validate: Callable[[Run], float | None] = lambda _: None,
         after_step: Callable[[Run], None] | None = None,
     ) -> None:
         self._run, self._settings, self._writer = run, settings, writer
-        self._trace, self._guard, self._watchers, self._after_step = trace, guard, watchers, after_step
+        self._trace, self._guard, self._watchers = trace, guard, watchers
+        self._validate, self._after_step = validate, after_step
         self._ended = time.perf_counter()
         self._loss = self._norm = float("nan")
         self._request, self._updates = 0, True
@@ -213,6 +216,12 @@ class Steps:
         seconds = self._ended - before
         tokens = state.sampler.batch_size * self._settings.tokens
         rate = self._settings.lr_at(state.step)
-        report = StepReport(state.step, self._loss, rate, self._norm, seconds, tokens / seconds, state.skipped)
+        found = self._validate(self._run)
+        val_loss = math.nan if found is None else found
+        report = StepReport(
+            state.step, self._loss, rate, self._norm, seconds, tokens / seconds, state.skipped, val_loss
+        )
         for watcher in self._watchers if self._run.is_first else ():
             watcher.watch(report)
+        if found is not None:
+            self._ended = time.perf_counter()  # validation is no part of the next step

@@ -15,15 +15,18 @@ class WithPrecision(nn.Module):
         precision: `fabric.strategy.precision` or `trainer.precision_plugin`.
     """
 
+    model: nn.Module
+    precision: Precision
+
     def __init__(self, model: nn.Module, precision: Precision) -> None:
         super().__init__()
-        self.model, self._precision = model, precision
+        self.model, self.precision = model, precision
 
     @override
     def forward(self, *args: Any) -> Tensor:
         """Convert the inputs, run the model in the precision's context and convert its output, as Lightning does."""
-        inputs = self._precision.convert_input(args)
-        with self._precision.forward_context():
+        inputs = self.precision.convert_input(args)
+        with self.precision.forward_context():
             out = self.model(*inputs)
-        converted: Tensor = self._precision.convert_output(out)
+        converted: Tensor = self.precision.convert_output(out)
         return converted

@@ -1,6 +1,7 @@
 """Record a run: metrics.csv, the loss curve, the progress bar."""
 
 import csv
+import math
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -57,7 +58,8 @@ class MetricsFile(Watcher):
 
 
 def _cells(report: StepReport) -> list[int | str]:
-    return [value if isinstance(value, int) else f"{value:.8g}" for value in asdict(report).values()]
+    cells = {name: x if isinstance(x, int) else f"{x:.8g}" for name, x in asdict(report).items()}
+    return [*{**cells, "val_loss": "" if math.isnan(report.val_loss) else cells["val_loss"]}.values()]
 
 
 def read_metrics(path: Path) -> list[StepReport]:
@@ -65,11 +67,12 @@ def read_metrics(path: Path) -> list[StepReport]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     rows = list(read_rows(path))
-    missing = [name for name in COLUMNS if rows and name not in rows[0] and name != "skipped"]
+    missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in ("skipped", "val_loss")]
     if missing:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     integer_columns = ("step", "skipped")
-    cells = [{name: row.get(name, 0.0) for name in COLUMNS} for row in rows]
+    defaults = {"skipped": 0.0, "val_loss": math.nan}
+    cells = [{name: row.get(name, defaults.get(name, 0.0)) for name in COLUMNS} for row in rows]
     return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
 
 

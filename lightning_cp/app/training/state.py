@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
-from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.data.random_state import random_states, restore_random_states
+from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.training.ema import WeightAverage, full_tensor
 
 
@@ -44,7 +44,7 @@ class TrainState:
     module: nn.Module
     optimizer: Optimizer
     average: WeightAverage
-    sampler: GlobalBatchSampler
+    sampler: OrderSampler
     seed: int
     step: int = 0
     skipped: int = 0
@@ -87,12 +87,15 @@ class TrainState:
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if not is_sharded:
-            expected = {f"model.{name}": tuple(x.shape) for name, x in self.module.state_dict().items()}
+            frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
+            named = ((name, x) for name, x in self.module.state_dict().items() if name not in frozen)
+            expected = {f"model.{name}": tuple(x.shape) for name, x in named}
             saved_shapes = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
             check_same_tensors(expected, saved_shapes, folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
-        options = StateDictOptions(full_state_dict=not is_sharded)
-        set_model_state_dict(self.module, saved.states["model"], options=options)
+        options = StateDictOptions(full_state_dict=not is_sharded, ignore_frozen_params=True)
+        trained = StateDictOptions(full_state_dict=not is_sharded, strict=False)  # frozen weights are not stored
+        set_model_state_dict(self.module, saved.states["model"], options=trained)
         self.average.load_state_dict(saved.states["average"])
         current_settings = [
             {key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups
@@ -107,7 +110,7 @@ class TrainState:
         return random_states(self.sampler.data_rank, self.sampler.data_size)
 
     def _states(self, *, shards: bool) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards)
+        options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards, ignore_frozen_params=True)
         if not self.bare_optimizer.state:
             self._create_optimizer_state(options)
         return {

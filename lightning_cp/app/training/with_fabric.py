@@ -8,7 +8,7 @@ from hydra.utils import instantiate
 from lightning.fabric import Fabric
 from omegaconf import DictConfig
 
-from lightning_cp.app.training.assemble import TrainingSetup
+from lightning_cp.app.training.assemble import setup_of
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard
@@ -20,7 +20,7 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     with quiet_lightning():
         fabric.launch()
     fabric.seed_everything(config.seed, verbose=False)  # same seed on all ranks, so that they build the same weights
-    setup = TrainingSetup.of(config)
+    setup = setup_of(config)
     data_shard = DataShard.of(fabric.strategy)
     sampler = setup.sampler(data_shard)
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
@@ -44,4 +44,5 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
             if steps.are_done:
                 break
         check_is_done(run, config.max_steps)
+        setup.finish(run)
         at_end(run)

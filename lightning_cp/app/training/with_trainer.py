@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from lightning_cp.app.training.assemble import TrainingSetup
-from lightning_cp.app.training.loop import Batch, Steps
+from lightning_cp.app.training.assemble import TrainingSetup, setup_of
+from lightning_cp.app.training.loop import Steps
 from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.checkpoint import parse_manifest
@@ -66,10 +66,11 @@ class FlowModule(LightningModule):
         self.steps = self._setup.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
         if self.steps.are_done:
             self.on_train_start()
+            self._setup.finish(self.run)
             self._at_end(self.run)  # the Trainer calls no training hooks if no steps are left
 
     @override
-    def train_dataloader(self) -> DataLoader[Batch]:
+    def train_dataloader(self) -> DataLoader[Any]:
         return self._setup.loader(self.run.state.sampler, self.run.data_shard)
 
     @override
@@ -81,7 +82,7 @@ class FlowModule(LightningModule):
         self.steps.begin()
 
     @override
-    def training_step(self, data: Batch, _: int) -> Tensor:
+    def training_step(self, data: Any, _: int) -> Tensor:
         state = self.run.state
         loss = self._setup.loss(self.denoiser, data, step=state.step, first_index=state.sampler.first_index)
         self._loss = loss.detach()
@@ -104,6 +105,7 @@ class FlowModule(LightningModule):
     @override
     def on_train_end(self) -> None:
         check_is_done(self.run, self._setup.config.max_steps)
+        self._setup.finish(self.run)
         self._at_end(self.run)
 
 
@@ -115,4 +117,4 @@ def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_e
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
         trainer: Trainer = instantiate(config.trainer, max_steps=config.max_steps - done)
-        trainer.fit(FlowModule(TrainingSetup.of(config), stack, after_step, at_end))
+        trainer.fit(FlowModule(setup_of(config), stack, after_step, at_end))

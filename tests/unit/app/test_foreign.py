@@ -16,7 +16,7 @@ from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch import Machine
 
 CONF = Path(__file__).parents[3] / "conf"
-MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml"))
+MODELS = sorted(path.stem for path in (CONF / "model").glob("*.yaml") if path.stem != "pretrained")
 
 
 def trained(*overrides: str) -> dict[str, Any]:

@@ -1,15 +1,16 @@
 """A writer that is killed at any moment leaves a whole checkpoint."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.harness import warm
+
 
 def steps_after_kills(folder: Path, format: str, when: str) -> list[list[int]]:
     command = [sys.executable, "-m", "tests.unit.checkpoint.killed", str(folder), format, when]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm.run(command, timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return [[int(word) for word in line.split()] for line in ended.stdout.splitlines()]
 

@@ -200,7 +200,7 @@ def test_the_report_says_what_happens_to_leftovers(caplog: pytest.LogCaptureFixt
         BucketBatchSampler(KEYS, 4, data_rank=1, data_size=2)
     info, warning = caplog.records  # of the first rank only
     assert info.getMessage() == sampler.report()
-    assert f"28 samples in 4 buckets, {len(sampler)} batches of 4 in epoch 0" in sampler.report()
+    assert f"28 samples, {len(sampler)} batches of 4 in epoch 0, by size:" in sampler.report()
     assert "bucket wide: 11 samples, 2.75 batches; the last 3 of an epoch go into a batch of the next" in info.message
     assert "bucket square: 8 samples, 2 batches\n" in info.message
     assert warning.levelno == logging.WARNING

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch
-from lightning_cp.objectives import Diffusion, FlowMatching, LogitNormal, Uniform, objective_for
-from lightning_cp.objectives.density import shifted
+from lightning_cp.objectives import Diffusion, FlowMatching, LogitNormal, Objective, Uniform, objective_for
+from lightning_cp.objectives.density import shifted, unshifted
 
 LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())
 
@@ -187,6 +187,82 @@ def test_a_range_that_is_never_drawn_is_an_error() -> None:
 def test_sigma_ranges_hold() -> None:
     times = FlowMatching(seed=0, sigma_range=(0.875, 1.0), shift=3.0).noised(Clips(), batch(), step=0).times
     assert ((times > 0.875) & (times <= 1)).all()
+
+
+RULE = ResolutionShift(base_tokens=0, max_tokens=24, base_shift=0.0, max_shift=2.0)  # exp(1) for 12 tokens
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [
+        FlowMatching(seed=0),
+        FlowMatching(seed=0, shift=5.0),
+        FlowMatching(seed=0, density=Uniform(), shift=RULE),
+        FlowMatching(seed=0, density=LogitNormal(mean=-0.5, std=1.7), shift=3.0, sigma_range=(0.3, 0.9)),
+        FlowMatching(seed=0, density=Uniform(), shift=3.0, sigma_range=(0.875, 1.0)),
+        FlowMatching(seed=0, sigma_range=(0.0, 0.4)),
+        Diffusion(seed=0),
+        Diffusion(seed=0, time_range=(300, 307)),
+    ],
+    ids=lambda objective: repr(objective),
+)
+def test_quantiles_are_those_of_the_drawn_times(objective: Objective) -> None:
+    """The share of drawn times below the quantile is p, to 4.5 standard deviations of 4000 draws."""
+    diffuses = isinstance(objective, Diffusion)
+    family = Clips(prediction="epsilon", alphas_cumprod=LEVELS) if diffuses else Clips()
+    clean = torch.zeros(4000, 1, 3, 2, 2)
+    drawn = objective.times(family, clean, step=0, first_index=0)
+    for p in (0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99):
+        found = objective.times_at(family, clean[:2], p)
+        assert found.shape == (2,)
+        assert found.dtype == drawn.dtype
+        (time,) = set(found.tolist())
+        below, up_to = (drawn < time).double().mean(), (drawn <= time).double().mean()
+        tolerance = 4.5 * (p * (1 - p) / len(drawn)) ** 0.5
+        assert below - tolerance < p < up_to + tolerance, (p, time)
+        assert drawn.min() <= time <= drawn.max() or p in (0.01, 0.99)
+
+
+@pytest.mark.parametrize("p", [1e-9, 0.5, 1 - 1e-16])
+@pytest.mark.parametrize("sigma_range", [(0.0, 1.0), (0.875, 1.0), (0.0, 0.875), (0.4, 0.6)])
+@pytest.mark.parametrize("shift", [0.2, 1.0, 12.0])
+def test_quantiles_are_within_the_range(p: float, sigma_range: tuple[float, float], shift: float) -> None:
+    for density in (Uniform(), LogitNormal(), LogitNormal(mean=1.5)):
+        objective = FlowMatching(seed=0, density=density, shift=shift, sigma_range=sigma_range)
+        time = objective.times_at(Clips(), batch()["pixels"], p)[0]
+        low, high = torch.tensor(sigma_range)
+        assert low <= time <= high
+
+
+def test_a_quantile_of_a_range_that_is_never_drawn_is_an_error() -> None:
+    objective = FlowMatching(seed=0, sigma_range=(0.5, 0.500001))
+    with pytest.raises(ValueError, match=r"fewer than 1 of 10000 times is in sigma_range=\(0.5, 0.500001\)"):
+        objective.times_at(Clips(), batch()["pixels"], 0.5)
+    with pytest.raises(ValueError, match="time_range=\\(0, 2000\\) must be"):
+        Diffusion(seed=0, time_range=(0, 2000)).times_at(Clips(alphas_cumprod=LEVELS), batch()["pixels"], 0.5)
+
+
+@pytest.mark.parametrize("density", [Uniform(), LogitNormal(), LogitNormal(mean=-1.0, std=0.3), LogitNormal(std=400.0)])
+def test_quantile_inverts_the_distribution_function(density: Any) -> None:
+    assert density.cdf(0.0) == 0
+    assert density.cdf(1.0) == 1
+    for p in (0.1, 0.5, 0.9):
+        sigma = density.quantile(p)
+        assert 0 <= sigma <= 1
+        if 1e-3 < sigma < 0.999:
+            assert density.cdf(sigma) == pytest.approx(p, abs=1e-12)
+            assert unshifted(shifted(sigma, 3.0), 3.0) == pytest.approx(sigma, abs=1e-15)
+
+
+def test_given_times_replace_the_drawn_ones_and_nothing_else() -> None:
+    objective = FlowMatching(seed=0)
+    drawn = objective.noised(Clips(), batch(), step=4)
+    given = objective.noised(Clips(), batch(), step=4, times=torch.full((6,), 0.25))
+    assert given.times.tolist() == [0.25] * 6
+    assert torch.equal(given.target, drawn.target)
+    assert torch.allclose(given.noisy, batch()["pixels"] + 0.25 * given.target, atol=1e-6)
+    same = objective.sample_losses(Linear(), Clips(), batch(), step=4, first_index=0, times=drawn.times)
+    assert torch.equal(same, objective.sample_losses(Linear(), Clips(), batch(), step=4, first_index=0))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Check the settings of fine-tuning (model=pretrained) against the files that they name.
+
+Imports neither torch nor diffusers.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.app.settings.table import Setting, SettingsError, read, show
+from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
+
+_NULL = OneOf((None,))
+_SETTINGS = (
+    Setting("model.pretrained", Text()),
+    Setting("model.component", Text()),
+    Setting("model.dtype", OneOf(("float32", "bfloat16"))),
+    Setting("model.compile", OneOf((True, False))),
+    Setting("lora.rank", Integer(1)),
+    Setting("lora.alpha", Either(_NULL, Number(above=0))),
+    Setting("lora.file", Either(_NULL, Text())),
+    Setting("objective.guidance", Either(_NULL, Number(minimum=0))),
+    Setting("objective.shift", Either(_NULL, Number(above=0))),
+    Setting("objective.sigma_range", Either(_NULL, Each(Number(minimum=0, maximum=1), 2))),
+    Setting("objective.time_range", Either(_NULL, Each(Integer(0), 2))),
+    Setting("objective.sample_posterior", OneOf((None, True, False))),
+    Setting("validation.every", Either(_NULL, Integer(1))),
+    Setting("data.path", Text()),
+    Setting("data.validation", Integer(0)),
+    Setting("data.leftovers", OneOf(("carry", "drop", "repeat"))),
+    Setting("data.fps", Either(_NULL, Number(above=0))),
+    Setting("data.captions", OneOf(("required", "optional"))),
+)
+
+
+def is_finetuning(config: DictConfig) -> bool:
+    """Return True if the model is a pretrained one, or the data are for one."""
+    return "pretrained" in _keys(config, "model") or "path" in _keys(config, "data")
+
+
+def _keys(config: DictConfig, group: str) -> list[str]:
+    """Return the keys of a group; `in` would not find those whose value is missing ("???")."""
+    return list(config[group]) if OmegaConf.is_dict(config.get(group)) else []
+
+
+def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
+    """Check settings, pipeline folder and data. Raises: SettingsError: the first error found."""
+    if "pretrained" not in _keys(config, "model"):
+        raise SettingsError("data=latents and data=folder need model=pretrained, or experiment=finetune_<family>")
+    if "path" not in _keys(config, "data"):
+        raise SettingsError("model=pretrained needs data=latents or data=folder")
+    for group, name, example in (("model", "pretrained", "my-pipeline"), ("data", "path", "latents")):
+        if OmegaConf.is_missing(config[group], name):
+            raise SettingsError(f"{group}.{name} must be given, for example {group}.{name}={example}")
+    for setting in _SETTINGS:
+        setting.check(config)
+    _check_lora(config)
+    _check_lists(config)
+    _check_transformer(config)
+    samples = _check_data(config)
+    held_out, every = read(config, "data.validation"), read(config, "validation.every")
+    if (every is None) != (held_out == 0):
+        raise SettingsError(
+            f"validation.every={show(every)} and data.validation={held_out} belong together: set both, or neither"
+        )
+    if samples is not None and held_out >= samples:
+        raise SettingsError(f"data.validation={held_out} must be less than {samples}, the number of samples")
+    batch = read(config, "batch_size")
+    if batch % data_parallel:
+        raise SettingsError(f"batch_size={batch} is the global batch and must be a multiple of {data_parallel} groups")
+
+
+def _check_lora(config: DictConfig) -> None:
+    """Check the adapter's settings."""
+    lora = config.get("lora")
+    if lora is None:
+        return
+    if not OmegaConf.is_dict(lora):
+        raise SettingsError(f"lora={show(lora)} is not valid: must be null, or settings such as lora.rank=16")
+    targets, file, precision = read(config, "lora.targets"), read(config, "lora.file"), read(config, "precision")
+    if isinstance(targets, str):
+        try:
+            re.compile(targets)
+        except re.error as error:
+            raise SettingsError(f"lora.targets={targets} is not a valid regular expression: {error}") from None
+    elif targets is not None and not (isinstance(targets, list) and targets and all(map(Text().passes, targets))):
+        raise SettingsError(
+            f"lora.targets={show(targets)} is not valid: must be a list of names such as [to_q,to_v], or a regular "
+            "expression"
+        )
+    if file is not None and not Path(file).exists():
+        raise SettingsError(f"lora.file={file} does not exist: it must be the folder or file of an adapter")
+    if str(precision).endswith("-true") and precision != "32-true":
+        raise SettingsError(
+            f"precision={precision} would also convert the adapters, which are trained in float32: use "
+            "model.dtype=bfloat16 for the base, with precision=32-true or bf16-mixed"
+        )
+
+
+def _check_lists(config: DictConfig) -> None:
+    """Check quantiles and ranges."""
+    quantiles = read(config, "validation.quantiles")
+    rule = Number(above=0, below=1)
+    if not (isinstance(quantiles, list) and quantiles and all(map(rule.passes, quantiles))) or len(
+        set(quantiles)
+    ) < len(quantiles):
+        raise SettingsError(
+            f"validation.quantiles={show(quantiles)} is not valid: must be a list of different numbers between 0 and 1"
+        )
+    for key in ("objective.sigma_range", "objective.time_range"):
+        chosen = read(config, key)
+        if chosen is not None and chosen[0] >= chosen[1]:
+            raise SettingsError(f"{key}={show(chosen)} is not valid: the first number must be less than the second")
+
+
+def _check_transformer(config: DictConfig) -> None:
+    """Check the component and its number of heads, if the pipeline is a local folder."""
+    source, component = Path(str(read(config, "model.pretrained"))), read(config, "model.component")
+    if not source.is_dir():
+        if source.is_absolute() or str(source).startswith((".", "~")) or str(source).count("/") != 1:
+            raise SettingsError(f"model.pretrained={source} is no folder: it must be a pipeline's folder, or a Hub id")
+        return
+    index = _read(source / "model_index.json", "model.pretrained")
+    listed = [name for name, value in index.items() if isinstance(value, list)]
+    names = [name for name in listed if (source / name / "config.json").is_file()]
+    if component not in names:
+        raise SettingsError(
+            f"model.component={component} is not in {source}, which has {', '.join(sorted(names)) or 'no models'}"
+        )
+    settings = _read(source / component / "config.json", "model.pretrained")
+    heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
+    if isinstance(heads, int) and ulysses > heads:
+        raise SettingsError(
+            f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {source / component}"
+        )
+
+
+def _check_data(config: DictConfig) -> int | None:
+    """Check the data's path. Returns: number of samples of a cache."""
+    path = Path(str(read(config, "data.path")))
+    if not path.exists():
+        raise SettingsError(f"data.path={path} does not exist")
+    if read(config, "data.kind") != "latents":
+        _check_encoding(config)
+        return None
+    if not (path / "index.json").is_file():
+        raise SettingsError(
+            f"data.path={path} is no latent cache: make one with recipes/precompute.py, or use data=folder for media"
+        )
+    if not (path / "complete.json").is_file():
+        raise SettingsError(f"data.path={path} is not complete: run recipes/precompute.py again to continue it")
+    samples = _read(path / "complete.json", "data.path").get("samples")
+    return samples if isinstance(samples, int) else None
+
+
+def _check_encoding(config: DictConfig) -> None:
+    """Check sizes and frames of data=folder."""
+    sizes, frames = read(config, "data.sizes"), read(config, "data.frames")
+    pair, count = Each(Integer(1), 2), Integer(1)
+    if sizes is not None and not (isinstance(sizes, list) and sizes and all(map(pair.passes, sizes))):
+        raise SettingsError(f"data.sizes={show(sizes)} is not valid: must be null or pairs such as [[480,832]]")
+    counts = frames if isinstance(frames, list) and frames else [frames]
+    if frames is not None and not all(map(count.passes, counts)):
+        raise SettingsError(
+            f"data.frames={show(frames)} is not valid: must be null, or one or several numbers of frames, at least 1"
+        )
+
+
+def _read(path: Path, key: str) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"{key}: {path} cannot be read: {error}") from None
+    if not isinstance(values, dict):
+        raise SettingsError(f"{key}: {path} must hold a JSON object")
+    return values

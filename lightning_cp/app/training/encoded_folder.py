@@ -1,0 +1,69 @@
+"""Encode a small folder of media at the start of a run."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from lightning_cp.errors import DataError
+from lightning_cp.launch.external import launcher_env
+
+_POLL_S = 0.5
+
+
+def _rank_and_folder(run_dir: str) -> tuple[int, Path]:
+    """Return this rank and rank 0's run folder: with another launcher, ranks compose names with different times."""
+    if dist.is_initialized():
+        found = [run_dir]
+        dist.broadcast_object_list(found, src=0)
+        return dist.get_rank(), Path(found[0])
+    slurm = {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher_env(slurm) is not None:
+        raise DataError(
+            "data=folder with trainer=lightning cannot be started by torchrun or SLURM: encode the folder with "
+            "recipes/precompute.py and use data=latents, or use trainer=fabric"
+        )
+    return int(os.environ.get("RANK", "0")), Path(run_dir)
+
+
+def encoded_folder(config: DictConfig) -> Path:
+    """Encode `data.path` into the run's folder on rank 0, and return the cache's folder on every rank.
+
+    The other ranks wait; if rank 0 fails, the launcher ends them.
+
+    Raises: DataError: another launcher started the ranks, and they cannot agree on a folder yet (Trainer).
+    """
+    rank, run_folder = _rank_and_folder(config.run_dir)
+    folder = run_folder / "latents"
+    if rank:
+        while not (folder / "complete.json").is_file():
+            time.sleep(_POLL_S)
+        return folder
+    from lightning_cp.precompute import PrecomputeSettings, precompute
+
+    sizes = None if config.data.sizes is None else OmegaConf.to_container(config.data.sizes)
+    frames = OmegaConf.to_container(config.data.frames) if OmegaConf.is_list(config.data.frames) else config.data.frames
+    settings = PrecomputeSettings(
+        captions=config.data.captions,
+        sizes=sizes,  # type: ignore[arg-type]
+        frames=frames,  # type: ignore[arg-type]
+        fps=config.data.fps,
+        dtype=torch.bfloat16,
+    )
+    device = torch.device("cuda" if config.accelerator == "cuda" else "cpu")
+    result = precompute(
+        config.model.pretrained,
+        Path(config.data.path),
+        folder,
+        settings=settings,
+        device=device,
+        progress=config.progress,
+    )
+    for skipped in result.skipped[:10]:
+        print(f"skipped: {skipped.reason}", flush=True)
+    return folder

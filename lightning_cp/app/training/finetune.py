@@ -1,0 +1,221 @@
+"""Build a fine-tuning run: a pretrained transformer, a latent cache, and an adapter or all weights."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torch.utils.data import Subset
+from typing_extensions import override
+
+from lightning_cp.app.training.assemble import TrainingSetup
+from lightning_cp.app.training.encoded_folder import encoded_folder
+from lightning_cp.app.training.precision import WithPrecision
+from lightning_cp.app.training.run import Run
+from lightning_cp.data import BucketBatchSampler
+from lightning_cp.data.sampler import OrderSampler
+from lightning_cp.errors import DataError, FamilyError
+from lightning_cp.export import save_lora, save_pretrained
+from lightning_cp.families import Family, Sample, StoredBatch
+from lightning_cp.families.registry import family_class
+from lightning_cp.finetune.card import ModelCard
+from lightning_cp.finetune.load import load_transformer, meta_transformer
+from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
+from lightning_cp.latent_cache import LatentCache, LatentData
+from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.training.ranks import DataShard
+
+LORA, BEST = "lora", "best"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class LatentSubset(Subset[Sample]):
+    """Some items of a `LatentData`, with what a sampler and a loader need."""
+
+    def __init__(self, data: LatentData, items: Sequence[int]) -> None:
+        super().__init__(data, items)
+        self.collate = data.collate
+        buckets = data.buckets
+        self.buckets = [buckets[item] for item in items]
+
+    def __getitem__(self, item: Any) -> Sample:
+        number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)
+        return self.dataset[self.indices[number], epoch]
+
+    def __getitems__(self, items: list[Any]) -> list[Sample]:
+        """Return several items: `Subset` has this method, and DataLoader calls it."""
+        return [self[item] for item in items]
+
+
+@dataclass(frozen=True)
+class FineTune(TrainingSetup):
+    """Fine-tuning of a pretrained transformer.
+
+    Args:
+        cache: encoded samples.
+        family: model family of the cache.
+        objective: training objective.
+        held_out: samples for validation; None without.
+        validation_losses: losses so far, by step.
+    """
+
+    cache: LatentCache
+    family: Family
+    objective: Objective
+    held_out: HeldOutData | None = None
+    validation_losses: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: DictConfig) -> FineTune:
+        """Open the cache and build the objective. Raises: ValueError: the settings, the cache or the pipeline."""
+        cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
+        family = cache.family()
+        _check_family(config, family)
+        given = {name: value for name, value in config.objective.items() if value is not None}
+        given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
+        if "density" in given:
+            given["density"] = instantiate(given["density"])
+        try:
+            objective = objective_for(family, seed=config.seed, cond_dropout=config.cond_dropout, **given)
+        except TypeError as error:
+            kind = family.objective.prediction
+            raise ValueError(f"objective: {', '.join(given)} do not fit the {kind} of {family.name}: {error}") from None
+        data, held_out = LatentData(cache, seed=config.seed), None
+        items: Sequence[int] = range(len(data))
+        if config.data.validation:
+            sources = [row.source for row in cache.rows]
+            kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
+            rows, held_out = set(kept), HeldOutData(cache, rest)
+            items = [item for item in items if data.row_of(item) in rows]
+        return cls(config, LatentSubset(data, items), cache, family, objective, held_out)
+
+    @override
+    def loss(self, model: nn.Module, data: StoredBatch, *, step: int, first_index: int) -> Tensor:
+        return self.objective.loss(model, self.family, data, step=step, first_index=first_index)
+
+    @override
+    def denoiser(self) -> nn.Module:
+        config = self.config.model
+        load = meta_transformer if self._streams else load_transformer
+        transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
+        if self.config.lora is not None:
+            settings = LoraSettings(**_plain(self.config.lora))
+            add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
+        else:
+            transformer.requires_grad_(True)
+        transformer.train()
+        self.checkpointed(transformer)
+        if config.compile:
+            transformer.compile_repeated_blocks()
+        built: nn.Module = transformer
+        return built
+
+    @property
+    def _streams(self) -> bool:
+        """True if weights are sharded: no rank then holds the whole model."""
+        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
+
+    @override
+    def sampler(self, data_shard: DataShard) -> OrderSampler:
+        config = self.config
+        return BucketBatchSampler(
+            self.dataset.buckets,
+            config.batch_size,
+            seed=config.seed,
+            leftovers=config.data.leftovers,
+            with_epoch=True,
+            data_rank=data_shard.rank,
+            data_size=data_shard.size,
+        )
+
+    @property
+    @override
+    def tokens(self) -> int:
+        return round(sum(row.tokens for row in self.cache.rows) / len(self.cache))
+
+    @override
+    def validate(self, run: Run) -> float | None:
+        every, step = self.config.validation.every, run.state.step
+        if self.held_out is None or every is None or (step % every and step != self.config.max_steps):
+            return None
+        validation = Validation(
+            self.held_out, self.family, self.objective, quantiles=tuple(self.config.validation.quantiles)
+        )
+        model: nn.Module = run.state.model
+        context: AbstractContextManager[Any] = nullcontext()
+        if isinstance(model, WithPrecision):  # it would round the times
+            context = model.precision.forward_context()
+            model = model.model
+        with run.state.average.swapped_in(run.state.module), context:
+            loss = validation.losses(model, run.ranks, run.data_shard).loss
+            if loss < min(self.validation_losses.values(), default=math.inf):
+                self.export(run.state.module, run.folder.path / BEST)
+        self.validation_losses[step] = loss
+        return loss
+
+    @override
+    def finish(self, run: Run) -> None:
+        with run.state.average.swapped_in(run.state.module):
+            self.export(run.state.module, run.folder.path)
+        if run.is_first:
+            name = self.config.model.component if self.config.lora is None else LORA
+            self._card(run).write(run.folder.path / name)
+
+    def _card(self, run: Run) -> ModelCard:
+        config, rows = self.config, self.cache.rows
+        sizes = Counter((row.frames, row.height, row.width) for row in rows)
+        overrides = run.folder.path / ".hydra" / "overrides.yaml"
+        words: Any = OmegaConf.to_container(OmegaConf.load(overrides)) if overrides.is_file() else []
+        held_out = 0 if self.held_out is None else len(self.held_out)
+        return ModelCard(
+            base=config.model.pretrained,
+            family=self.family.name,
+            command=shlex.join(["python", "recipes/train.py", *map(str, words)]),
+            steps=run.state.step,
+            topology=f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}",
+            samples=len(rows) - held_out,
+            held_out=held_out,
+            captions=len({caption for row in rows for caption in row.captions}),
+            sizes=sizes,
+            adapter=None if config.lora is None else _plain(config.lora),
+            losses=self.validation_losses,
+        )
+
+    def export(self, transformer: nn.Module, folder: Path) -> None:
+        """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
+        component = self.config.model.component
+        if self.config.lora is not None:
+            save_lora(transformer, folder / LORA, component=component)
+        else:
+            save_pretrained(transformer, folder / component)
+
+
+def _check_family(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if the cache was made for another family than the pipeline's."""
+    import diffusers
+
+    name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
+    expected = family_class(getattr(diffusers, name)).name
+    if expected != family.name:
+        raise FamilyError(
+            f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
+            f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+        )
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values: Any = OmegaConf.to_container(config)
+    if not isinstance(values, dict):
+        raise DataError(f"lora={values} must be null or settings such as lora.rank=16")
+    return values

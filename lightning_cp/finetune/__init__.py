@@ -1,0 +1,18 @@
+"""Fine-tune pretrained diffusers transformers: load them, add adapters, train, validate."""
+
+from lightning_cp.finetune.load import load_transformer, meta_transformer
+from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.module import FineTuning
+from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
+
+__all__ = [
+    "FineTuning",
+    "HeldOutData",
+    "LoraSettings",
+    "Validation",
+    "ValidationResult",
+    "add_lora",
+    "load_transformer",
+    "meta_transformer",
+    "split_validation",
+]

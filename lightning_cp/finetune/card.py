@@ -1,0 +1,106 @@
+"""Write the model card of a fine-tuned model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.compat.versions import installed_version
+
+CARD = "README.md"
+_PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transformers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelCard:
+    """What a reader needs to use a fine-tuned model, and to train it again.
+
+    Args:
+        base: pipeline that was fine-tuned: a folder, or an id on the Hub.
+        family: name of the model family.
+        command: command line of the training.
+        steps: number of training steps.
+        topology: for instance "data 2 × ring 2 × ulysses 1".
+        samples: number of training samples.
+        held_out: number of samples for validation.
+        captions: number of distinct captions.
+        sizes: number of samples by (frames, height, width).
+        adapter: settings of the LoRA, such as {"rank": 16}; None if all weights were trained.
+        losses: validation loss by step.
+    """
+
+    base: str
+    family: str
+    command: str
+    steps: int
+    topology: str
+    samples: int
+    held_out: int = 0
+    captions: int = 0
+    sizes: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
+    adapter: Mapping[str, object] | None = None
+    losses: Mapping[int, float] = field(default_factory=dict)
+
+    def text(self) -> str:
+        """Return the card in Markdown, with the metadata of the Hugging Face Hub at its top."""
+        kind = "LoRA" if self.adapter is not None else "Fine-tuning"
+        lines = [
+            "---",
+            f"base_model: {json.dumps(self.base)}",
+            "library_name: diffusers",
+            f"tags: {json.dumps(['diffusers', 'lightning_cp', self.family, *(['lora'] if self.adapter else [])])}",
+            "---",
+            "",
+            f"# {kind} of {self.base}",
+            "",
+            f"Trained for {self.steps} steps on {self.samples} samples, {self.topology}, with:",
+            "",
+            "```bash",
+            self.command,
+            "```",
+            "",
+            *_list(
+                {
+                    "model family": self.family,
+                    "training samples": self.samples,
+                    "held-out samples": self.held_out,
+                    "distinct captions": self.captions,
+                    **{f"samples of {f} × {h} × {w}": n for (f, h, w), n in sorted(self.sizes.items())},
+                    **{f"lora {name}": value for name, value in (self.adapter or {}).items()},
+                }
+            ),
+            *self._validation(),
+            "",
+            "## Versions",
+            "",
+            *_list({package: installed_version(package) for package in _PACKAGES}),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        """Write the card as `README.md` of a folder, in place of an older one. Returns: its path."""
+        path = folder / CARD
+        scratch = scratch_folder_for(path)
+        scratch.write_text(self.text(), encoding="utf-8")
+        replace_folder(scratch, path)
+        return path
+
+    def _validation(self) -> list[str]:
+        known = {step: loss for step, loss in sorted(self.losses.items()) if math.isfinite(loss)}
+        if not known:
+            return []
+        best = min(known, key=lambda step: known[step])
+        rows = [f"| {step} | {loss:.6g}{' (best)' if step == best else ''} |" for step, loss in known.items()]
+        return ["", "## Validation", "", "| step | val_loss |", "|---|---|", *rows]
+
+
+def _list(values: Mapping[str, object]) -> list[str]:
+    return [f"- {name}: {_shown(value)}" for name, value in values.items() if value is not None]
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)

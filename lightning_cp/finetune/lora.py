@@ -1,0 +1,231 @@
+"""Add LoRA adapters to a transformer: its weights are frozen, and low-rank matrices of some layers are trained."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.families import Family
+from lightning_cp.finetune.lora_file import LoraFile, read_lora
+from lightning_cp.training.ema import full_tensor
+
+ADAPTER = "default"  # name of the adapter in the transformer
+_LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Settings of a LoRA.
+
+    Args:
+        rank: rank of the matrices.
+        alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
+        targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
+            family's, or those of `file`.
+        dropout: probability of dropping an element of an adapter's input, in [0, 1). On shards, each rank draws its
+            own elements from the shared random state.
+        file: LoRA in diffusers' format to continue, or a folder with one.
+    Raises: ValueError: an invalid value.
+    """
+
+    rank: int = 16
+    alpha: float | None = None
+    targets: Sequence[str] | str | None = None
+    dropout: float = 0.0
+    file: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1")
+        if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
+            raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
+            raise ValueError(f"lora.dropout={self.dropout!r} must be a number of at least 0 and below 1")
+        if isinstance(self.targets, str):
+            try:
+                re.compile(self.targets)
+            except re.error as error:
+                raise ValueError(f"lora.targets={self.targets!r} is not a valid regular expression: {error}") from None
+        elif self.targets is not None:
+            targets = tuple(self.targets) if isinstance(self.targets, Sequence) else ()
+            if not targets or not all(isinstance(x, str) and x for x in targets):
+                raise ValueError(
+                    f"lora.targets={self.targets!r} must be a list of names, such as [to_q, to_v], or a regular "
+                    "expression"
+                )
+            object.__setattr__(self, "targets", targets)
+
+
+def add_lora(
+    transformer: nn.Module,
+    settings: LoraSettings,
+    *,
+    family: Family | type[Family] | None = None,
+    component: str = "transformer",
+    seed: int = 0,
+) -> list[str]:
+    """Freeze a transformer and add a LoRA, in float32 whatever the transformer's dtype. Call it before set-up.
+
+    The matrices are drawn from `seed` and the layers' names: they are equal on all ranks, and the global random state
+    is not used. They get values at once, also if the transformer is on the meta device.
+
+    Args:
+        transformer: a diffusers model.
+        settings: see `LoraSettings`.
+        family: its `lora_targets` are adapted unless `settings` names targets.
+        component: the transformer's name in the pipeline, for names in `settings.file`.
+        seed: seed of the first matrices; the second ones are zero.
+    Returns: names of the adapted layers.
+    Raises:
+        ValueError: a target that matches no layer; a file that does not exist, does not fit the transformer, or
+            contradicts `settings`; the transformer has adapters.
+        ImportError: peft is not installed.
+    """
+    model: Any = transformer
+    peft = _import_peft()
+    if getattr(model, "peft_config", None):
+        raise ValueError(f"{type(model).__name__} already has adapters ({', '.join(model.peft_config)}): remove them")
+    file = None if settings.file is None else read_lora(settings.file, component=component)
+    names = _layers_to_adapt(model, settings, family, file)
+    alpha = _checked_alpha(settings, file)
+    model.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
+        model.add_adapter(
+            peft.LoraConfig(
+                r=settings.rank, lora_alpha=alpha, target_modules=names, lora_dropout=settings.dropout, bias="none"
+            ),
+            ADAPTER,
+        )
+    for name in names:
+        _set_matrices(model.get_submodule(name), name, None if file is None else file.layers[name], seed)
+    return names
+
+
+def lora_state(transformer: nn.Module) -> dict[str, Tensor]:
+    """Return the adapter's matrices in full, on the CPU, by diffusers' names without the component.
+
+    Ranks: all that hold a shard of the transformer.
+    """
+    part = f".{ADAPTER}."
+    return {
+        name.replace(part, "."): full_tensor(x.detach()).to("cpu", copy=True)
+        for name, x in transformer.named_parameters()
+        if f".lora_A{part}" in name or f".lora_B{part}" in name
+    }
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
+def _import_peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ImportError("LoRA needs the package peft: pip install 'lightning-cp[finetune]'") from None
+    return peft
+
+
+def _layers_to_adapt(
+    model: nn.Module, settings: LoraSettings, family: Family | type[Family] | None, file: LoraFile | None
+) -> list[str]:
+    """Return the names of the layers to adapt, in the model's order. Raises: ValueError: see `add_lora`."""
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, _LAYERS)}
+    wanted = None if settings.targets is None else _matched(settings.targets, layers, type(model).__name__)
+    if file is not None:
+        _check_fits(file, layers, type(model).__name__)
+        if settings.rank != file.rank:
+            raise ValueError(f"lora.rank={settings.rank} differs from the rank {file.rank} of lora.file={file.path}")
+        if wanted is not None and set(wanted) != file.layers.keys():
+            first = min(set(wanted) ^ file.layers.keys())
+            where = "not adapted in" if first in wanted else "adapted in"
+            raise ValueError(
+                f"lora.targets={settings.targets!r} differ from the layers of lora.file={file.path}: {first} is "
+                f"{where} the file. Leave lora.targets unset to continue the file's layers"
+            )
+        return [name for name in layers if name in file.layers]
+    if wanted is not None:
+        return wanted
+    targets = Family.lora_targets if family is None else family.lora_targets
+    return _matched(targets, layers, type(model).__name__, every=False)
+
+
+def _matched(
+    targets: Sequence[str] | str, layers: Mapping[str, nn.Module], model: str, *, every: bool = True
+) -> list[str]:
+    """Return the names of layers that targets match. Raises: ValueError: a target (`every`), or all, match nothing."""
+    if isinstance(targets, str):
+        found = [name for name in layers if re.fullmatch(targets, name)]
+        unmatched = [] if found else [targets]
+    else:
+        by_target = {x: [name for name in layers if name == x or name.endswith(f".{x}")] for x in targets}
+        found = [name for name in layers if any(name in names for names in by_target.values())]
+        unmatched = [x for x, names in by_target.items() if not names] if every or not found else []
+    if unmatched:
+        ends = sorted({_end(name) for name in layers})
+        close = difflib.get_close_matches(unmatched[0], ends, n=3, cutoff=0.4) or ends[:8]
+        kind = "the regular expression " if isinstance(targets, str) else ""
+        raise ValueError(
+            f"lora.targets: {kind}{unmatched[0]!r} matches no layer of {model}; the closest layers are "
+            f"{', '.join(close)} (for example {next((n for n in layers if _end(n) == close[0]), '')})"
+        )
+    return found
+
+
+def _end(name: str) -> str:
+    """Return the end of a layer's name that lists of targets use: its last part, and the list that it is an item of."""
+    parts = name.split(".")
+    start = len(parts) - 1
+    while start > 0 and parts[start].isdigit():
+        start -= 1
+    return ".".join(parts[start:])
+
+
+def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> None:
+    """Compare a file with a model's layers. Raises: ValueError: names or shapes differ."""
+    for name, (a, b) in file.layers.items():
+        if name not in layers:
+            raise ValueError(f"lora.file={file.path} is of another model: {model} has no layer {name}")
+        layer: Any = layers[name]
+        if isinstance(layer, nn.Linear):
+            sizes = (layer.in_features,), layer.out_features
+        else:
+            sizes = (layer.in_channels, *layer.kernel_size), layer.out_channels
+        if (tuple(a.shape[1:]), b.shape[0]) != sizes or b.shape[1] != a.shape[0]:
+            raise ValueError(
+                f"lora.file={file.path} is of another model: {name} has the shapes {list(a.shape)} and "
+                f"{list(b.shape)}, but the layer of {model} has {list(sizes[0])} inputs and {sizes[1]} outputs"
+            )
+
+
+def _checked_alpha(settings: LoraSettings, file: LoraFile | None) -> float:
+    """Return alpha. Raises: ValueError: the settings and the file differ."""
+    saved = None if file is None else file.alpha
+    if file is not None and saved is not None and settings.alpha not in (None, saved):
+        raise ValueError(
+            f"lora.alpha={settings.alpha} differs from alpha={saved} of lora.file={file.path}: leave lora.alpha unset"
+        )
+    return saved or settings.alpha or settings.rank
+
+
+def _set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, seed: int) -> None:
+    """Replace an adapted layer's matrices by float32 ones: given ones, or random and zero."""
+    a, b = layer.lora_A[ADAPTER], layer.lora_B[ADAPTER]
+    device = a.weight.device if not a.weight.is_meta else torch.device("cpu")
+    if values is None:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big") >> 1)
+        first = torch.empty(a.weight.shape, dtype=torch.float32)
+        nn.init.kaiming_uniform_(first, a=math.sqrt(5), generator=generator)  # as peft does
+        values = first, torch.zeros(b.weight.shape, dtype=torch.float32)
+    for matrix, value in zip((a, b), values, strict=True):
+        matrix.weight = nn.Parameter(value.to(device, torch.float32, copy=True))

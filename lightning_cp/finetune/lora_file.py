@@ -1,0 +1,101 @@
+"""Read a LoRA in diffusers' format, to continue its training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cp.export import LORA_FILE
+
+_METADATA_KEY = "lora_adapter_metadata"  # of the safetensors header; diffusers writes JSON there
+_OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA of one transformer.
+
+    Attributes:
+        path: file it was read from.
+        layers: for each layer's name, the tensors `lora_A` and `lora_B`.
+        rank: rank of every layer.
+        alpha: its scaling is alpha / rank; None if the file does not say.
+    """
+
+    path: Path
+    layers: Mapping[str, tuple[Tensor, Tensor]]
+    rank: int
+    alpha: float | None
+
+
+def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
+    """Read the LoRA of one transformer.
+
+    Args:
+        path: file, or a folder with `pytorch_lora_weights.safetensors`.
+        component: prefix of the names in the file: the transformer's name in the pipeline.
+    Raises: ValueError: it is missing, damaged, in another format, or not a plain LoRA of one rank.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"lora.file={path} does not exist: expected a safetensors file, or a folder with {LORA_FILE}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            names = list(opened.keys())
+            tensors = {name: opened.get_tensor(name) for name in names if name.startswith(f"{component}.")}
+            written = json.loads((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
+    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"lora.file={file} is damaged or not a safetensors file ({error})") from None
+    if not tensors:
+        raise ValueError(
+            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(names), 'missing')}. Expected "
+            f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
+            "with pipeline.load_lora_weights and save it with save_lora_weights"
+        )
+    settings = {key.removeprefix(f"{component}."): x for key, x in written.items() if key.startswith(f"{component}.")}
+    layers = _pairs(file, {name.removeprefix(f"{component}."): x for name, x in tensors.items()})
+    return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
+
+
+def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+    """Group the tensors by layer."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    for name, x in tensors.items():
+        layer, _, kind = name.removesuffix(".weight").rpartition(".")
+        if kind not in ("lora_A", "lora_B") or not name.endswith(".weight"):
+            raise ValueError(
+                f"lora.file={file} has the weight {name}, but a plain LoRA has only ….lora_A.weight and "
+                "….lora_B.weight: load it with pipeline.load_lora_weights and save it with save_lora_weights"
+            )
+        pairs.setdefault(layer, {})[kind] = x
+    for layer, found in pairs.items():
+        if len(found) < 2:
+            raise ValueError(f"lora.file={file} is incomplete: {layer} has only {next(iter(found))}")
+    return {layer: (found["lora_A"], found["lora_B"]) for layer, found in pairs.items()}
+
+
+def _rank(file: Path, layers: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+    ranks: dict[int, str] = {}
+    for layer, (a, _) in layers.items():
+        ranks.setdefault(a.shape[0], layer)
+    if len(ranks) > 1:
+        found = ", ".join(f"{rank} ({layer})" for rank, layer in ranks.items())
+        raise ValueError(f"lora.file={file} has layers of several ranks, which cannot be continued: {found}")
+    return next(iter(ranks))
+
+
+def _alpha(file: Path, settings: Mapping[str, Any]) -> float | None:
+    for name in _OTHER_KINDS:
+        if settings.get(name):
+            raise ValueError(f"lora.file={file} cannot be continued, because it has {name}={settings[name]!r}")
+    alpha = settings.get("lora_alpha")
+    if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not alpha > 0):
+        raise ValueError(f"lora.file={file} is damaged: its metadata has lora_alpha={alpha!r}")
+    return alpha

@@ -1,0 +1,100 @@
+"""Copy weights from safetensors files into a model's weights, whole or sharded, one tensor at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.compat.dtensor_names import compute_local_shape_and_global_offset
+from lightning_cp.finetune.weight_files import find_weights, local_pipeline
+
+
+@dataclass(frozen=True)
+class WeightStream:
+    """Loader of a model's weights, see `stream_weights`. Args: folder: the component's folder."""
+
+    folder: str
+
+    def __call__(self, module: nn.Module) -> None:
+        """Load the weights of `module`."""
+        _stream(module, Path(self.folder))
+
+
+def stream_weights(
+    module: nn.Module, source: str | Path, component: str = "transformer", *, setting: str = "model.pretrained"
+) -> None:
+    """Copy a pretrained transformer's weights into a model, in the model's dtypes.
+
+    The files are memory-mapped, and each rank copies its own slice of each tensor: at most one slice more than the
+    model is in memory, and nothing is sent. Adapters keep their weights. The strategies call this for models of
+    `meta_transformer`; call it to load the weights again.
+
+    Args:
+        module: the transformer, with whole or sharded (DTensor) weights that have storage.
+        source, component, setting: see `load_transformer`.
+    Raises: ValueError: a file is missing or damaged, or names or shapes differ from the model's.
+    """
+    _stream(module, local_pipeline(source, component, setting=setting) / component)
+
+
+@torch.no_grad()
+def _stream(module: nn.Module, folder: Path) -> None:
+    from safetensors import safe_open
+
+    files = find_weights(folder)
+    targets = dict(_base_weights(module))
+    aliases = {name: x for name, x in targets.items() if name not in files.shapes}
+    loaded = {id(targets[name]) for name in files.shapes if name in targets}
+    missing = [name for name, x in aliases.items() if id(x) not in loaded]  # tied weights are saved under one name
+    ignored = [re.compile(x) for x in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    left = [name for name in files.shapes if name not in targets and not any(x.search(name) for x in ignored)]
+    for names, problem in ((missing, "are missing in the files"), (left, "are not in the model")):
+        if names:
+            raise ValueError(f"{folder}: {names[0]} and {len(names) - 1} more weights {problem}")
+    for name, target in targets.items():
+        if name in files.shapes and files.shapes[name] != tuple(target.shape):
+            raise ValueError(
+                f"{folder}: {name} has shape {list(files.shapes[name])} in the files, and {list(target.shape)} in "
+                "the model"
+            )
+    for path, names in files.by_file.items():
+        with safe_open(path, framework="pt") as file:
+            for name in names:
+                if name in targets:
+                    _copy(file, name, targets[name])
+
+
+def _copy(file: Any, name: str, target: Tensor) -> None:
+    """Copy a tensor, or this rank's slice of it, from an open file."""
+    if not isinstance(target, DTensor):
+        target.copy_(file.get_tensor(name))
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if 0 not in shape:
+        own = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        target.to_local().copy_(file.get_slice(name)[own])
+
+
+def _base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights that a file of the model without adapters holds, by their names there.
+
+    An adapter moves a layer's weights into a child `base_layer` of its own layer.
+    """
+    adapted = [f"{name}." for name, inner in module.named_modules() if _is_adapter_layer(inner)]
+    for name, x in module.state_dict(keep_vars=True).items():
+        inside = next((prefix for prefix in adapted if name.startswith(prefix)), None)
+        if inside is None:
+            yield name, x
+        elif name.startswith(f"{inside}base_layer."):
+            yield inside + name.removeprefix(f"{inside}base_layer."), x
+
+
+def _is_adapter_layer(module: nn.Module) -> bool:
+    return hasattr(module, "base_layer") and hasattr(module, "adapter_layer_names")

@@ -1,0 +1,135 @@
+"""Read and decode the media of one rank in threads, ahead of the VAE."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.errors import CacheError, MediaError
+from lightning_cp.latent_cache import MediaRow, caption_hash
+from lightning_cp.media import Bucket, LoadedMedia, Source, load_media
+from lightning_cp.precompute.hashes import FileHashes, state_of
+from lightning_cp.precompute.ranks import EncodingRanks
+from lightning_cp.precompute.usable import buckets_for
+
+Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
+"""Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored already."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads sources.
+
+    Args:
+        root: folder that the rows' `source` is relative to.
+        buckets: sizes to choose from.
+        done: rows of the samples that are stored, by id.
+        folder: the cache, for errors.
+        fps: frames per second of clips; None: the file's.
+        max_upscale: largest factor of enlargement.
+    """
+
+    root: Path
+    buckets: Sequence[Bucket]
+    done: Mapping[str, MediaRow]
+    folder: Path
+    fps: float | None = None
+    max_upscale: float = 1.5
+    hashes: FileHashes = field(default_factory=FileHashes)
+
+    def load(self, source: Source) -> Loaded:
+        """Load one source. Raises: CacheError: it is stored, and has changed since."""
+        try:
+            before = state_of(source)
+            row = self._row(source)
+            if source.id in self.done:
+                check_unchanged(self.done[source.id], row, self.folder)
+                return None
+            media = load_media(source, buckets_for(source, self.buckets), fps=self.fps, max_upscale=self.max_upscale)
+            if state_of(source) != before:
+                raise MediaError(f"{source.file}: changed while it was read")
+        except MediaError as error:
+            return MediaError(str(error))  # without a traceback: it is sent to the other ranks of the group
+        size, crop = media.bucket, media.crop
+        row |= {"frames": size.frames, "height": size.height, "width": size.width, "fps": media.fps}
+        return media, {**row, "crop": (crop.top, crop.left, crop.height, crop.width)}
+
+    def _row(self, source: Source) -> dict[str, Any]:
+        """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""
+        inside = source.file.is_relative_to(self.root)
+        return {
+            "id": source.id,
+            "source": str(source.file.relative_to(self.root) if inside else source.file),
+            "source_hash": self.hashes.of(source),
+            **caption_fields(source),
+        }
+
+
+def load_all(
+    sources: Sequence[Source], loader: Loader, ranks: EncodingRanks, *, workers: int
+) -> Iterator[tuple[Source, Loaded]]:
+    """Yield each source as `Loader.load` returns it, on all ranks of a group; the first rank reads.
+
+    Args: workers: threads; as many sources and one more are kept in memory.
+    Raises: CacheError: see `Loader.load`.
+    """
+    if not ranks.writes_media:
+        for source in sources:
+            yield source, _raised(ranks.from_writer(None))
+        return
+    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+        ahead: deque[tuple[Source, Future[Loaded]]] = deque()
+        waiting = iter(sources)
+        try:
+            while True:
+                for source in islice(waiting, workers + 1 - len(ahead)):
+                    ahead.append((source, pool.submit(loader.load, source)))
+                if not ahead:
+                    return
+                source, future = ahead.popleft()
+                yield source, _raised(ranks.from_writer(_result(future, ranks)))
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+def caption_fields(source: Source) -> dict[str, Any]:
+    """Return the fields of a row that hold captions."""
+    return {"captions": tuple(caption_hash(caption) for caption in source.captions), "repeats": source.repeats}
+
+
+def check_unchanged(stored: MediaRow, row: Mapping[str, Any], folder: Path) -> None:
+    """Raise CacheError if a stored sample has other contents, captions or repeats. Args: row: fields to compare."""
+    names = {"source_hash": "contents", "captions": "captions", "repeats": "repeats"}
+    changed = [word for name, word in names.items() if name in row and getattr(stored, name) != row[name]]
+    if changed:
+        raise CacheError(
+            f"{stored.id}: its {' and '.join(changed)} changed since it was stored in {folder}: delete the cache, or "
+            "choose another output"
+        )
+
+
+def _result(future: Future[Loaded], ranks: EncodingRanks) -> Any:
+    """Return a result or the exception that ends the run, so that the whole group gets it."""
+    try:
+        ranks.check()
+        return future.result()
+    except Exception as error:
+        return _Raised(error)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: Exception
+
+
+def _raised(value: Any) -> Loaded:
+    if isinstance(value, _Raised):
+        raise value.error
+    loaded: Loaded = value
+    return loaded

@@ -1,0 +1,133 @@
+"""Share progress and the first error of a run between its ranks."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp import errors
+from lightning_cp.launch.rank import was_raised_for_the_user
+
+_POLL_S = 0.05  # between two looks at the store while this rank waits
+_CHECK_S = 0.5  # between two looks at the store while this rank works
+_GIVE_UP_S = 30.0  # after an error elsewhere, ranks that do not answer are not waited for longer than this
+
+
+class StoppedElsewhere(Exception):
+    """Another rank failed: this rank ends its phase early. `RunState.end` returns the error."""
+
+
+@dataclass(frozen=True)
+class RankError:
+    """An exception of one rank, as text. Args: kind: name of its class, if other ranks raise the same class."""
+
+    rank: int
+    kind: str | None
+    text: str
+    trace: str
+
+    @classmethod
+    def of(cls, rank: int, error: Exception) -> RankError:
+        """Describe an exception. Classes of other packages become a RuntimeError on the other ranks."""
+        name: str | None = type(error).__name__
+        text = str(error)
+        is_known = hasattr(errors, str(name)) or (was_raised_for_the_user(error) and hasattr(builtins, str(name)))
+        if not (is_known or name == "MemoryError"):
+            name, text = None, f"{name}: {text}"
+        return cls(rank, name, text, "".join(traceback.format_exception(error)))
+
+    def exception(self) -> Exception:
+        """Return the exception for the other ranks, with the traceback of the rank that failed."""
+        kind: Any = RuntimeError if self.kind is None else getattr(errors, self.kind, None)
+        found: Exception = (kind or getattr(builtins, str(self.kind)))(self.text)
+        found.add_note(f"raised on rank {self.rank}:\n{self.trace}")
+        return found
+
+
+class RunState:
+    """Counters and the first error of the current phase, on a TCP store of rank 0.
+
+    Ranks work on shares that take different times, without collectives between samples. A rank that fails writes its
+    error to the store, and the others see it between two samples, not at the end of their shares.
+
+    Args:
+        host: address of rank 0 that all ranks can reach.
+    Ranks: the whole world.
+    """
+
+    def __init__(self, host: str) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from lightning_cp.comm.loopback import host_store
+
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        timeout = timedelta(seconds=60)
+        store = host_store(host, timeout=timeout) if self.rank == 0 else None
+        port = [0 if store is None else store.port]
+        dist.broadcast_object_list(port, src=0)
+        self._store: Any = store or TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)
+        self._phase, self._checked = 0, 0.0
+
+    def begin(self) -> None:
+        """Start a phase. All ranks are in the same phase, because each waits in `end`."""
+        self._phase += 1
+
+    def count(self, number: int) -> int:
+        """Add to the phase's counter. Returns: the sum over all ranks."""
+        total: int = self._store.add(self._key("count"), number)
+        return total
+
+    def fail(self, error: Exception) -> None:
+        """Write an error, if it is the first one of this phase."""
+        text = json.dumps(asdict(RankError.of(self.rank, error)))
+        if self._store.add(self._key("failures"), 1) == 1:
+            self._store.set(self._key("error"), text)
+
+    def check(self) -> None:
+        """Raise StoppedElsewhere if another rank failed. Asks the store every half second at most."""
+        now = time.monotonic()
+        if now - self._checked >= _CHECK_S:
+            self._checked = now
+            if self._has_failed():
+                raise StoppedElsewhere
+
+    def end(self, on_count: Callable[[int], object]) -> RankError | None:
+        """Wait until all ranks have ended the phase. Returns: the first error, the same on all ranks.
+
+        Args: on_count: called with the counter while this rank waits.
+        """
+        deadline: float | None = None
+        arrived: Any = dist.all_reduce(torch.zeros(1), async_op=True)  # fails if a rank has died
+        while not arrived.is_completed():
+            time.sleep(_POLL_S)
+            on_count(self.count(0))
+            if deadline is None and self._has_failed():
+                deadline = time.monotonic() + _GIVE_UP_S
+            if deadline is not None and time.monotonic() > deadline:
+                return self._error()
+        arrived.wait()
+        on_count(self.count(0))
+        if not self._has_failed():
+            return None
+        error = self._error()
+        dist.all_reduce(torch.zeros(1))  # rank 0 may end, and its store with it, once all have read the error
+        return error
+
+    def _has_failed(self) -> bool:
+        failures: int = self._store.add(self._key("failures"), 0)
+        return failures > 0
+
+    def _error(self) -> RankError:
+        return RankError(**json.loads(self._store.get(self._key("error"))))  # waits until it is written
+
+    def _key(self, name: str) -> str:
+        return f"{self._phase}/{name}"

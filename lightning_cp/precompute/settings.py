@@ -1,0 +1,69 @@
+"""Settings and result of a precompute run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from lightning_cp.media import Skipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecomputeSettings:
+    """How media are encoded.
+
+    Args:
+        captions: `required`: media without a caption are skipped; `optional`: they get the empty caption.
+        sizes: pairs (height, width); None: see `buckets_of`.
+        frames: frames per clip, or several numbers; None: the pipeline's default, and 1 for images.
+        fps: frames per second of clips; None: the file's.
+        clips: `first`: one clip from the beginning of each video; `all`: as many as it has, one after another.
+        max_upscale: media that would be enlarged more are skipped.
+        dtype: dtype of the text encoders, and of the stored text.
+        vae_dtype: dtype of the VAE, and of the stored latents.
+        text_batch: captions that are encoded together.
+        tiling: encode in tiles, for media that are too large for the VAE at once. Seams can differ slightly.
+        vae_ranks: number of ranks that encode one picture or clip together.
+        workers: threads of each rank that read files.
+        shard_bytes: approximate size of a shard.
+        on_bad: what to do with a file that cannot be used: skip, error.
+        sheet: number of samples on the contact sheet; 0: none.
+    """
+
+    captions: Literal["required", "optional"] = "required"
+    sizes: Sequence[Sequence[int]] | None = None
+    frames: int | Sequence[int] | None = None
+    fps: float | None = None
+    clips: Literal["first", "all"] = "first"
+    max_upscale: float = 1.5
+    dtype: torch.dtype = torch.bfloat16
+    vae_dtype: torch.dtype = torch.float32
+    text_batch: int = 8
+    tiling: bool = False
+    vae_ranks: int = 1
+    workers: int = 2
+    shard_bytes: int = 256_000_000
+    on_bad: Literal["skip", "error"] = "skip"
+    sheet: int = 16
+
+
+@dataclass(frozen=True)
+class Precomputed:
+    """What a run did. `found` is the sum of `encoded`, `stored` and the number of `skipped`.
+
+    Attributes:
+        found: number of sources.
+        encoded: samples that this run encoded.
+        stored: samples that an earlier run had stored.
+        captions: distinct captions, with the empty one.
+        skipped: files that could not be used.
+    """
+
+    found: int
+    encoded: int
+    stored: int
+    captions: int
+    skipped: tuple[Skipped, ...]

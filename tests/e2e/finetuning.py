@@ -1,0 +1,62 @@
+"""Make tiny pipeline folders, pictures and clips with captions, and their latent caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from lightning_cp.precompute import PrecomputeSettings, precompute
+from tests.families.cases import CASES, made
+from tests.unit.media.encode import write_video
+
+
+def frames_of(number: int, size: tuple[int, int, int]) -> list[NDArray[np.uint8]]:
+    """Draw the frames of one clip: waves that move; a different one for each number."""
+    count, height, width = size
+    y, x = np.mgrid[0:height, 0:width]
+    channels = [
+        (
+            128 + 100 * np.sin((x + k) / (3 + number)),
+            128 + 100 * np.cos(y / (2 + number)),
+            np.full((height, width), 40.0 * number % 256),
+        )
+        for k in range(count)
+    ]
+    return [np.stack(frame, axis=-1).clip(0, 255).astype(np.uint8) for frame in channels]
+
+
+def write_media(folder: Path, case: str, count: int) -> Path:
+    """Write pictures, or clips if the case's size has several frames, each with a caption."""
+    size = CASES[case].size
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(count):
+        frames = frames_of(i, size)
+        if size[0] == 1:
+            Image.fromarray(frames[0]).save(folder / f"{i}.png")
+        else:
+            write_video(folder / f"{i}.mp4", frames)
+        (folder / f"{i}.txt").write_text(f"wave number {i}\n")
+    return folder
+
+
+def write_pipeline(folder: Path, case: str) -> Path:
+    """Save the pipeline of a case."""
+    made(case).save_pretrained(folder)
+    return folder
+
+
+def write_cache(folder: Path, case: str, count: int = 6) -> Path:
+    """Write a folder with `pipe`, `media` and `latents`, the cache of the media."""
+    pipe, media = write_pipeline(folder / "pipe", case), write_media(folder / "media", case, count)
+    frames, height, width = CASES[case].size
+    settings = PrecomputeSettings(
+        sizes=[[height, width]], frames=None if frames == 1 else frames, dtype=torch.float32, sheet=0
+    )
+    result = precompute(pipe, media, folder / "latents", settings=settings, device=torch.device("cpu"), progress=False)
+    assert not result.skipped, result.skipped
+    assert result.encoded == count
+    return folder

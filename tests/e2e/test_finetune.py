@@ -1,0 +1,181 @@
+"""Fine-tuning with the recipe: equal losses at every topology, exact resumes, and files that plain diffusers loads."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.finetuning import write_cache
+from tests.e2e.recipe import ROOT, Finished, run
+from tests.families.cases import CASES
+from tests.harness import warm
+
+LORA_FILE = "lora/pytorch_lora_weights.safetensors"
+QUICK = ("progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu")
+SMALL_LORA = (
+    "lora.rank=4",
+    "lora.alpha=32",
+    "batch_size=2",
+    "data.validation=2",
+    "validation.every=3",
+    "validation.quantiles=[0.3,0.7]",
+    "ema_decay=0.5",
+)
+FOUR_RANKS = ("strategy=cp", "ring=2", "data_parallel=2")
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a Wan pipeline, six clips and their cache."""
+    return write_cache(tmp_path_factory.mktemp("wan"), "wan")
+
+
+@pytest.fixture(scope="module")
+def alone(wan: Path) -> Finished:
+    """A LoRA of one process: five steps; an epoch has two."""
+    return tune(wan, "alone", *SMALL_LORA, "max_steps=5", "checkpoint_every=3")
+
+
+def tune(made: Path, name: str, *overrides: str, experiment: str = "finetune_wan", timeout_s: float = 400) -> Finished:
+    """Fine-tune the pipeline of `made` on its cache, without a failure."""
+    given = (f"experiment={experiment}", f"model.pretrained={made / 'pipe'}", f"data.path={made / 'latents'}", *QUICK)
+    finished = run(*given, *overrides, folder=made / name, timeout_s=timeout_s)
+    assert finished.exit_code == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def val_losses(finished: Finished) -> list[float]:
+    """Return the validation losses in order."""
+    return [row.val_loss for row in finished.rows if not math.isnan(row.val_loss)]
+
+
+def sample(made: Path, name: str, *overrides: str) -> torch.Tensor:
+    """Sample one picture or clip with recipes/sample.py. Returns: its pixels."""
+    import numpy as np
+    from PIL import Image, ImageSequence
+
+    command = [
+        sys.executable,
+        str(ROOT / "recipes/sample.py"),
+        f"hydra.run.dir={made / name}",
+        "prompts=[wave number 1]",
+    ]
+    command += ["num_steps=2", "progress=false", "accelerator=cpu", f"output_root={made}", *overrides]
+    frames, height, width = CASES["wan"].size
+    command += [f"+call.height={height}", f"+call.width={width}", f"+call.num_frames={frames}"]
+    ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    (file,) = (path for path in (made / name / "samples").iterdir() if path.suffix in (".png", ".gif"))
+    with Image.open(file) as image:
+        return torch.tensor(np.stack([np.asarray(x.convert("RGB")) for x in ImageSequence.Iterator(image)])).float()
+
+
+def test_lora_on_four_ranks_equals_one_process(wan: Path, alone: Finished) -> None:
+    four = tune(wan, "four", *SMALL_LORA, "max_steps=3", "checkpoint_every=2", *FOUR_RANKS)
+    assert len(alone.losses) == 5
+    assert len(set(alone.losses)) == 5
+    assert four.losses == pytest.approx(alone.losses[:3], rel=1e-4)
+    assert val_losses(four) == pytest.approx(val_losses(alone)[:1], rel=1e-4)
+    assert "4 cpu rank(s) = data 2 × ring 2 × ulysses 1" in four.stdout
+    # in the middle of the second epoch, and at another topology
+    resumed = tune(wan, "resumed", *SMALL_LORA, "max_steps=5", f"resume={four.folder / 'checkpoints/step_00000003'}")
+    assert [row.step for row in resumed.rows] == [4, 5]
+    assert resumed.losses == pytest.approx(alone.losses[3:], rel=1e-4)
+    assert val_losses(resumed) == pytest.approx(val_losses(alone)[1:], rel=1e-4)
+    mine, expected = (load_file(run.folder / LORA_FILE) for run in (resumed, alone))
+    assert mine.keys() == expected.keys()
+    for key, x in mine.items():
+        torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
+
+
+def test_diffusers_loads_the_lora_and_samples_change(wan: Path, alone: Finished) -> None:
+    from diffusers import WanPipeline
+
+    pipe: Any = WanPipeline.from_pretrained(wan / "pipe")
+    pipe.load_lora_weights(str(alone.folder / "lora"))
+    assert pipe.get_active_adapters()
+    assert any(x.abs().sum() > 0 for name, x in pipe.transformer.named_parameters() if "lora_B" in name)
+    source = f"source={wan / 'pipe'}"
+    before, after = sample(wan, "before", source), sample(wan, "after", source, f"lora={alone.folder}")
+    assert before.shape == after.shape
+    assert not torch.equal(before, after)
+    with pytest.raises(AssertionError, match=re.escape(f"use source={wan / 'pipe'} lora={alone.folder}")):
+        sample(wan, "refused", f"source={alone.folder}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("trainer=lightning",),
+        ("strategy=cp_fsdp", "ring=2"),
+        ("activation_checkpointing=full",),
+        ("activation_checkpointing=selective", "strategy=cp", "ulysses=2"),
+    ],
+    ids=" ".join,
+)
+def test_options_give_the_same_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
+    finished = tune(wan, "with_" + "_".join(options).replace("=", "_"), *SMALL_LORA, "max_steps=3", *options)
+    assert finished.losses == pytest.approx(alone.losses[:3], rel=1e-4)
+    assert val_losses(finished) == pytest.approx(val_losses(alone)[:1], rel=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [("model.dtype=bfloat16",), ("model.compile=true",)], ids=" ".join)
+def test_options_train_with_close_losses(wan: Path, alone: Finished, options: tuple[str, ...]) -> None:
+    finished = tune(wan, "with_" + "_".join(options).replace("=", "_"), *SMALL_LORA, "max_steps=3", *options)
+    assert finished.losses == pytest.approx(alone.losses[:3], rel=3e-2)
+    assert all(x.dtype == torch.float32 for x in load_file(finished.folder / LORA_FILE).values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("options", [(), ("strategy=cp_fsdp", "ring=2")], ids=["alone", "cp_fsdp"])
+def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str, ...]) -> None:
+    from diffusers import WanTransformer3DModel
+
+    name = f"all_{len(options)}"
+    finished = tune(wan, name, "lora=null", "batch_size=2", "max_steps=2", "ema_decay=0", *options)
+    loaded = WanTransformer3DModel.from_pretrained(finished.folder / "transformer").state_dict()
+    saved = load_file(finished.folder / "checkpoints/step_00000002/model.safetensors")
+    base = WanTransformer3DModel.from_pretrained(wan / "pipe" / "transformer").state_dict()
+    assert loaded.keys() == base.keys()
+    assert any(not torch.equal(loaded[key], base[key]) for key in base)
+    for key, x in loaded.items():
+        assert torch.equal(x, saved[key]), key
+
+
+@pytest.mark.full
+def test_a_folder_of_media_is_encoded_at_the_start(wan: Path) -> None:
+    given = ("data=folder", f"data.path={wan / 'media'}", "data.sizes=[[32,48]]", "data.frames=5", "lora.rank=4")
+    finished = tune(wan, "folder", *given, "batch_size=2", "max_steps=2", "strategy=cp", "ring=2")
+    assert len(finished.losses) == 2
+    assert (finished.folder / "latents" / "complete.json").is_file()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", ["cogvideox"])
+def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -> None:
+    made = write_cache(tmp_path / family, family, count=5)
+    given = ("data.validation=1", "validation.every=60", "batch_size=4", "max_steps=60", "lora=null", "ema_decay=0")
+    finished = tune(made, "overfit", *given, experiment=f"finetune_{family}")
+    first, last = (sum(finished.losses[part]) for part in (slice(0, 8), slice(-8, None)))
+    assert last < 0.5 * first
+    assert len(val_losses(finished)) == 1
+
+
+@pytest.mark.full
+def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
+    made = write_cache(tmp_path / "experts", "wan_two_experts", count=3)
+    given = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "lora.rank=4")
+    finished = tune(made, "second", *given, "batch_size=2", "max_steps=2", "data.validation=1", "validation.every=2")
+    names = load_file(finished.folder / LORA_FILE)
+    assert names
+    assert all(name.startswith("transformer_2.") for name in names)

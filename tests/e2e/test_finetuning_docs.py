@@ -1,0 +1,41 @@
+"""The commands and the script of docs/finetuning.md run as they stand there, on a tiny pipeline."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.finetuning import write_media, write_pipeline
+from tests.e2e.recipe import ROOT
+from tests.e2e.test_docs_pages import run, write_files
+
+PAGE = (ROOT / "docs/finetuning.md").read_text()
+COMMANDS = [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", PAGE, re.MULTILINE)]
+SMALL = {
+    "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
+    "recipes/train.py": ("max_steps=2", "batch_size=2", "accelerator=cpu"),
+    "recipes/sample.py": ("num_steps=1", "+call.height=32", "+call.width=48", "+call.num_frames=5", "accelerator=cpu"),
+}
+
+
+def test_the_readme_has_the_same_three_commands() -> None:
+    readme = (ROOT / "README.md").read_text()
+    first = re.findall(r"^python recipes/.*$", PAGE, re.MULTILINE)[:3]
+    assert [shlex.split(line)[1] for line in first] == list(SMALL)
+    assert "\n".join(first) in readme
+
+
+@pytest.mark.full
+def test_commands_and_script_run(tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "my-pipeline", "wan_two_experts")
+    write_media(tmp_path / "clips", "wan", 4)
+    for script, *given in COMMANDS:
+        small = [*SMALL[script], "max_steps=3"] if "resume=last" in given else SMALL[script]
+        run(tmp_path, str(ROOT / script), *given, *small, "progress=false")
+    write_files("finetuning.md", tmp_path)
+    alone, two = (re.findall(r"loss (\S+)", run(tmp_path, "my_finetuning.py", ranks)) for ranks in ("1", "2"))
+    assert len(alone) == 3
+    assert [float(x) for x in two] == pytest.approx([float(x) for x in alone], rel=1e-4)

@@ -1,0 +1,41 @@
+"""Peak of this process's host memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+
+class MemoryPeak:
+    """Samples memory every millisecond in a thread. Peaks are in bytes above the start.
+
+    Attributes:
+        anonymous: without pages of mapped files.
+        resident: with them.
+    """
+
+    def __enter__(self) -> MemoryPeak:
+        self.anonymous = self.resident = 0.0
+        self._start = _held()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        last = False
+        while not last:
+            last = self._done.wait(0.001)
+            anonymous, resident = _held()
+            self.anonymous = max(self.anonymous, anonymous - self._start[0])
+            self.resident = max(self.resident, resident - self._start[1])
+
+
+def _held() -> tuple[int, int]:
+    """Anonymous and resident memory of this process, in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024, int(fields["VmRSS"].split()[0]) * 1024

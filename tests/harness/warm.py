@@ -1,0 +1,121 @@
+"""Start programs in processes that have imported torch, lightning and diffusers already: see `warm_server.py`.
+
+`Popen` and `run` are those of `subprocess` for commands that begin with `sys.executable`. The process is a child of
+this one, with its arguments, environment, folder and streams; the ranks that `LocalLauncher` starts in it are
+its children. It differs from a new interpreter in what is imported, so tests of imports, and one test of each recipe,
+use `subprocess`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.harness.warm_server import child_was_created, popen_arguments
+
+_ROOT = Path(__file__).parents[2]
+_BOOT = f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from tests.harness.warm_server import main; main()"
+_PR_SET_CHILD_SUBREAPER = 36
+_READ_LATE = (  # variables that no preloaded package reads while it is imported; parts of their names
+    *("PYTHONPATH", "OMP_NUM_THREADS", "TMPDIR", "PATH", "RANK", "WORLD_SIZE", "MASTER_", "SLURM", "GLOO_", "NCCL_"),
+    *("TORCHELASTIC_", "PYTEST_", "TORCHINDUCTOR_", "TRITON_", "HYDRA_"),
+)
+
+
+class Popen(subprocess.Popen[str]):
+    """`subprocess.Popen` of a Python program, warm where this system can do it."""
+
+    def _execute_child(self, *args: Any) -> None:
+        given = popen_arguments(self, args)
+        if sys.platform != "linux":
+            super()._execute_child(*args)  # type: ignore[misc]
+            return
+        python, *command = map(str, given["args"])
+        assert python == sys.executable, f"not a program of this Python: {given['args']}"
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        request = {
+            "argv": command,
+            "env": environment,
+            "cwd": str(given["cwd"] or os.getcwd()),
+            "start_new_session": given["start_new_session"],
+        }
+        streams = [given["p2cread"], given["c2pwrite"], given["errwrite"]]
+        self.pid = _server().start(request, [number if fd == -1 else fd for number, fd in enumerate(streams)])
+        child_was_created(self, given)
+
+
+def run(command: list[Any], *, timeout: float, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """`subprocess.run(command, capture_output=True, text=True, timeout=timeout)`, warm."""
+    with Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+class _Server:
+    """The process that forks."""
+
+    def __init__(self) -> None:
+        self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # OpenBLAS starts threads when it is imported: a process with threads must not fork
+        self._environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        self._environment.pop("PYTHONPATH", None)
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _BOOT, str(theirs.fileno()), json.dumps(["", str(_ROOT)])],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self.pid = self._process.pid
+
+    def start(self, request: dict[str, Any], streams: list[int]) -> int:
+        """Returns: the id of a new child of this process."""
+        changed = {name for name, _ in request["env"].items() ^ self._environment.items()}
+        unknown = [name for name in changed if not any(part in name for part in _READ_LATE) and "_THREADS" not in name]
+        assert not unknown, f"{unknown} may be read by an import: start this process cold"
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt the process that the server forks
+        try:
+            socket.send_fds(self._connection, [json.dumps(request).encode()], streams)
+            answer = self._connection.recv(32)
+        finally:
+            libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        assert answer, "the warm server has ended; what it wrote to stderr says why"
+        return int(answer)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.wait()
+
+
+_started: list[_Server] = []
+
+
+def _server() -> _Server:
+    if not _started:
+        _started.append(_Server())
+        atexit.register(close)
+    return _started[0]
+
+
+def server_pid() -> int | None:
+    """The server's process id, None before the first warm start."""
+    return _started[0].pid if _started else None
+
+
+def close() -> None:
+    """End the server, if there is one."""
+    while _started:
+        _started.pop().close()

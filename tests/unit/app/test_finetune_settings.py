@@ -1,0 +1,152 @@
+"""Settings of fine-tuning: every experiment composes, and mistakes are one clear error before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from lightning_cp.app.runs.recipe import CheckedRun, check_config
+from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.launch import Machine
+
+CONF = Path(__file__).parents[3] / "conf"
+EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("finetune_*.yaml"))
+
+
+class NoGpu(Machine):
+    gpus = 0
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Path:
+    """Folder with a pipeline of two transformers, a cache of six samples, and damaged ones."""
+    for name, files in {
+        "pipe": {
+            "model_index.json": {
+                "_class_name": "WanPipeline",
+                "transformer": ["diffusers", "WanTransformer3DModel"],
+                "vae": ["diffusers", "AutoencoderKLWan"],
+            },
+            "transformer/config.json": {"num_attention_heads": 4},
+            "vae/config.json": {},
+        },
+        "empty": {"model_index.json": {}},
+        "cache": {"index.json": {}, "complete.json": {"samples": 6}},
+        "partial": {"index.json": {}},
+        "media": {},
+    }.items():
+        (tmp_path / name).mkdir()
+        for file, values in files.items():
+            (tmp_path / name / file).parent.mkdir(exist_ok=True)
+            (tmp_path / name / file).write_text(json.dumps(values))
+    for name, text in (("broken", "{"), ("list", "[]")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_index.json").write_text(text)
+    return tmp_path
+
+
+def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> CheckedRun:
+    """Check `experiment` on the folder's pipeline and cache, with `overrides`."""
+    given = [f"experiment={experiment}"]
+    given += [] if "model=wan_tiny" in overrides else [f"model.pretrained={here}/pipe"]  # other groups lack the key
+    given += [] if "data=digits" in overrides else [f"data.path={here}/cache"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        changed = [override.replace("HERE", str(here)) for override in overrides]
+        config = compose("train", overrides=["run_dir=/runs/here", "output_root=/runs", *given, *changed])
+    return check_config(config, NoGpu(cores=4), None)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_composes(here: Path, experiment: str) -> None:
+    config = check(here, experiment=experiment).config
+    assert config.lora.rank == 16
+    assert config.data.kind == "latents"
+
+
+def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
+    families = ("cogvideox", "flux", "qwen_image", "sd3", "wan")
+    assert [f"finetune_{family}" for family in families] == EXPERIMENTS
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "lora=null",
+        "lora=null precision=bf16-true",
+        "lora.targets=[to_q,to_v]",
+        "lora.targets='.*to_[qk]'",
+        "objective.sigma_range=[0.875,1.0]",
+        "objective.time_range=[0,500]",
+        "data.validation=2 validation.every=10",
+        "data=folder data.path=HERE/media data.sizes=[[16,24]] data.frames=[1,5]",
+        "strategy=cp ring=2 ulysses=2",
+        "strategy=cp_fsdp ring=2 data_parallel=2",
+        "model.pretrained=organisation/pipeline",
+        "model.dtype=bfloat16 precision=bf16-mixed",
+    ],
+)
+def test_valid_settings_pass(here: Path, overrides: str) -> None:
+    check(here, *overrides.split())
+
+
+REFUSED = [
+    ("data=digits", "model=pretrained needs data=latents or data=folder"),
+    ("model=wan_tiny", "data=latents and data=folder need model=pretrained, or experiment=finetune_<family>"),
+    ("model.pretrained=???", "model.pretrained must be given, for example model.pretrained=my-pipeline"),
+    ("data.path=???", "data.path must be given, for example data.path=latents"),
+    ("model.component=null", "model.component=null is not valid"),
+    ("model.dtype=float16", "model.dtype=float16 is not valid: must be one of float32, bfloat16"),
+    ("model.compile=1", "model.compile=1 is not valid: must be one of True, False"),
+    ("lora.rank=0", "lora.rank=0 is not valid: must be a whole number, at least 1"),
+    ("lora.alpha=0", "lora.alpha=0 is not valid"),
+    ("lora=5", "lora=5 is not valid: must be null, or settings such as lora.rank=16"),
+    ("lora.targets='('", "lora.targets=( is not a valid regular expression"),
+    ("lora.targets=[]", "lora.targets=[] is not valid: must be a list of names such as [to_q,to_v]"),
+    ("lora.targets=3", "lora.targets=3 is not valid: must be a list"),
+    ("lora.file=HERE/none", "lora.file=HERE/none does not exist"),
+    ("precision=bf16-true", "precision=bf16-true would also convert the adapters"),
+    ("objective.guidance=-1", "objective.guidance=-1 is not valid"),
+    ("objective.shift=0", "objective.shift=0 is not valid"),
+    ("objective.sigma_range=[0.5]", "objective.sigma_range=[0.5] is not valid"),
+    ("objective.sigma_range=[0.9,0.1]", "objective.sigma_range=[0.9, 0.1] is not valid: the first number must be less"),
+    ("objective.time_range=[0.5,1]", "objective.time_range=[0.5, 1] is not valid"),
+    ("objective.time_range=[5,5]", "objective.time_range=[5, 5] is not valid: the first number must be less"),
+    ("objective.sample_posterior=2", "objective.sample_posterior=2 is not valid"),
+    ("validation.every=0", "validation.every=0 is not valid"),
+    ("validation.quantiles=[]", "validation.quantiles=[] is not valid: must be a list of different numbers"),
+    ("validation.quantiles=[0,1]", "validation.quantiles=[0, 1] is not valid: must be a list of different numbers"),
+    ("validation.quantiles=[0.5,0.5]", "validation.quantiles=[0.5, 0.5] is not valid"),
+    ("validation.quantiles=0.5", "validation.quantiles=0.5 is not valid"),
+    ("data.validation=-1", "data.validation=-1 is not valid"),
+    ("data.validation=1", "validation.every=null and data.validation=1 belong together: set both, or neither"),
+    ("validation.every=5", "validation.every=5 and data.validation=0 belong together: set both, or neither"),
+    ("validation.every=5 data.validation=6", "data.validation=6 must be less than 6, the number of samples"),
+    ("data.leftovers=keep", "data.leftovers=keep is not valid: must be one of carry, drop, repeat"),
+    ("data=folder data.path=HERE/media data.captions=some", "data.captions=some is not valid"),
+    ("data=folder data.path=HERE/media data.sizes=[48,64]", "data.sizes=[48, 64] is not valid: must be null or pairs"),
+    ("data=folder data.path=HERE/media data.frames=0", "data.frames=0 is not valid: must be null, or one or several"),
+    ("data=folder data.path=HERE/media data.fps=0", "data.fps=0 is not valid"),
+    ("data.path=HERE/none", "data.path=HERE/none does not exist"),
+    ("data.path=HERE/media", "data.path=HERE/media is no latent cache: make one with recipes/precompute.py"),
+    ("data.path=HERE/partial", "data.path=HERE/partial is not complete: run recipes/precompute.py again"),
+    ("batch_size=3 strategy=cp data_parallel=2", "batch_size=3 is the global batch and must be a multiple of 2 groups"),
+    ("model.pretrained=HERE/none", "model.pretrained=HERE/none is no folder"),
+    ("model.pretrained=pipe", "model.pretrained=pipe is no folder: it must be a pipeline's folder, or a Hub id"),
+    ("model.pretrained=HERE/media", "model.pretrained: HERE/media/model_index.json cannot be read"),
+    ("model.pretrained=HERE/broken", "model.pretrained: HERE/broken/model_index.json cannot be read"),
+    ("model.pretrained=HERE/list", "model.pretrained: HERE/list/model_index.json must hold a JSON object"),
+    ("model.pretrained=HERE/empty", "model.component=transformer is not in HERE/empty, which has no models"),
+    ("model.component=transformer_2", "model.component=transformer_2 is not in HERE/pipe, which has transformer, vae"),
+    ("strategy=cp ulysses=5", "ulysses=5 is not valid: must be at most 4, the attention heads of HERE/pipe"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED, ids=[overrides for overrides, _ in REFUSED])
+def test_mistakes_are_one_clear_error(here: Path, overrides: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(message.replace("HERE", str(here)))) as raised:
+        check(here, *overrides.split())
+    assert "\n" not in str(raised.value)

@@ -1,0 +1,260 @@
+"""LoRA settings, the layers that are adapted, and files that are continued."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lightning_cp.export import LORA_FILE, save_lora
+from lightning_cp.families.sd3 import StableDiffusion3
+from lightning_cp.finetune.lora import LoraSettings, add_lora, lora_state
+from tests.models import TINY
+from tests.pretrained import inputs
+
+Q = "blocks.0.attn1.to_q"
+
+
+def wan(dtype: torch.dtype = torch.float32) -> Any:
+    return TINY["wan"].build().to(dtype)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A LoRA of rank 2, with alpha 6, whose second matrices are not zero."""
+    model = wan()
+    add_lora(model, LoraSettings(rank=2, alpha=6, targets=["attn1.to_q"]))
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.requires_grad:
+                x.normal_()
+    save_lora(model, tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rank": 0}, "lora.rank=0 must be an integer of at least 1"),
+        ({"rank": 2.0}, "lora.rank=2.0"),
+        ({"rank": True}, "lora.rank=True"),
+        ({"alpha": 0}, "lora.alpha=0 must be a positive number"),
+        ({"alpha": float("nan")}, "lora.alpha=nan"),
+        ({"alpha": "4"}, "lora.alpha='4'"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be a number of at least 0 and below 1"),
+        ({"dropout": -0.1}, "lora.dropout=-0.1"),
+        ({"targets": "blocks.(0"}, "lora.targets='blocks.(0' is not a valid regular expression: missing )"),
+        ({"targets": []}, "lora.targets=[] must be a list of names"),
+        ({"targets": ["to_q", 3]}, "lora.targets=['to_q', 3]"),
+        ({"targets": 3}, "lora.targets=3"),
+    ],
+)
+def test_settings_that_are_not_valid_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="lora") as caught:
+        LoraSettings(**settings)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["attn1.to_q"], {"blocks.0.attn1.to_q", "blocks.1.attn1.to_q"}),
+        (["to_out.0"], {f"blocks.{i}.attn{j}.to_out.0" for i in (0, 1) for j in (1, 2)}),
+        ([Q, "proj_out"], {Q, "proj_out"}),
+        (r"blocks\.1\.ffn\..*", {"blocks.1.ffn.net.0.proj", "blocks.1.ffn.net.2"}),
+        ("patch_embedding", {"patch_embedding"}),
+        (
+            None,
+            {f"blocks.{i}.attn{j}.{x}" for i in (0, 1) for j in (1, 2) for x in ("to_q", "to_k", "to_v", "to_out.0")},
+        ),
+    ],
+)
+def test_targets_choose_layers(targets: Any, expected: set[str]) -> None:
+    model = wan()
+    names = add_lora(model, LoraSettings(rank=2, targets=targets))
+    assert set(names) == expected
+    trained = {name.partition(".lora_")[0] for name, x in model.named_parameters() if x.requires_grad}
+    assert trained == expected
+    assert {name.partition(".lora_")[0] for name in lora_state(model)} == expected
+    assert model(**inputs("wan")).sample.isfinite().all()
+
+
+def test_a_family_chooses_targets() -> None:
+    model: Any = TINY["sd3"].build().float()
+    names = add_lora(model, LoraSettings(rank=2), family=StableDiffusion3)
+    assert any(name.endswith("add_q_proj") for name in names)
+    with pytest.raises(ValueError, match="already has adapters \\(default\\)"):
+        add_lora(model, LoraSettings(rank=2))
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [
+        (
+            ["to_q", "to_qq"],
+            "lora.targets: 'to_qq' matches no layer of WanTransformer3DModel; the closest layers are to_q",
+        ),
+        (r".*\.attn3\..*", r"the regular expression '.*\\.attn3\\..*' matches no layer"),
+        (["attn1"], "'attn1' matches no layer"),  # a module with layers
+        (
+            ["zzzz"],
+            "'zzzz' matches no layer of WanTransformer3DModel; the closest layers are linear_1, linear_2, net.2",
+        ),
+    ],
+)
+def test_a_target_without_a_layer_is_refused(targets: Any, said: str) -> None:
+    model = wan()
+    before = set(model.state_dict())
+    with pytest.raises(ValueError, match="lora") as caught:
+        add_lora(model, LoraSettings(targets=targets))
+    assert said in str(caught.value)
+    assert set(model.state_dict()) == before
+    assert all(x.requires_grad for x in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_are_in_float32_and_depend_on_the_seed_only(dtype: torch.dtype) -> None:
+    states = []
+    for global_seed, seed, targets in ((0, 0, None), (1, 0, [Q]), (1, 1, None)):
+        model = wan(dtype)
+        torch.manual_seed(global_seed)
+        drawn = torch.random.get_rng_state()
+        add_lora(model, LoraSettings(rank=3, targets=targets), seed=seed)
+        assert torch.equal(drawn, torch.random.get_rng_state())
+        assert all((x.dtype == torch.float32) for x in model.parameters() if x.requires_grad)
+        states.append(lora_state(model))
+    first, second, other = (state[f"{Q}.lora_A.weight"] for state in states)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert first.std() == pytest.approx(1 / (3 * 48) ** 0.5, rel=0.3)  # uniform on ±1/√48, as peft draws it
+    assert not states[0][f"{Q}.lora_B.weight"].any()
+    assert not torch.equal(first, states[0]["blocks.1.attn1.to_q.lora_A.weight"])
+
+
+def test_adapters_have_values_on_a_meta_base() -> None:
+    kind = type(wan())
+    with torch.device("meta"):
+        model: Any = kind(**TINY["wan"].config)
+    add_lora(model, LoraSettings(rank=2))
+    expected = wan()
+    add_lora(expected, LoraSettings(rank=2))
+    found = lora_state(model)
+    assert found.keys() == lora_state(expected).keys()
+    assert all(torch.equal(found[name], x) for name, x in lora_state(expected).items())
+    assert model.proj_out.weight.is_meta
+
+
+@pytest.mark.parametrize("alpha", [None, 6.0])
+@pytest.mark.parametrize("as_folder", [True, False])
+def test_a_file_is_continued_with_its_layers_and_alpha(file: Path, alpha: float | None, as_folder: bool) -> None:
+    model = wan(torch.bfloat16)
+    path = file if as_folder else file / LORA_FILE
+    assert add_lora(model, LoraSettings(rank=2, alpha=alpha, file=path)) == [Q, "blocks.1.attn1.to_q"]
+    saved = load_file(file / LORA_FILE)
+    found = {f"transformer.{name}": x for name, x in lora_state(model).items()}
+    assert found.keys() == saved.keys()
+    assert all(torch.equal(found[name], x) for name, x in saved.items())
+    assert model.get_submodule(Q).scaling == {"default": 3.0}
+
+
+def test_a_file_without_metadata_takes_alpha_from_the_settings(file: Path) -> None:
+    save_file(load_file(file / LORA_FILE), file / LORA_FILE)
+    for alpha, scaling in ((None, 1.0), (4, 2.0)):
+        model = wan()
+        add_lora(model, LoraSettings(rank=2, alpha=alpha, file=file))
+        assert model.get_submodule(Q).scaling == {"default": scaling}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rank": 4}, "lora.rank=4 differs from the rank 2 of lora.file="),
+        ({"alpha": 2}, "lora.alpha=2 differs from alpha=6 of lora.file="),
+        ({"targets": ["attn1.to_q", "attn2.to_q"]}, "blocks.0.attn2.to_q is not adapted in the file"),
+        ({"targets": [Q]}, "blocks.1.attn1.to_q is adapted in the file"),
+    ],
+)
+def test_settings_that_contradict_the_file_are_refused(file: Path, settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="lora") as caught:
+        add_lora(wan(), LoraSettings(**{"rank": 2, "file": file, **settings}))
+    assert said in str(caught.value)
+
+
+def _rewritten(file: Path, change: Any, **metadata: Any) -> None:
+    state = load_file(file / LORA_FILE)
+    change(state)
+    written = {f"transformer.{key}": x for key, x in metadata.items()}
+    save_file(state, file / LORA_FILE, {"format": "pt", "lora_adapter_metadata": json.dumps(written)})
+
+
+_A, _B = f"transformer.{Q}.lora_A.weight", f"transformer.{Q}.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "metadata", "said"),
+    [
+        (lambda s: s.update({_A: torch.ones(2, 7)}), {}, f"is of another model: {Q} has the shapes [2, 7] and [48, 2]"),
+        (
+            lambda s: s.update({_B: torch.ones(7, 2)}),
+            {},
+            "the layer of WanTransformer3DModel has [48] inputs and 48 outputs",
+        ),
+        (lambda s: s.update({_B: torch.ones(48, 3)}), {}, "has the shapes [2, 48] and [48, 3]"),
+        (
+            lambda s: s.update({x.replace("blocks.0", "layers.9"): s.pop(x) for x in (_A, _B)}),
+            {},
+            "is of another model: WanTransformer3DModel has no layer layers.9.attn1.to_q",
+        ),
+        (lambda s: s.pop(_B), {}, f"is incomplete: {Q} has only lora_A"),
+        (
+            lambda s: s.update({_A: torch.ones(3, 48)}),
+            {},
+            f"layers of several ranks, which cannot be continued: 3 ({Q})",
+        ),
+        (lambda s: s.update({f"transformer.{Q}.alpha": torch.ones(())}), {}, f"has the weight {Q}.alpha"),
+        (lambda s: None, {"use_dora": True}, "cannot be continued, because it has use_dora=True"),
+        (lambda s: None, {"lora_alpha": -1}, "its metadata has lora_alpha=-1"),
+        (
+            lambda s: s.update({x.replace("transformer.", "diffusion_model."): s.pop(x) for x in list(s)}),
+            {},
+            "has no weights of 'transformer'; its first is diffusion_model.blocks.",
+        ),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(file: Path, change: Any, metadata: dict[str, Any], said: str) -> None:
+    _rewritten(file, change, **metadata)
+    model = wan()
+    with pytest.raises(ValueError, match="lora") as caught:
+        add_lora(model, LoraSettings(rank=2, file=file))
+    assert said in str(caught.value)
+    assert all(x.requires_grad for x in model.parameters())
+
+
+def test_a_file_that_is_missing_or_damaged_is_refused(file: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"lora.file=.*absent does not exist"):
+        add_lora(wan(), LoraSettings(rank=2, file=tmp_path / "absent"))
+    damaged = file / LORA_FILE
+    damaged.write_bytes(damaged.read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"lora.file=.* is damaged or not a safetensors file"):
+        add_lora(wan(), LoraSettings(rank=2, file=file))
+
+
+def test_the_second_transformers_adapter_is_continued_by_its_name(tmp_path: Path) -> None:
+    model = wan()
+    add_lora(model, LoraSettings(rank=2))
+    save_lora(model, tmp_path, component="transformer_2")
+    with pytest.raises(ValueError, match="has no weights of 'transformer'; its first is transformer_2"):
+        add_lora(wan(), LoraSettings(rank=2, file=tmp_path))
+    assert len(add_lora(wan(), LoraSettings(rank=2, file=tmp_path), component="transformer_2")) == 16
+
+
+def test_frozen_weights_have_no_gradient() -> None:
+    model: nn.Module = wan()
+    add_lora(model, LoraSettings(rank=2))
+    model(**inputs("wan"), return_dict=False)[0].square().mean().backward()
+    assert all((x.grad is not None) == (".lora_" in name) for name, x in model.named_parameters())

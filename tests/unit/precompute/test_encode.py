@@ -1,0 +1,289 @@
+"""What a run stores: every bit of the families' encodings, counts, and refusals of changed inputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, StaleCacheError
+from lightning_cp.families import family_for
+from lightning_cp.families.encode import decode_latents
+from lightning_cp.family_check import store
+from lightning_cp.latent_cache import LatentCache, caption_hash
+from lightning_cp.media import Bucket, find_sources, load_media
+from lightning_cp.precompute import loading
+from lightning_cp.precompute.contact_sheet import draw_contact_sheet
+from tests.families.cases import CASES, made
+from tests.unit.latent_cache.made import bits
+from tests.unit.precompute.made import CLIPS, PICTURES, clips, contents, encoded, pictures, pipeline, pixels
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def full(case: str) -> Any:
+    """Run a case in the full campaign only."""
+    return pytest.param(case, marks=pytest.mark.full)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipeline(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipeline(tmp_path_factory.mktemp("wan"), "wan")
+
+
+@pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
+def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
+    frames, height, width = CASES[case].size
+    data = clips(tmp_path / "data", 2, frames) if frames > 1 else pictures(tmp_path / "data", 2)
+    suffix = ".mp4" if frames > 1 else ".png"
+    rows = [{"file": file.name, "caption": f"text of {file.stem}"} for file in sorted(data.glob(f"*{suffix}"))]
+    if CASES[case].reference:
+        Image.fromarray(pixels(9, 40, 40)).save(data / "other.jpg")
+        rows = [{**row, "reference": "other.jpg"} for row in rows]
+    (data / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "text_batch": 1, "max_upscale": 9}
+    done = encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", {**settings, "sheet": 2})
+    assert (done.found, done.encoded, done.stored, done.captions, done.skipped) == (2, 2, 0, 3, ())
+    cache, pipe, family = LatentCache(tmp_path / "out"), made(case), family_for(made(case))
+    assert cache.family().facts == family.facts
+    for i, source in enumerate(find_sources(data / "rows.jsonl").sources):
+        loaded = load_media(source, [Bucket(frames, height, width)], max_upscale=9)
+        given = {"pixels": loaded.pixels[None]}
+        if loaded.reference is not None:
+            given["reference"] = loaded.reference[None]
+        (expected,) = store(family, pipe, [source.captions[0]], given)
+        assert bits(cache.sample(i)) == bits(expected)
+    assert bits(cache.empty_text) == bits(family.encode_text(pipe, [""])[0])
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
+        assert min(sheet.size) >= 192
+
+
+def test_equal_captions_and_the_empty_one_are_encoded_once(flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    given: list[list[str]] = []
+    kind = type(family_for(made("flux")))
+    encode = kind.encode_text
+    monkeypatch.setattr(kind, "encode_text", lambda *a, **k: given.append(list(a[2])) or encode(*a, **k))
+    done = encoded(flux, pictures(tmp_path / "data"), tmp_path / "out", {**PICTURES, "text_batch": 4})
+    texts = ["", "picture 0", "another text", "picture 1", "picture 2", "picture 3"]
+    assert given == [texts[:4], [*texts[4:], "", ""]]  # equal batches, whatever is left
+    assert done.captions == 6
+    hashes = {row.captions for row in LatentCache(tmp_path / "out").rows}
+    assert (caption_hash("picture 0"), caption_hash("another text")) in hashes
+
+
+def test_a_second_run_stores_nothing_and_new_files_are_added(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 4), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    first = contents(out)
+    files = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    again = encoded(flux, data, out, {**PICTURES, "sizes": ((24, 16), (16, 24)), "frames": None})
+    assert (again.found, again.encoded, again.stored) == (4, 0, 4)
+    assert {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")} == files
+    pictures(data, 6)
+    for i in range(4):  # rewritten with the same contents
+        os.utime(data / f"p{i}.png")
+    more = encoded(flux, data, out, PICTURES)
+    assert (more.found, more.encoded, more.stored) == (6, 2, 4)
+    assert {name: value for name, value in contents(out).items() if name in first} == first
+
+
+def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 3), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    (data / "p1.txt").write_text("new")
+    with pytest.raises(CacheError, match=r"p1\.png: its captions changed since"):
+        encoded(flux, data, out, PICTURES)
+    pictures(data, 3)
+    Image.fromarray(pixels(77, 32, 48)).save(data / "p2.png")
+    with pytest.raises(CacheError, match=r"p2\.png: its contents changed since"):
+        encoded(flux, data, out, PICTURES)
+    pictures(data, 3)
+    with pytest.raises(StaleCacheError, match="vae_dtype"):
+        encoded(flux, data, out, {**PICTURES, "vae_dtype": torch.bfloat16})
+    with pytest.raises(StaleCacheError, match="sizes"):
+        encoded(flux, data, out, {**PICTURES, "sizes": [[16, 24]]})
+    pipe = made("flux")
+    other = pipeline(tmp_path / "other")
+    changed = type(pipe.vae).from_pretrained(other, subfolder="vae")
+    with torch.no_grad():
+        changed.encoder.conv_in.weight += 1
+    changed.save_pretrained(other / "vae")
+    with pytest.raises(StaleCacheError, match="the weights of vae changed"):
+        encoded(other, data, out, PICTURES)
+    (data / "p0.png").unlink()
+    with pytest.raises(CacheError, match=r"1 samples that are no longer in the data, such as p0\.png"):
+        encoded(flux, data, out, PICTURES)
+    pictures(data, 3)
+    assert encoded(flux, data, out, PICTURES).stored == 3  # refusals have not harmed it
+
+
+def test_a_changed_reference_is_noticed(tmp_path: Path) -> None:
+    data, pipe, out = pictures(tmp_path / "data", 1), pipeline(tmp_path / "pipe", "flux_kontext"), tmp_path / "out"
+    table = data / "rows.csv"
+    table.write_text("file,caption,reference\np0.png,a cat,ref.png\n")
+    Image.fromarray(pixels(5, 48, 32)).save(data / "ref.png")
+    encoded(pipe, table, out, PICTURES)
+    Image.fromarray(pixels(6, 48, 32)).save(data / "ref.png")
+    with pytest.raises(CacheError, match=r"p0\.png: its contents changed"):
+        encoded(pipe, table, out, PICTURES)
+    table.write_text("file,caption\np0.png,a cat\n")
+    with pytest.raises(DataError, match=r'none of the 1 files could be used.*needs a "reference" picture'):
+        encoded(pipe, table, tmp_path / "new", PICTURES)
+
+
+def test_every_kind_of_file_is_used_or_skipped_with_its_reason(wan: Path, tmp_path: Path) -> None:
+    data = clips(tmp_path / "data", 2)
+    clips(data / "short", 1, frames=3)
+    pictures(data / "odd ünïcode, 'name", 1)
+    (data / "broken.mp4").write_bytes(b"no video")
+    (data / "broken.txt").write_text("a text")
+    (data / "silent.mp4").write_bytes((data / "v0.mp4").read_bytes())
+    (data / "notes.md").touch()
+    done = encoded(wan, data, tmp_path / "out", CLIPS)
+    assert done.found == done.encoded + done.stored + len(done.skipped) == 7
+    assert done.encoded == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    reasons = {Path(row["file"]).name: row["reason"] for row in rows}
+    assert {name: text.split(":")[0] for name, text in reasons.items()} == {
+        "notes.md": "files with the suffix .md are not used",
+        "silent.mp4": "no caption",
+        "p0.png": "is a picture, but the shortest clips have 5 frames",
+        "v0.mp4": "has 3 frames, but the shortest bucket has 5",
+        "broken.mp4": reasons["broken.mp4"].split(":")[0],
+    }
+    assert "cannot be decoded" in reasons["broken.mp4"]
+    with pytest.raises(MediaError, match=r"silent\.mp4: no caption"):
+        encoded(wan, data, tmp_path / "strict", {**CLIPS, "on_bad": "error"})
+    with pytest.raises(DataError, match="is a picture, but the shortest clips have 5 frames"):
+        encoded(wan, pictures(tmp_path / "pictures", 1), tmp_path / "none", CLIPS)
+
+
+def test_a_video_never_becomes_a_picture_silently(flux: Path, wan: Path, tmp_path: Path) -> None:
+    data = clips(tmp_path / "data", 1, frames=3)
+    with pytest.raises(DataError, match=r"v0\.mp4: is a video, but flux trains on pictures"):
+        encoded(flux, data, tmp_path / "flux", PICTURES)
+    pictures(data, 1)
+    done = encoded(wan, data, tmp_path / "mixed", {**CLIPS, "frames": [1, 5], "max_upscale": 3})
+    assert [one.file.name for one in done.skipped] == ["v0.mp4"]
+    assert [row.id for row in LatentCache(tmp_path / "mixed").rows] == ["p0.png"]
+    data = clips(tmp_path / "frames", 1, frames=3)
+    assert encoded(wan, data, tmp_path / "first", {**CLIPS, "frames": 1}).encoded == 1  # asked for
+
+
+def test_all_clips_of_a_video_are_cut_and_it_is_hashed_once(wan: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    data = clips(tmp_path / "data", 1, frames=17)
+    read: list[Path] = []
+    opened = Path.open
+    monkeypatch.setattr(Path, "open", lambda self, *a, **k: read.append(self) or opened(self, *a, **k))
+    done = encoded(wan, data, tmp_path / "out", {**CLIPS, "clips": "all"})
+    assert done.encoded == 3
+    assert read.count(data / "v0.mp4") == 1
+    assert len({row.source_hash for row in LatentCache(tmp_path / "out").rows}) == 1
+
+
+def test_output_in_the_data_and_old_contact_sheets_are_no_data(flux: Path, tmp_path: Path) -> None:
+    data = pictures(tmp_path / "data", 2)
+    for output in (data, data / "cache"):
+        with pytest.raises(DataError, match=r"is the data folder .* or lies in it: choose a folder outside"):
+            encoded(flux, data, output, PICTURES)
+    (data / "rows.csv").write_text("file,caption\np0.png,a cat\n")
+    encoded(flux, data / "rows.csv", data / "cache", {**PICTURES, "sheet": 1})
+    done = encoded(flux, data, tmp_path / "out", {**PICTURES, "captions": "optional"})
+    assert {row.id for row in LatentCache(tmp_path / "out").rows} == {"p0.png", "p1.png"}
+    assert "is the contact sheet of a latent cache" in str(done.skipped)
+
+
+def test_a_file_that_vanishes_or_changes_during_the_run_is_skipped(
+    flux: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    data = pictures(tmp_path / "data", 4)
+    real = loading.load_media
+
+    def slow(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if source.id == "p0.png":
+            (data / "p3.png").unlink(missing_ok=True)
+            time.sleep(0.05)
+        media = real(source, *args, **kwargs)
+        if source.id == "p1.png":
+            Image.fromarray(pixels(50, 48, 32)).save(data / "p1.png")
+        return media
+
+    monkeypatch.setattr(loading, "load_media", slow)
+    done = encoded(flux, data, tmp_path / "out", {**PICTURES, "workers": 1})
+    reasons = {one.file.name: one.reason for one in done.skipped}
+    assert reasons["p1.png"].endswith("changed while it was read")
+    assert "No such file" in reasons["p3.png"]
+    assert (done.found, done.encoded) == (4, 2)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_next_run_continues(
+    flux: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    data, out, plain = pictures(tmp_path / "data"), tmp_path / "out", tmp_path / "plain"
+    encoded(flux, data, plain, PICTURES)
+    from lightning_cp.latent_cache import writer
+
+    write, written = writer.write_shard, []
+
+    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
+        written.append(path.name)
+        if len(written) == 4:
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(writer, "write_shard", fails)
+    with pytest.raises(CacheError, match=r"No space left on device.*free some space, then run precompute again"):
+        encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    monkeypatch.setattr(writer, "write_shard", write)
+    done = encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    assert done.encoded + done.stored == 7
+    assert contents(out) == contents(plain)
+
+
+@pytest.mark.parametrize("case", [case if case == "cogvideox" else full(case) for case in CASES])
+def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp_path: Path) -> None:
+    frames, height, width = CASES[case].size
+    data = clips(tmp_path / "data", 1, frames) if frames > 1 else pictures(tmp_path / "data", 1)
+    file = next(path for path in sorted(data.iterdir()) if path.suffix != ".txt")
+    row = {"file": file.name, "caption": "x"}
+    if CASES[case].reference:
+        row["reference"] = file.name
+    (data / "rows.jsonl").write_text(json.dumps(row))
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)
+    cache = LatentCache(tmp_path / "out")
+    draw_contact_sheet(made(case).vae, cache, tmp_path / "sheet.png", 4)
+    decoded = decode_latents(made(case).vae, cache.sample(0)["latents"][None])
+    middle = decoded[0] if decoded.dim() == 4 else decoded[0, :, decoded.shape[2] // 2]
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        shown = torch.tensor(list(sheet.convert("RGB").tobytes())).view(sheet.height, sheet.width, 3) / 255
+    scale = 192 / max(height, width)
+    expected = middle.mean(dim=(1, 2))
+    part = shown[: round(height * scale), : round(width * scale)].mean(dim=(0, 1))
+    assert (part - expected).abs().max() < 0.05
+    assert middle.shape[1:] == (height, width)
+
+
+def test_one_picture_or_none(flux: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no usable file"):
+        encoded(flux, tmp_path / "empty", tmp_path / "out", PICTURES)
+    assert not (tmp_path / "out").exists()
+    assert encoded(flux, pictures(tmp_path / "one", 1), tmp_path / "out", PICTURES).encoded == 1
+    (tmp_path / "one" / "p0.txt").write_bytes("Käse".encode("latin-1"))
+    with pytest.raises(DataError, match=r"p0\.txt is not UTF-8 text .* save it with the encoding UTF-8"):
+        encoded(flux, tmp_path / "one", tmp_path / "new", PICTURES)
+    with pytest.raises(FamilyError, match="height=10 must be a multiple of 4"):
+        encoded(flux, pictures(tmp_path / "two", 1), tmp_path / "new", {**PICTURES, "sizes": [[10, 16]]})
+    assert not (tmp_path / "new").exists()
