@@ -19,7 +19,7 @@ from tests.dist.compare import averaged, worst
 from tests.families.cases import made
 from tests.harness import RankPool
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.full]  # 10 to 30 s each
 TEXTS = (5, 30, 9, 13, 22, 7, 17, 28, 11, 3, 26)
 LENGTHS = (8, 16, 32)
 SIZES = ((6, 10), (4, 12), (8, 6), (4, 8))
@@ -108,10 +108,6 @@ def _run(run_ranks: RankPool, world: int, given: Given, *, texts: Sequence[int] 
     return max(every, key=lambda found: found.graphs[-1])
 
 
-_FULL = pytest.mark.full
-RINGS = [pytest.param(2, marks=_FULL), 3]
-
-
 def _most(shapes: int) -> int:
     """Graphs of a context-parallel model with two blocks, for a number of shapes of a batch.
 
@@ -121,13 +117,12 @@ def _most(shapes: int) -> int:
     return (2 + 2) * shapes + 2
 
 
-@_FULL
 def test_fixed_lengths_need_one_graph_each(qwen_image: Given, run_ranks: RankPool) -> None:
     found = _run(run_ranks, 1, qwen_image, fixed=True, dynamic=False)
     assert found.graphs[-1] == len(LENGTHS)
 
 
-@pytest.mark.parametrize("ring", RINGS)
+@pytest.mark.parametrize("ring", [2, 3])
 def test_fixed_lengths_bound_the_graphs_of_context_parallel_blocks(
     ring: int, qwen_image: Given, run_ranks: RankPool
 ) -> None:
@@ -135,7 +130,6 @@ def test_fixed_lengths_bound_the_graphs_of_context_parallel_blocks(
     assert found.graphs[5] == found.graphs[-1] <= _most(len(LENGTHS)), found.graphs
 
 
-@_FULL
 @pytest.mark.parametrize("ring", [2, 3])
 def test_without_fixed_lengths_context_parallel_blocks_are_compiled_for_each(
     ring: int, qwen_image: Given, run_ranks: RankPool
@@ -145,7 +139,6 @@ def test_without_fixed_lengths_context_parallel_blocks_are_compiled_for_each(
     assert found.graphs[0] < found.graphs[1] < found.graphs[2], found.graphs
 
 
-@_FULL
 @pytest.mark.parametrize("sizes", [SIZES[:1], SIZES], ids=["lengths", "lengths and sizes"])
 def test_dynamic_shapes_in_one_process_need_three_graphs(
     sizes: Sequence[tuple[int, int]], qwen_image: Given, run_ranks: RankPool
@@ -154,13 +147,11 @@ def test_dynamic_shapes_in_one_process_need_three_graphs(
     assert found.graphs[1] == found.graphs[-1] == 3, found.graphs
 
 
-@_FULL
 def test_static_shapes_without_fixed_lengths_need_a_graph_for_each(qwen_image: Given, run_ranks: RankPool) -> None:
     found = _run(run_ranks, 1, qwen_image, texts=TEXTS[:4], fixed=False, dynamic=False)
     assert found.graphs == [1, 2, 3, 4]
 
 
-@_FULL
 @pytest.mark.parametrize("ring", [2, 3])
 def test_sizes_bound_the_graphs_of_context_parallel_blocks(ring: int, qwen_image: Given, run_ranks: RankPool) -> None:
     found = _run(
