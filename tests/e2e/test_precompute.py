@@ -64,6 +64,7 @@ def test_clips_on_two_ranks_of_its_own(tmp_path: Path) -> None:
     assert again.stderr == ""
 
 
+@pytest.mark.full
 def test_pictures_under_torchrun_and_refusals_of_what_changed(tmp_path: Path) -> None:
     data, pipe = pictures(tmp_path / "data", 5), pipeline(tmp_path / "pipe")
     given = settings(pipe, data, tmp_path / "out", "precompute.sizes=[[16,24],[24,16]]")
@@ -154,7 +155,8 @@ def test_a_refused_setting_exits_with_2_and_help_lists_every_setting(tmp_path: P
     listed = {word for line in shown.splitlines() if line.startswith("  ") for word in line.replace(",", " ").split()}
     from omegaconf import OmegaConf
 
-    config = OmegaConf.load(ROOT / "conf" / "precompute" / "precompute.yaml")
+    config = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "precompute" / "precompute.yaml"), resolve=False)
+    assert isinstance(config, dict)
     keys = []
     for key, value in OmegaConf.to_container(config, resolve=False).items():  # type: ignore[union-attr]
         if key not in ("defaults", "hydra"):
