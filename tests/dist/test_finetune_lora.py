@@ -23,7 +23,7 @@ from tests.pretrained import inputs, saved
 pytestmark = pytest.mark.filterwarnings("ignore")
 LORA = LoraSettings(rank=4, alpha=8.0)
 OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=2.0),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
 State = dict[str, Tensor]
@@ -131,7 +131,7 @@ def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
     for found, adapter, _ in results:
         assert found == pytest.approx(losses, rel=1e-5)
         assert distance(adapter, expected) < 1e-4
-    assert losses[2] < 0.995 * losses[0]
+    assert losses[2] < 0.97 * losses[0]
     assert distance(lora_state(start), expected) > 0.05
     plain: Any = load_transformer(folder, dtype=torch.float32)
     before = plain(**inputs(name), return_dict=False)[0]
