@@ -1,6 +1,6 @@
 """Set the process-wide options of `torch.compile` that exact context parallelism needs.
 
-Both options hold for everything that the process compiles afterwards. They cannot be limited to one model: the user
+The options hold for everything that the process compiles afterwards. They cannot be limited to one model: the user
 calls `torch.compile`, and inductor reads its options only after it has traced our operators. Nothing is imported or set
 before the first use, so that a process that compiles nothing keeps PyTorch's defaults.
 """
@@ -8,6 +8,8 @@ before the first use, so that a process that compiles nothing keeps PyTorch's de
 from __future__ import annotations
 
 from lightning_cp.compat.torch_names import imported_config
+
+_GRAPHS_PER_BLOCK = 8  # PyTorch's own limit
 
 
 def keep_order_of_attentions() -> None:
@@ -30,3 +32,18 @@ def compile_blocks_whole() -> None:
     config = imported_config("dynamo")
     if config is not None and config.optimize_ddp:  # every block calls this: write only once
         config.optimize_ddp = False  # type: ignore[attr-defined]
+
+
+def allow_graphs_of_blocks(blocks: int) -> None:
+    """Raise `torch._dynamo.config.recompile_limit` so that every block can have its graphs.
+
+    Called before each forward of a parallel model. Blocks of one class share their code, and dynamo counts its graphs.
+    Hooks differ between blocks, so each block has its own graph for each length; with PyTorch's limit of 8, later
+    blocks would run eager, or fail with `fullgraph=True`.
+    """
+    config = imported_config("dynamo")
+    needed = _GRAPHS_PER_BLOCK * blocks
+    if config is not None and config.recompile_limit < needed:
+        config.recompile_limit = needed  # type: ignore[attr-defined]
+        if config.accumulated_recompile_limit < needed:
+            config.accumulated_recompile_limit = needed  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lightning_cp.compat.torch_names import dynamo_is_imported
+from lightning_cp.compiler_options import allow_graphs_of_blocks
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
@@ -52,6 +53,7 @@ class Installed(Around):
         self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
+        self._num_blocks = len(rules.blocks)
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
@@ -96,6 +98,8 @@ class Installed(Around):
             return self._own_forward(*args, **kwargs)
         if self._structure is None or not self._structure.holds():
             self._follow()
+        if not torch.compiler.is_compiling():
+            allow_graphs_of_blocks(self._num_blocks)
         assert self._hook is not None, "a plan is installed"
         return self._hook.run(self.module, self._own_forward, args, kwargs)
 

@@ -74,3 +74,8 @@ class Rules:
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+
+    @property
+    def blocks(self) -> frozenset[str]:
+        """Paths of the blocks."""
+        return frozenset(path for rule in self.arguments if rule.is_block for path in rule.paths)

@@ -158,3 +158,31 @@ def test_sizes_bound_the_graphs_of_context_parallel_blocks(ring: int, qwen_image
         run_ranks, ring, qwen_image, texts=(7, 5, 8, 6, 7, 5, 8, 6), fixed=True, dynamic=False, sizes=SIZES[:2]
     )
     assert found.graphs[3] == found.graphs[-1] <= _most(2), found.graphs
+
+
+def _deep(rank: int, world: int, facts: Facts) -> tuple[float, int]:
+    """Loss of 12 compiled blocks relative to eager blocks, and the number of graphs."""
+    from diffusers import QwenImageTransformer2DModel
+
+    torch.manual_seed(0)
+    config = {**dict(made("qwen_image").transformer.config), "num_layers": 12}
+    reference = QwenImageTransformer2DModel.from_config(config).double().train()
+    model = copy.deepcopy(reference)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
+    counter = CompileCounterWithBackend("aot_eager")
+    model.compile_repeated_blocks(backend=counter, fullgraph=True)
+    family, (batch,) = load_family("qwen_image", facts), _batches(facts, TEXTS[:1], SIZES[:1], fixed=True)
+    objective = objective_for(family, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the compiler's, of diffusers' code
+        losses = [objective.loss(x, family, batch, step=0, first_index=0).item() for x in (reference, model)]
+    return abs(losses[1] - losses[0]) / losses[0], counter.frame_count
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_models_with_more_blocks_than_dynamos_limit_are_compiled(
+    world: int, qwen_image: Given, run_ranks: RankPool
+) -> None:
+    for error, graphs in run_ranks(world, _deep, qwen_image[1], timeout_s=300):
+        assert error < 1e-6
+        assert graphs >= 12
