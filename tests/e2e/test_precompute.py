@@ -158,7 +158,7 @@ def test_a_refused_setting_exits_with_2_and_help_lists_every_setting(tmp_path: P
     config = OmegaConf.to_container(OmegaConf.load(ROOT / "conf" / "precompute" / "precompute.yaml"), resolve=False)
     assert isinstance(config, dict)
     keys = []
-    for key, value in OmegaConf.to_container(config, resolve=False).items():  # type: ignore[union-attr]
+    for key, value in config.items():
         if key not in ("defaults", "hydra"):
             keys += [f"{key}.{name}" for name in value] if isinstance(value, dict) else [key]
     assert set(keys) <= listed
