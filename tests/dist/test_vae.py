@@ -18,8 +18,8 @@ from lightning_cp import ContextParallelConfig
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for
 from lightning_cp.vae import parallelize_vae
 from lightning_cp.vae.tiles import owners
-from tests.dist.vaes import ALL, QUICK, make_vae
 from tests import features
+from tests.dist.vaes import ALL, QUICK, make_vae
 from tests.harness import RankPool
 
 

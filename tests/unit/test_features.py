@@ -27,7 +27,7 @@ def named() -> Iterator[tuple[str, str]]:
 
 def test_the_table_has_the_features_that_tests_name() -> None:
     found = features.rows_of(ROOT / "docs" / "sampling.md")
-    expected = dict((feature, function == "refused") for function, feature in named())
+    expected = {feature: function == "refused" for function, feature in named()}
     assert len(expected) > 1
     assert {feature: result == "refused" for feature, result in found.items()} == expected
 
