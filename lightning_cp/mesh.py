@@ -66,6 +66,7 @@ class Branches:
         cfg_groups: ranks that hold the same tokens, one from each branch, as a ring.
         sample: all ranks that share a sample (cfg x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
+        control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
     """
 
     context: MeshGroups
@@ -73,6 +74,7 @@ class Branches:
     sample: MeshGroups
     data_rank: int
     data_size: int
+    control: dist.ProcessGroup | None = None
 
     @property
     def cfg(self) -> int:
@@ -221,6 +223,9 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
         group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
         sample, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).tolist())  # type: ignore[no-untyped-call]
         _connect(group, sample)
+    control = None
+    if cfg * groups.context_size > 1:
+        control, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).tolist(), backend="gloo")  # type: ignore[no-untyped-call]
     coordinates = cfg_rank * groups.context_size + context_rank
     return Branches(
         context=groups,
@@ -228,6 +233,7 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
         sample=_as_ring(groups, sample, cfg * groups.context_size, coordinates, name="sample"),
         data_rank=data_rank,
         data_size=len(ranks),
+        control=control,
     )
 
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
-from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
+from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches, branches_for
-from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method, undo_all
-from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
-from lightning_cp.pipelines.calls import arguments_by_name, only_one_shows_progress
+from lightning_cp.mesh import branches_for
+from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
+from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
-from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
@@ -31,33 +27,18 @@ from lightning_cp.pipelines.placement import (
     rank_device,
     shard_layers,
 )
-from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
+from lightning_cp.pipelines.stages import Setting, follow_stages, make_stages
+from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.votes import Votes
+from lightning_cp.pipelines.wrappers import (
+    device_properties,
+    over_branches,
+    synchronized,
+    vote_before,
+    with_resolved_tensors,
+)
 
-_INSTALLED = "_lightning_cp"
 _log = logging.getLogger("lightning_cp")
-
-
-@dataclass(eq=False)
-class ParallelPipeline:
-    """State of a parallel pipeline.
-
-    Attributes:
-        ranks: groups of ranks that share a sample, a CFG branch or tokens.
-        transformers: installed transformers, by component name.
-        decoders: names of the autoencoders that encode and decode in parallel.
-        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
-        shard: names of the components with weights sharded over ranks (FSDP2).
-        stages: device placement by stage; None for the setting "together".
-        undo: functions that restore the pipeline, to be called last to first.
-    """
-
-    ranks: Branches
-    transformers: dict[str, Installed]
-    decoders: tuple[str, ...]
-    calls: BranchCalls
-    shard: tuple[str, ...] = ()
-    stages: Stages | None = None
-    undo: list[Undo] = field(default_factory=list)
 
 
 def parallelize_pipeline(
@@ -65,6 +46,7 @@ def parallelize_pipeline(
     parallel_config: object,
     *,
     cfg: int = 1,
+    degrees: Mapping[str, Mapping[str, int]] | None = None,
     vae: bool | Literal["auto"] = "auto",
     shard: Sequence[str] = (),
     stages: Setting = "together",
@@ -84,6 +66,9 @@ def parallelize_pipeline(
             Wan).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
+        degrees: other degrees that a call may use (`use_degrees`), by name: {"guided": {"ring": 2, "cfg": 2}}. Degrees
+            left out are 1. Each must use as many ranks per sample as `parallel_config` and `cfg`; with a sharded
+            transformer `cfg` must be the same.
         vae: True: encode and decode in parallel. "auto": if the autoencoder's class supports it. False: do not.
         shard: names of components to shard over ranks layer by layer (FSDP2), for pipelines that do not fit on one
             device. They are moved to the rank's device layer by layer. This cannot be undone.
@@ -108,6 +93,7 @@ def parallelize_pipeline(
     refuse_processor_swaps(pipe)
     ranks = branches_for(config, cfg)
     layers = layers_to_shard(components, shard, found, ranks)
+    votes = Votes(type(pipe).__name__, ranks.control)
     staged = make_stages(pipe, stages, components, found, rank_device(ranks))
 
     def check() -> None:
@@ -115,6 +101,8 @@ def parallelize_pipeline(
         check_guiders(pipe, ranks)
 
     check()
+    sharded = next((name for name in layers if name in found), None)
+    chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
     undo: list[Undo] = []
     try:
         installed = {}
@@ -122,14 +110,21 @@ def parallelize_pipeline(
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
         calls = BranchCalls(type(pipe).__name__, ranks)
-        undo += [intercept_calls(found[name], _over_branches(calls, one)) for name, one in installed.items()]
+        calls.pending.before_settle = votes.check
+        undo += [intercept_calls(found[name], over_branches(calls, votes, one)) for name, one in installed.items()]
         scheduler = components.get("scheduler")
-        if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
-            undo.append(intercept_method(scheduler, "step", _with_resolved_tensors))
+        if any(x.branches.cfg > 1 for x in chosen.values()) and hasattr(
+            scheduler, "step"
+        ):  # callbacks after the step get real tensors
+            undo.append(intercept_method(scheduler, "step", with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
+        undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
         if staged is not None:
             follow_stages(staged, undo)
-        undo.append(intercept_calls(pipe, _synchronized(pipe, calls, staged, check), **_device_properties(staged)))
+        state = ParallelPipeline(
+            ranks, installed, decoders, calls, votes, chosen, shard=tuple(layers), stages=staged, undo=undo
+        )
+        undo.append(intercept_calls(pipe, synchronized(pipe, state, check), **device_properties(staged)))
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last: cannot be undone
     except BaseException as error:
@@ -138,7 +133,7 @@ def parallelize_pipeline(
         raise
     if staged is not None:
         staged.offload_all()
-    pipe.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
+    pipe.__dict__[INSTALLED] = state
     _describe(pipe, config)
 
 
@@ -153,56 +148,7 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"load the {type(pipe).__name__} again"
         )
     undo_all(installed.undo)
-    del pipe.__dict__[_INSTALLED]
-
-
-def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
-    """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
-    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(_INSTALLED)
-    return found
-
-
-def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
-    """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
-
-    def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if calls.is_active and calls.branches.cfg > 1:
-            return calls.call(installed.module, call, args, kwargs)
-        if not calls.is_active:
-            installed.session.peers.compare_next_in_full()
-        return call(*args, **kwargs)
-
-    return around
-
-
-def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call(*resolve_all(args), **resolve_all(kwargs))
-
-
-def _synchronized(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
-    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
-    signature = inspect.signature(type(pipe).__call__)
-
-    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments_by_name(signature, args, kwargs)
-        check()
-        sync_rng_and_check_inputs(given, calls.branches.sample)
-        calls.begin(may_start_late=guidance_may_start_late(pipe, given))
-        try:
-            with nullcontext() if stages is None else stages.call(given):
-                return resolve_all(call(*args, **kwargs))
-        finally:
-            calls.end()
-
-    return around
-
-
-def _device_properties(stages: Stages | None) -> dict[str, Any]:
-    """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
-    if stages is None:
-        return {}
-    device = property(lambda pipe: stages.device)
-    return {"device": device, "_execution_device": device}
+    del pipe.__dict__[INSTALLED]
 
 
 def _check_started() -> None:

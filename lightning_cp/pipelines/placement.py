@@ -18,8 +18,11 @@ from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
+from lightning_cp.pipelines.adapters import adapter_parameters, fuse_into_shards
 
-_NEED_FULL_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
+# Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
+_REFUSED = ("compile_repeated_blocks",)
+_REFUSED_IN_ENCODERS = ("load_adapter", "add_adapter", *_REFUSED)
 
 
 def is_vae(module: object) -> bool:
@@ -175,8 +178,8 @@ def shard_layers(
 
     A transformer is sharded over its context group, because these ranks run the same blocks at the same time. Other
     components are sharded over all ranks that share a sample. Weights outside the layers (embeddings, projections) stay
-    whole, and so do weights in another dtype than the main dtype of their layer (fp32 norms). Each component is then
-    moved to the rank's device.
+    whole, and so do adapters and weights in another dtype than the main dtype of their layer (fp32 norms). Each
+    component is then moved to the rank's device.
     """
     for name, layers in found.items():
         groups = ranks.context if name in transformers else ranks.sample
@@ -186,14 +189,16 @@ def shard_layers(
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_other_dtypes(layer))
+            whole = _other_dtypes(layer) | adapter_parameters(layer)  # adapters can then be changed as in one process
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         components[name].to(device)
-        _refuse_changes(name, components[name])
+        _refuse_changes(name, components[name], _REFUSED if name in transformers else _REFUSED_IN_ENCODERS)
+        fuse_into_shards(name, components[name])
 
 
-def _refuse_changes(name: str, module: nn.Module) -> None:
-    """Make methods raise that need whole weights or the original classes of the blocks (LoRA, compile)."""
-    for method in (method for method in _NEED_FULL_WEIGHTS if hasattr(module, method)):
+def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> None:
+    """Make methods raise that do not work with sharded weights."""
+    for method in (method for method in methods if hasattr(module, method)):
         message = (
             f"{name}.{method}: the weights of {name} are sharded (shard={name!r}): call it before parallelize_pipeline"
         )
