@@ -23,8 +23,9 @@ def _bench(folder: Path, *settings: str, cold: bool = False) -> subprocess.Compl
     return warm.run(command, cwd=ROOT, timeout=300)
 
 
-def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
-    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=True)
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> None:
+    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=cold)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))

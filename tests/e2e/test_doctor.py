@@ -23,8 +23,9 @@ def _ran(script: Path, *arguments: str, cold: bool = False) -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_doctor_tries_every_mode_and_is_content() -> None:
-    told = _ran(DOCTOR, "timeout=120", cold=True)
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_doctor_tries_every_mode_and_is_content(cold: bool) -> None:
+    told = _ran(DOCTOR, "timeout=120", cold=cold)
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.count("exact") == 7
     for word in ("ring allgather", "ring alltoall", "Ulysses", "torch 2", "gloo", "auto is flash", "everything works"):

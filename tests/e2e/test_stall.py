@@ -91,6 +91,7 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+@pytest.mark.full  # it waits for silence on both nodes, and starts both ranks cold
 def test_two_nodes_of_which_one_is_cut_off_both_tell_of_it(nodes: tuple[str, str], tmp_path: Path) -> None:
     settings = (*SMALL, *STRATEGY, "max_steps=100000", "num_nodes=2", f"hydra.run.dir={tmp_path / 'run'}")
     with ExitStack() as stack:

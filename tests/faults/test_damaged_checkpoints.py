@@ -274,7 +274,7 @@ def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path
         try:
             assert saving.stdout is not None
             saving.stdout.readline()
-            found = [latest_checkpoint(tmp_path) for _ in range(300)]
+            found = [latest_checkpoint(tmp_path) for _ in range(100)]
         finally:
             saving.kill()
     assert None not in found

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.recipe import ROOT
+from tests.harness import warm
 
 LOOPBACK = {"127.0.0.1", "::1"}
 SCRIPT = Path(__file__).with_name("lightning_ranks_script.py")
@@ -23,11 +24,9 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason
 def ran(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the script in a clean environment."""
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, str(SCRIPT), *arguments, str(folder)],
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
         timeout=150,
     )
 
