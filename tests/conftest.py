@@ -13,6 +13,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 
+from tests import features
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 
@@ -47,8 +48,15 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("xdist"):
         return
     chosen = option.markexpr or option.keyword or option.collectonly or option.usepdb or option.dist != "no"
+    writes_report = any(name.startswith("LIGHTNING_CP_") for name in os.environ)
     is_suite = [Path(arg) for arg in config.args] == [Path(path) for path in config.getini("testpaths")]
-    if "PYTEST_XDIST_WORKER" in os.environ or option.numprocesses is not None or chosen or not is_suite:
+    if (
+        "PYTEST_XDIST_WORKER" in os.environ
+        or option.numprocesses is not None
+        or chosen
+        or writes_report
+        or not is_suite
+    ):
         return
     option.numprocesses = min(2, len(os.sched_getaffinity(0)))
     option.dist = "worksteal"  # each process begins with half of the files, so fixtures of a module are made once
@@ -61,3 +69,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_sessionfinish() -> None:
+    """Write the rows of docs/sampling.md that this run found, if it is asked to."""
+    if features.VARIABLE in os.environ:
+        features.write_rows(Path(os.environ[features.VARIABLE]))

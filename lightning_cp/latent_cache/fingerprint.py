@@ -18,7 +18,7 @@ from lightning_cp.errors import CacheError, StaleCacheError
 from lightning_cp.families import Components
 
 Fingerprint = dict[str, str]
-"""Identity of the encoders of a cache: names such as "vae.weights" and "package.torch", with hashes or readable values."""
+"""Identity of a cache's encoders: names such as "vae.weights" and "package.torch", with hashes or readable values."""
 
 _SAMPLED = 256  # elements of each tensor
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "ftfy")

@@ -67,7 +67,7 @@ def ran(
     if not cold:
         return warm.run([sys.executable, path], env=environment, cwd=cwd, timeout=120)
     return subprocess.run(
-        [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
     )
 
 
