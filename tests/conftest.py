@@ -45,18 +45,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Run the default suite in two processes. `pytest -n 0` runs it in one."""
     option = config.option
-    if not config.pluginmanager.hasplugin("xdist"):
+    if not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None:
         return
     chosen = option.markexpr or option.keyword or option.collectonly or option.usepdb or option.dist != "no"
-    writes_report = any(name.startswith("LIGHTNING_CP_") for name in os.environ)
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    writes_report = any(name.startswith("LIGHTNING_CP_") for name in os.environ)  # from what one process has found
     is_suite = [Path(arg) for arg in config.args] == [Path(path) for path in config.getini("testpaths")]
-    if (
-        "PYTEST_XDIST_WORKER" in os.environ
-        or option.numprocesses is not None
-        or chosen
-        or writes_report
-        or not is_suite
-    ):
+    if chosen or is_worker or writes_report or not is_suite:
         return
     option.numprocesses = min(2, len(os.sched_getaffinity(0)))
     option.dist = "worksteal"  # each process begins with half of the files, so fixtures of a module are made once
