@@ -30,7 +30,7 @@ def pictures(folder: Path) -> np.ndarray:
 
 
 def picture(path: Path) -> np.ndarray:
-    """Of a file, or the first frame of one: [h, w], grey."""
+    """Picture of a file, or its first frame: [h, w], grey."""
     with Image.open(path) as read:
         return np.asarray(read.convert("L")).astype(int)
 

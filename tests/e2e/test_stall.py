@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_named_on_the_terminal(ranks: int, victim: int, tmp_pa
 
 
 def _read_until(process: subprocess.Popen[str], words: str, limit_s: float) -> str:
-    """What a process writes to stderr up to the line with these words; it is killed if they do not come in time."""
+    """Output of a process to stderr up to the line with these words; it is killed if they do not come in time."""
     assert process.stderr is not None
     timer, lines = threading.Timer(limit_s, process.kill), []
     timer.start()

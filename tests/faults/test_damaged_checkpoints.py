@@ -85,7 +85,7 @@ def mutated(manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def attempted(folder: Path) -> Checkpoint | str:
-    """What is loaded, or what the one error says."""
+    """The loaded states, or the text of the one error."""
     try:
         return loaded(folder)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""Models whose parts are exchanged after `apply_context_parallel`: followed exactly, or refused by name.
+"""Models with parts that are exchanged after `apply_context_parallel`: followed exactly, or refused by name.
 
 Each change is made to a parallel model and to one that runs alone; outputs and every parameter's gradient must agree.
 Until each forward compared the model with what the plan was installed on, most of this was silently wrong.
@@ -216,7 +216,7 @@ def test_deep_copies_train_as_the_original_does(run_ranks: RankPool, name: str, 
 
 
 def _by_diffusers(rank: int, world: int) -> list[float]:
-    """What diffusers' own methods change: projections fused and separate again, processors saved and set back."""
+    """Changes by diffusers' own methods: projections fused and separate again, processors saved and set back."""
     model, arguments = TINY["flux"].build(), TINY["flux"].arguments()
     expected, _ = outcome(model, arguments)
     theirs = dict(model.attn_processors)

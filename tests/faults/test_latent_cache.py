@@ -168,7 +168,7 @@ _LIMITED = (
 
 
 def test_a_file_that_cannot_grow_is_one_error(tmp_path: Path) -> None:
-    """With shards of 300 bytes the rows file meets the limit, in the middle of a line; otherwise the shard."""
+    """The rows file meets the limit with shards of 300 bytes, in the middle of a line; otherwise the shard."""
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
     ended = warm.run(command, timeout=120)
     assert len(ended.stdout.splitlines()) == 2, ended.stderr

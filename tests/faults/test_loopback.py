@@ -1,4 +1,4 @@
-"""A job on one machine listens on the loopback interface only, so that nobody on the network can join it."""
+"""A job on one machine listens on the loopback interface only, so that no other machine can join it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ print(json.dumps([result.failure and result.failure.describe(), listening("self"
 
 
 def launched(function: str, folder: Path, *, ranks: int, **settings: object) -> list[Any]:
-    """What each rank wrote. The launcher must not listen anywhere else than on the loopback interface."""
+    """Return the results of all ranks. The launcher must not listen anywhere else than on the loopback interface."""
     OmegaConf.save(OmegaConf.create({"folder": str(folder), **settings}), folder / "config.yaml")
     command = [sys.executable, "-c", _LAUNCHES, f"{TARGETS}:{function}", str(folder), str(ranks)]
     done = warm.run(command, cwd=ROOT, timeout=200)

@@ -32,7 +32,7 @@ def ran(folder: Path, *arguments: str, **environment: str) -> subprocess.Complet
 
 
 def found(folder: Path, *arguments: str, **environment: str) -> list[dict[str, Any]]:
-    """What each rank wrote."""
+    """Return the results of all ranks."""
     done = ran(folder, *arguments, **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read(folder, int(arguments[-1]))
