@@ -36,20 +36,34 @@ def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fuse_into_shards(name: str, module: nn.Module) -> None:
-    """Let `fuse_lora` and `unfuse_lora` of a module with sharded weights (FSDP2) change each rank's shard."""
+    """Let `fuse_lora` and `unfuse_lora` of a module with sharded weights (FSDP2) change each rank's shard.
+
+    New adapters with DoRA are refused: they need the norms of the whole weights.
+    """
+    if hasattr(module, "add_adapter"):
+        intercept_method(module, "add_adapter", _without_dora(name))
     for method in ("fuse_lora", "unfuse_lora"):
         if hasattr(module, method):
             intercept_method(module, method, _with_sharded_deltas(name, module))
+
+
+def _without_dora(name: str) -> Around:
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(getattr(x, "use_dora", False) for x in (*args, *kwargs.values())):
+            raise _refusal(name, "add_adapter", "DoRA needs the norms of whole weights: add it before the set-up")
+        return call(*args, **kwargs)
+
+    return around
 
 
 def _with_sharded_deltas(name: str, module: nn.Module) -> Around:
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
         if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
-            raise _refusal(name, "safe_fusing=True replaces the sharded weights: use safe_fusing=False")
+            raise _refusal(name, "fuse_lora", "safe_fusing=True would replace them: use safe_fusing=False")
         for layer in layers:
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
-                raise _refusal(name, "it has adapters with DoRA or a bias: fuse them before parallelize_pipeline")
+                raise _refusal(name, "fuse_lora", "an adapter has DoRA or a bias: fuse it before the set-up")
         undo = [intercept_method(layer, "get_delta_weight", _sharded_like(layer)) for layer in layers]
         try:
             return call(*args, **kwargs)
@@ -69,8 +83,8 @@ def _sharded_like(layer: Any) -> Around:
     return around
 
 
-def _refusal(name: str, reason: str) -> PlanError:
-    return PlanError(f"{name}.fuse_lora: the weights of {name} are sharded (shard={name!r}), and {reason}")
+def _refusal(name: str, method: str, reason: str) -> PlanError:
+    return PlanError(f"{name}.{method}: the weights of {name} are sharded (shard={name!r}), and {reason}")
 
 
 def _adapted(module: nn.Module) -> Iterator[Any]:

@@ -29,7 +29,7 @@ def sync_rng_and_check_inputs(
     Args:
         arguments: arguments of the call, by name.
         sample: ranks that share the sample.
-        state: what else must be equal on these ranks, by name.
+        state: other values that must be equal on these ranks, by name.
     Ranks: all ranks of `sample`. Raises: PeerMismatchError, on all of these ranks, with the argument's name.
     """
     if sample.context is None:

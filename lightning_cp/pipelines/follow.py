@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Request:
-    """What all ranks run next: a method of the pipeline ("" for a call), or, with name None, the end of the loop.
+    """Next call of all ranks: a method of the pipeline, "" for the pipeline itself; name None ends the loop.
 
     Attributes:
         name: attribute path of the method.
@@ -61,7 +61,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     Args:
         pipe: pipeline made parallel by `parallelize_pipeline`, over all ranks of the world.
         loop: function of one argument, the `Leader`.
-    Returns: what `loop` returns; None on the other ranks.
+    Returns: the result of `loop`; None on the other ranks.
     Ranks: the whole world, which must share each sample (data parallelism is 1).
     Raises: PlanError: the pipeline is not parallel, or there are several data groups. On rank 0, what `loop` raises.
         CallFailedError: on the other ranks, if `loop` raises.

@@ -65,8 +65,8 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
         given = arguments_by_name(signature, args, kwargs)
         with votes.call():
             check()
+            common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
             with votes.part():
-                common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.errors import PeerMismatchError, PlanError
 from tests import features
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -134,3 +136,29 @@ def test_adapters_changed_between_calls_give_one_process_latents(
                 features.compared("LoRA hot-swap, compiled blocks", error)
             else:
                 features.compared("LoRA hot-swap: load, set, disable, fuse, unfuse, unload, swap", error)
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    pipe, said = _pipe(torch.float32), []
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **SHARD)
+    _change(pipe, _load("one", 1))
+    for refused in (
+        lambda: pipe.fuse_lora(safe_fusing=True),
+        lambda: pipe.transformer.add_adapter(LoraConfig(use_dora=True, target_modules=["to_q"]), "dora"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            refused()
+        said.append(str(caught.value))
+    if rank == 1:
+        _change(pipe, _load("two", 2))
+    with pytest.raises(PeerMismatchError, match="adapters of transformer"):
+        _latents(pipe)
+    return said
+
+
+def test_what_cannot_be_changed_is_refused_and_ranks_must_have_equal_adapters(run_ranks: RankPool) -> None:
+    features.refused("fusing DoRA, or with `safe_fusing`, into sharded weights")
+    for safe, dora in run_ranks(3, _refused, timeout_s=240):
+        assert safe.startswith("transformer.fuse_lora: the weights of transformer are sharded")
+        assert "use safe_fusing=False" in safe
+        assert dora.startswith("transformer.add_adapter: the weights of transformer are sharded")
