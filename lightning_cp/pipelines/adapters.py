@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Around, intercept_method, undo_all
+from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 
 
 def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -35,35 +35,74 @@ def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def fuse_into_shards(name: str, module: nn.Module) -> None:
-    """Let `fuse_lora` and `unfuse_lora` of a module with sharded weights (FSDP2) change each rank's shard.
-
-    New adapters with DoRA are refused: they need the norms of the whole weights.
-    """
-    if hasattr(module, "add_adapter"):
-        intercept_method(module, "add_adapter", _without_dora(name))
-    for method in ("fuse_lora", "unfuse_lora"):
-        if hasattr(module, method):
-            intercept_method(module, method, _with_sharded_deltas(name, module))
+def adapt_shards(name: str, module: nn.Module) -> None:
+    """Let adapters be added to a module with sharded weights (FSDP2), and fused into each rank's shard."""
+    around = {
+        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _with_whole_shapes(name, module)),
+        **dict.fromkeys(("fuse_lora", "unfuse_lora"), _with_sharded_deltas(name, module)),
+    }
+    for method in (method for method in around if hasattr(module, method)):
+        intercept_method(module, method, around[method])
 
 
-def _without_dora(name: str) -> Around:
+def _with_whole_shapes(name: str, module: Any) -> Around:
+    """Wrap a method that adds adapters: peft takes their sizes from the local shard of a `DTensor`."""
+
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if any(getattr(x, "use_dora", False) for x in (*args, *kwargs.values())):
-            raise _refusal(name, "add_adapter", "DoRA needs the norms of whole weights: add it before the set-up")
-        return call(*args, **kwargs)
+        for config in (*args, *kwargs.values()):
+            _check_config(name, config)
+        undo = [_without_shard(layer, key) for layer, key in list(_sharded(module))]
+        before = set(getattr(module, "peft_config", {}))
+        try:
+            result = call(*args, **kwargs)
+        finally:
+            undo_all(undo)
+        for adapter in set(getattr(module, "peft_config", {})) - before:
+            try:
+                _check_config(name, module.peft_config[adapter])
+            except PlanError:
+                module.delete_adapters(adapter)
+                raise
+        return result
 
     return around
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Refuse adapters that are computed from whole weights. Raises: PlanError."""
+    if getattr(config, "use_dora", False):
+        raise _refusal(name, "DoRA needs the norms of whole weights: add it before parallelize_pipeline")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (True, False, "gaussian"):
+        raise _refusal(name, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
+
+
+def _sharded(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    for layer in module.modules():
+        yield from ((layer, key) for key, x in layer._parameters.items() if isinstance(x, DTensor))
+
+
+def _without_shard(layer: nn.Module, key: str) -> Undo:
+    """Show a tensor of the whole shape in place of a shard, without its memory. Returns: a function to undo it."""
+    shard: Any = layer._parameters[key]
+    local = shard.to_local()
+    shown = torch.zeros((), dtype=local.dtype, device=local.device).expand(shard.shape)
+    layer._parameters[key] = nn.Parameter(shown, requires_grad=False)
+
+    def undo() -> None:
+        layer._parameters[key] = shard
+
+    return undo
 
 
 def _with_sharded_deltas(name: str, module: nn.Module) -> Around:
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
         if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
-            raise _refusal(name, "fuse_lora", "safe_fusing=True would replace them: use safe_fusing=False")
+            raise _refusal(name, "safe_fusing=True would replace them: use safe_fusing=False")
         for layer in layers:
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
-                raise _refusal(name, "fuse_lora", "an adapter has DoRA or a bias: fuse it before the set-up")
+                raise _refusal(name, "an adapter has DoRA or a bias: fuse it before the set-up")
         undo = [intercept_method(layer, "get_delta_weight", _sharded_like(layer)) for layer in layers]
         try:
             return call(*args, **kwargs)
@@ -83,8 +122,8 @@ def _sharded_like(layer: Any) -> Around:
     return around
 
 
-def _refusal(name: str, method: str, reason: str) -> PlanError:
-    return PlanError(f"{name}.{method}: the weights of {name} are sharded (shard={name!r}), and {reason}")
+def _refusal(name: str, reason: str) -> PlanError:
+    return PlanError(f"the weights of {name} are sharded (shard={name!r}), and {reason}")
 
 
 def _adapted(module: nn.Module) -> Iterator[Any]:

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of
+from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of, register_block_subclass
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
-from lightning_cp.pipelines.adapters import adapter_parameters, fuse_into_shards
+from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
 _REFUSED = ("compile_repeated_blocks",)
@@ -190,10 +190,13 @@ def shard_layers(
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.
             whole = _other_dtypes(layer) | adapter_parameters(layer)  # adapters can then be changed as in one process
+            kind = type(layer)
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+            register_block_subclass(kind, type(layer))
         components[name].to(device)
         _refuse_changes(name, components[name], _REFUSED if name in transformers else _REFUSED_IN_ENCODERS)
-        fuse_into_shards(name, components[name])
+        if name in transformers:
+            adapt_shards(name, components[name])
 
 
 def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> None:

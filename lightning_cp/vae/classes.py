@@ -40,7 +40,6 @@ CLASSES: dict[str, VaeClass] = {
     "AutoencoderKLHunyuanVideo15": VaeClass(),
     "AutoencoderKLLTX2Video": VaeClass(loops=_VIDEO_LOOPS),
     "AutoencoderKLLTXVideo": VaeClass(loops=_VIDEO_LOOPS),
-    "AutoencoderKLMochi": VaeClass(halos=False, caches=True),  # attention over frames, norms over single frames
     "AutoencoderKLQwenImage": VaeClass(),
     "AutoencoderKLQwenImage21": VaeClass(patched=True),
     "AutoencoderKLWan": VaeClass(patched=True),

@@ -145,6 +145,7 @@ def _refused(rank: int, world: int) -> list[str]:
     for refused in (
         lambda: pipe.fuse_lora(safe_fusing=True),
         lambda: pipe.transformer.add_adapter(LoraConfig(use_dora=True, target_modules=["to_q"]), "dora"),
+        lambda: pipe.transformer.add_adapter(LoraConfig(init_lora_weights="pissa", target_modules=["to_q"]), "pissa"),
     ):
         with pytest.raises(PlanError) as caught:
             refused()
@@ -157,8 +158,8 @@ def _refused(rank: int, world: int) -> list[str]:
 
 
 def test_what_cannot_be_changed_is_refused_and_ranks_must_have_equal_adapters(run_ranks: RankPool) -> None:
-    features.refused("fusing DoRA, or with `safe_fusing`, into sharded weights")
-    for safe, dora in run_ranks(3, _refused, timeout_s=240):
-        assert safe.startswith("transformer.fuse_lora: the weights of transformer are sharded")
-        assert "use safe_fusing=False" in safe
-        assert dora.startswith("transformer.add_adapter: the weights of transformer are sharded")
+    features.refused("adapters with DoRA or PiSSA, and `safe_fusing`, with sharded weights")
+    for safe, dora, pissa in run_ranks(3, _refused, timeout_s=240):
+        assert safe.startswith("the weights of transformer are sharded (shard='transformer'), and safe_fusing=True")
+        assert "and DoRA needs the norms of whole weights" in dora
+        assert "and init_lora_weights='pissa' needs whole weights" in pissa

@@ -91,14 +91,6 @@ _HUNYUAN_IMAGE = {
     **{"layers_per_block": 1, "spatial_compression_ratio": 4, "sample_size": 24},
 }
 _HUNYUAN15 = {"latent_channels": 4, "block_out_channels": (8, 16, 32), "layers_per_block": 1}
-_MOCHI = {
-    **{f"{part}_block_out_channels": (32, 32, 32, 32) for part in ("encoder", "decoder")},
-    **{"latent_channels": 12, "layers_per_block": (1, 1, 1, 1, 1)},
-}
-_MOCHI_TILES = {
-    **{f"tile_sample_min_{side}": 64 for side in ("height", "width")},
-    **{f"tile_sample_stride_{side}": 48 for side in ("height", "width")},
-}
 _DC = {
     **{"latent_channels": 8, "attention_head_dim": 4},
     **{
@@ -149,9 +141,6 @@ MORE = {
         "AutoencoderKLHunyuanImage", _HUNYUAN_IMAGE, (2, 16, 13, 11), (2, 3, 52, 44), broken="tiles encode"
     ),
     "cogvideox": TinyVae("AutoencoderKLCogVideoX", _COG, (2, 4, 5, 13, 11), (2, 3, 9, 52, 44), _TILES, modes="tiles"),
-    "mochi": TinyVae(
-        "AutoencoderKLMochi", _MOCHI, (1, 12, 2, 13, 11), (1, 3, 12, 104, 88), _MOCHI_TILES, modes="tiles"
-    ),
     "dc": TinyVae("AutoencoderDC", _DC, (2, 8, 13, 11), (2, 3, 52, 44), _STRIDES, modes="tiles"),
 }
 ALL = {**QUICK, **MORE}
