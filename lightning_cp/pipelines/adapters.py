@@ -35,28 +35,38 @@ def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def allow_hotswap(module: nn.Module) -> Undo:
+    """Let `load_lora_adapter` prepare swaps: peft refuses models with a wrapped call, as if they were compiled."""
+
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        wrapped = module.__dict__.pop("_compiled_call_impl", None)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            if wrapped is not None:
+                module.__dict__["_compiled_call_impl"] = wrapped
+
+    return intercept_method(module, "load_lora_adapter", around)
+
+
 def adapt_shards(name: str, module: nn.Module) -> None:
     """Let adapters be added to a module with sharded weights (FSDP2), and fused into each rank's shard."""
     around = {
-        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _with_whole_shapes(name, module)),
+        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _without_whole_weights(name, module)),
         **dict.fromkeys(("fuse_lora", "unfuse_lora"), _with_sharded_deltas(name, module)),
     }
     for method in (method for method in around if hasattr(module, method)):
         intercept_method(module, method, around[method])
 
 
-def _with_whole_shapes(name: str, module: Any) -> Around:
-    """Wrap a method that adds adapters: peft takes their sizes from the local shard of a `DTensor`."""
+def _without_whole_weights(name: str, module: Any) -> Around:
+    """Wrap a method that adds adapters: refuse those that are computed from whole weights."""
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for config in (*args, *kwargs.values()):
             _check_config(name, config)
-        undo = [_without_shard(layer, key) for layer, key in list(_sharded(module))]
         before = set(getattr(module, "peft_config", {}))
-        try:
-            result = call(*args, **kwargs)
-        finally:
-            undo_all(undo)
+        result = call(*args, **kwargs)
         for adapter in set(getattr(module, "peft_config", {})) - before:
             try:
                 _check_config(name, module.peft_config[adapter])
@@ -75,24 +85,6 @@ def _check_config(name: str, config: Any) -> None:
     start = getattr(config, "init_lora_weights", True)
     if start not in (True, False, "gaussian"):
         raise _refusal(name, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
-
-
-def _sharded(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    for layer in module.modules():
-        yield from ((layer, key) for key, x in layer._parameters.items() if isinstance(x, DTensor))
-
-
-def _without_shard(layer: nn.Module, key: str) -> Undo:
-    """Show a tensor of the whole shape in place of a shard, without its memory. Returns: a function to undo it."""
-    shard: Any = layer._parameters[key]
-    local = shard.to_local()
-    shown = torch.zeros((), dtype=local.dtype, device=local.device).expand(shard.shape)
-    layer._parameters[key] = nn.Parameter(shown, requires_grad=False)
-
-    def undo() -> None:
-        layer._parameters[key] = shard
-
-    return undo
 
 
 def _with_sharded_deltas(name: str, module: nn.Module) -> Around:

@@ -15,6 +15,7 @@ from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import branches_for
 from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
+from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
@@ -112,6 +113,7 @@ def parallelize_pipeline(
         calls = BranchCalls(type(pipe).__name__, ranks)
         calls.pending.before_settle = votes.check
         undo += [intercept_calls(found[name], over_branches(calls, votes, one)) for name, one in installed.items()]
+        undo += [allow_hotswap(module) for module in found.values() if hasattr(module, "load_lora_adapter")]
         scheduler = components.get("scheduler")
         if any(x.branches.cfg > 1 for x in chosen.values()) and hasattr(
             scheduler, "step"

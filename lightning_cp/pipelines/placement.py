@@ -246,4 +246,5 @@ def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:
 def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
     assert groups.context is not None, "only several ranks shard weights"
     ranks = dist.get_process_group_ranks(groups.context)
-    return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("shard",))
+    # peft knows by this name that layers compute with whole weights.
+    return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("fsdp",))
