@@ -6,7 +6,10 @@ It finds a wrong order of tokens in attention, tokens left out, and keys that be
 from __future__ import annotations
 
 import copy
+import os
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +116,27 @@ _CASES = [pytest.param(*x, marks=() if x in _MODES[:3] else pytest.mark.full) fo
 @pytest.mark.parametrize(("name", "mode", "world"), _CASES)
 def test_patches_over_ranks_give_the_plain_result(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
     assert max(run_ranks(world, _over_ranks, name, mode)) < 1e-12
+
+
+_TABLE = re.compile(r"(<!-- classes: .* -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _table() -> str:
+    rows = ["\n| class | order of tokens in attention | stages |\n|---|---|---|\n"]
+    for name in sorted(REGISTERED):
+        patches = REGISTERED[name].patches
+        if patches is not None:
+            stages = "yes" if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
+            rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
+    return "".join([*rows, "\n"])
+
+
+def test_the_page_lists_the_classes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "pipefusion.md"
+    written = _TABLE.sub(lambda found: found[1] + _table() + found[2], page.read_text())
+    if "LIGHTNING_CP_PATCHES_TABLE" in os.environ:
+        Path(os.environ["LIGHTNING_CP_PATCHES_TABLE"]).write_text(written)
+    assert page.read_text() == written
 
 
 def test_every_class_says_whether_it_can_be_computed_in_patches() -> None:
