@@ -39,7 +39,7 @@ from tests.models.tiny import with_short_text
 from tests.models.wan import wan
 from tests.pipelines import table
 
-SHARES = {2: (2, 1), 3: (1, 3, 2), 4: (3, 1, 1, 2), 6: (1, 2, 3, 1, 1, 2)}
+SHARES = {2: (2, 1), 3: (1, 3, 2), 4: (4, 1, 2, 1), 6: (1, 2, 3, 1, 1, 2)}
 _TOLERANCE = 1e-9
 
 
@@ -111,13 +111,13 @@ def _first(args: Any, kwargs: Any) -> int:
 
 
 def test_tokens_and_heads_follow_the_shares(run_ranks: RankPool) -> None:
-    """Wan has 4 heads and 45 tokens. In unified attention heads follow the sums 3 + 1 and 1 + 2 of the shares."""
+    """Wan has 4 heads and 45 tokens. In unified attention heads follow the sums 4 + 2 and 1 + 1 of the shares."""
     everyone = run_ranks(3, _divided, 1, 3)
     assert [tokens for tokens, _ in everyone] == [8, 22, 15]
     assert [heads for _, heads in everyone] == [{1}, {2}, {1}]
     assert [tokens for tokens, _ in run_ranks(3, _divided, 3, 1)] == [8, 22, 15]
     everyone = run_ranks(4, _divided, 2, 2)
-    assert [heads for _, heads in everyone] == [{2}, {2}, {2}, {2}]
+    assert [heads for _, heads in everyone] == [{3}, {1}, {3}, {1}]
 
 
 def _attention(rank: int, world: int, cases: list[Problem]) -> list[str]:

@@ -27,7 +27,7 @@ from lightning_cp.kernels import choose_kernel
 
 
 def shares(config: DictConfig, device: torch.device) -> list[Subject]:
-    """List the subjects: one process at full speed, then each mode with equal shares and with shares by speed."""
+    """List the subjects: one process on one thread at full speed, then each mode with equal shares and by speed."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
@@ -49,7 +49,7 @@ def shares(config: DictConfig, device: torch.device) -> list[Subject]:
 
         return step
 
-    subjects = one_process(lambda: step_of(None, None), device)
+    subjects = one_process(lambda: step_of(None, None), device)[:1]
     by_speed = [2] * (world - 1) + [1]
     for name, parallel in modes(world).items():
         subjects.append(Subject(f"{name}, equal shares", functools.partial(step_of, parallel, None)))
@@ -76,10 +76,11 @@ def half_speed(like: torch.Tensor) -> Iterator[None]:
 
 
 class _Twice(TorchDispatchMode):
-    """Run each operation twice, other than those that change a tensor in place."""
+    """Run each operation twice, other than those that change a tensor in place or draw random numbers."""
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "aten" and not func._schema.is_mutable:
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if func.namespace == "aten" and not func._schema.is_mutable and not is_random:
             func(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
