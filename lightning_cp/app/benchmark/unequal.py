@@ -1,6 +1,6 @@
 """Workload `shares`: a sampling step on ranks of which the last one has half the speed, with equal shares and by speed.
 
-The slow rank computes everything twice, so it is slow by the same factor on every machine.
+The slow rank computes its layers and attention kernels twice, so it is slow by the same factor on every machine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -17,13 +17,14 @@ import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
+from torch.nn import functional as F
 
 from lightning_cp.app.benchmark.subject import Subject, modes
 from lightning_cp.app.benchmark.workloads import model_arguments, one_process
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.kernels import choose_kernel
+
+_OPERATIONS = ("linear", "layer_norm", "rms_norm", "gelu", "silu")  # of torch.nn.functional
 
 
 def shares(config: DictConfig, device: torch.device) -> list[Subject]:
@@ -60,27 +61,20 @@ def shares(config: DictConfig, device: torch.device) -> list[Subject]:
 
 @contextmanager
 def half_speed(like: torch.Tensor) -> Iterator[None]:
-    """Compute every operation of this rank twice, attention kernels too. Transfers are not repeated.
+    """Compute attention kernels and the operations of layers twice on this rank. Transfers are not repeated.
 
     Args: like: tensor of the dtype and on the device of the forward.
     """
     kernel: Any = type(choose_kernel("auto", like.new_empty(1, 1, 1, 64), None))
-    forward = kernel.forward
-
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        forward(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    with mock.patch.object(kernel, "forward", twice), _Twice():
+    with ExitStack() as stack:
+        for owner, name in [(kernel, "forward"), *((F, name) for name in _OPERATIONS)]:
+            stack.enter_context(mock.patch.object(owner, name, _twice(getattr(owner, name))))
         yield
 
 
-class _Twice(TorchDispatchMode):
-    """Run each operation twice, other than those that change a tensor in place or draw random numbers."""
+def _twice(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        function(*args, **kwargs)
+        return function(*args, **kwargs)
 
-    @override
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if func.namespace == "aten" and not func._schema.is_mutable and not is_random:
-            func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    return call

@@ -16,8 +16,7 @@ from lightning_cp.kernels.cpu_flash import CpuFlashKernel
 def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     q = F.linear(x, weight).unflatten(-1, (2, 8))
     out = context_parallel_attention(q, q, q, parallel_config=ContextParallelConfig()).flatten(2)
-    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
-    return out.add_(x) + noise + torch.randint(0, 9, x.shape, generator=torch.Generator().manual_seed(1))
+    return out.add_(x)
 
 
 def test_a_rank_of_half_speed_computes_the_same_twice() -> None:
