@@ -11,16 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
-from lightning_cp.attention.buffered import attend_buffered
 from lightning_cp.comm.shards import gather
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
+from lightning_cp.engine.patch_attention import attend_in_patches
 from lightning_cp.engine.segments import attend_by_segments
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.kernels import kernel_of_backend
 from lightning_cp.plans import LOCAL, Attention
-
-_SLICED = ("given", "keys")  # masks that hold for a slice of the keys, so they can be buffered
 
 
 @dataclass(eq=False)
@@ -151,8 +149,16 @@ class AttentionDispatcher:
                 f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
                 "`mask(...)`"
             )
+        kernel = kernel_for(session, backend)
         if session.current().evaluation is not None:
-            return self._attend_buffered(query, key, value, mask, sizes, causal=causal, scale=scale, backend=backend)
+            return attend_in_patches(
+                *(query, key, value, mask, self._split_kind(sizes)),
+                sizes=sizes,
+                causal=causal,
+                scale=scale,
+                session=session,
+                kernel=kernel,
+            )
         out = attend_across(
             *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
             causal=causal,
@@ -161,47 +167,10 @@ class AttentionDispatcher:
             lengths=sizes,
             groups=session.groups.name,
             config=session.config,
-            kernel=kernel_for(session, backend),
+            kernel=kernel,
         )
         assert isinstance(out, Tensor), "return_lse is off"
         return out
-
-    def _attend_buffered(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        sizes: Sizes,
-        *,
-        causal: bool,
-        scale: float | None,
-        backend: Any,
-    ) -> Tensor:
-        """Compute attention of a model in patches: keys of other patches come from this call's buffer."""
-        session, call = self.session, self.session.current()
-        evaluation = call.evaluation
-        assert evaluation is not None, "the caller checks it"
-        split = [x for x in self.kinds or () if x.keys != LOCAL]
-        kind = next((x for x in split if not x.ragged and self._lengths(x, 0) == sizes), None)
-        if causal or kind is None or kind.form != "softmax" or kind.mask not in _SLICED:
-            raise InterceptionError(
-                "causal, linear or ragged attention, or one with a mask made from all local tokens, cannot be computed "
-                "in patches: use patches=1"
-            )
-        held = kind.queries if kind.keys is None else kind.keys
-        modalities = tuple(x for x in evaluation.order if x in held)
-        return attend_buffered(
-            *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
-            buffer=evaluation.next_buffer(),
-            ranges=call.ranges(modalities),
-            total=sum(call.lengths.get(modality, 0) for modality in modalities),
-            q_lengths=sizes[0],
-            scale=scale,
-            groups=session.groups,
-            kernel=kernel_for(session, backend),
-            accumulate_fp32=session.config.convert_to_fp32,
-        )
 
     def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
         """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.
@@ -243,6 +212,11 @@ class AttentionDispatcher:
         if kind.keys == LOCAL:
             return call.sizes(kind.queries), [keys] * call.groups.context_size
         return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
+
+    def _split_kind(self, sizes: Sizes) -> Attention | None:
+        """Return the first kind of attention over split keys that has these sizes."""
+        split = [kind for kind in self.kinds or () if kind.keys != LOCAL and not kind.ragged]
+        return next((kind for kind in split if self._lengths(kind, 0) == sizes), None)
 
     def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
         """Check that token counts distinguish this call from other kinds of attention on every rank.

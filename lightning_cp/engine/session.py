@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.comm.shards import sizes_in
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.peers import PeerCheck
@@ -77,7 +77,7 @@ class Call:
 
     def _parts(self, length: int) -> tuple[int, ...]:
         patch = range(length) if self.evaluation is None else self.evaluation.tokens(length)
-        return (patch.start, *shard_sizes(len(patch), self.groups.context_size), length - patch.stop)
+        return (patch.start, *sizes_in(self.groups, len(patch)), length - patch.stop)
 
     def sizes(self, modalities: Modalities) -> list[int]:
         """Return each rank's number of tokens, summed over `modalities`."""

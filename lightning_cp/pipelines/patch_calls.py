@@ -119,8 +119,8 @@ class PatchCalls:
         tensors = of_type(torch.Tensor, (list(module.parameters()), args, kwargs))
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise PlanError(
-                f"{type(module).__name__} is computed in patches or stages (patches, pipe), for sampling only, but it is "
-                "called with gradients enabled: use torch.no_grad()"
+                f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
+                "gradients enabled: use torch.no_grad()"
             )
         branch, key = self._branch(), key_of((args, kwargs))
         session.evaluation = branch.evaluation if self.patches > 1 else None
