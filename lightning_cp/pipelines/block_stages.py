@@ -171,7 +171,8 @@ class BlockStage:
         """Receive the outputs of the block before this stage; make zeros for the earlier ones."""
         if self.key not in self.forms:
             self.forms[self.key] = _receive_object(self.groups.context_rank - 1, self._group)
-        buffer, pending = self._incoming.pop(self.key, None) or self._start_receive(self.key)
+        expected = self._incoming.pop(self.key) if self.key in self._incoming else None
+        buffer, pending = expected or self._start_receive(self.key)
         pending.wait()
         *earlier, last = self.forms[self.key]
         self._received = [
@@ -226,7 +227,7 @@ def release_others(stage: BlockStage) -> None:
             continue
         for tensor in (*block.parameters(), *block.buffers()):
             tensor.data = tensor.new_empty(0)
-    stage.installed.module.register_state_dict_pre_hook(_refuse_state)
+    stage.installed.module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
 
 
 def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -133,7 +133,7 @@ def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
 
     model, arguments = TINY["wan"].build(), TINY["wan"].arguments()
     start, (pt, ph, pw) = arguments["hidden_states"], TINY["wan"].config.get("patch_size", (1, 2, 2))
-    b, c, t, h, w = start.shape
+    _, _, t, h, w = start.shape
     tokens = (t // pt) * (h // ph) * (w // pw)
     reference = Reference((tokens,))
 
