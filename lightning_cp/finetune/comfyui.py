@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
 from lightning_cp.finetune.lora_file import read_lora
@@ -56,7 +57,7 @@ def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer
         path.unlink(missing_ok=True)
         return None
     alpha = torch.tensor(float(lora.rank if lora.alpha is None else lora.alpha))
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for layer, (a, b) in lora.layers.items():
         name = names[layer]
         tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, f"{name}.alpha": alpha.clone()}

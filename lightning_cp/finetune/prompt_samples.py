@@ -161,7 +161,8 @@ def _pipeline_class(source: str) -> type:
 
     try:
         name: Any = diffusers.DiffusionPipeline.load_config(source)["_class_name"]
-        return getattr(diffusers, name)  # type: ignore[no-any-return]
+        found: type = getattr(diffusers, name)
+        return found
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ValueError(f"model.pretrained={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
