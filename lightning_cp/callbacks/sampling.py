@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from typing_extensions import override
@@ -17,6 +16,7 @@ from typing_extensions import override
 from lightning_cp.callbacks.ema import AveragingCallback, EMACallback
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
+from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
@@ -111,10 +111,7 @@ class SamplingCallback(AveragingCallback):
         step = trainer.global_step
         write_png(picture, folder / "samples" / f"step_{step:08d}.png")
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("samples", picture.numpy(), step, dataformats="HWC")
-            if isinstance(logger, WandbLogger):
-                logger.log_image("samples", [picture.numpy()], step)
+            log_picture(logger, "samples", picture.numpy(), step)
 
 
 def _check_shapes(samples: object) -> None:

@@ -8,7 +8,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import DictConfig, OmegaConf
+from PIL import Image
 from torch import Tensor
 
 from lightning_cp.app.runs.card_sections import add_section
@@ -19,6 +21,7 @@ from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.sampling.draw import gather_shares
+from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import TrainerRanks
 
@@ -85,11 +88,16 @@ class PromptPictures:
         set_random_state(before)
 
     def _write(self, run: Run, name: str, samples: Tensor) -> None:
-        """Write the files on the first rank. Call it on every rank."""
+        """Write the files on the first rank, and log the picture of all. Call it on every rank."""
         album = Album(run.folder.samples / name, fps=self._config.sampling.fps)
         for number, sample in enumerate(samples if run.is_first else ()):  # [c, h, w] or [c, f, h, w]
             album.add(number, sample.movedim(0, -1))
-        album.draw_sheet(run.folder.samples / f"{name}.png")
+        sheet = run.folder.samples / f"{name}.png"
+        album.draw_sheet(sheet)
+        logger = getattr(run, "logger", None)  # on the first rank only
+        if logger is not None:
+            with Image.open(sheet) as picture:
+                log_picture(logger, "samples", np.asarray(picture), run.state.step)
 
 
 def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:
