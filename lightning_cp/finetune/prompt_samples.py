@@ -22,7 +22,7 @@ from lightning_cp.vae import parallelize_vae
 
 
 class PromptSampler:
-    """Sample prompts with a pipeline whose transformer is the one in training.
+    """Sample prompts with the pipeline around a transformer in training.
 
     The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
     keeps the VAE, and the other expert of a pipeline with two. The ranks of a context group draw the same samples
