@@ -85,6 +85,7 @@ class FineTune(TrainingSetup):
         _check_family(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache)
+        _check_validation(config, cache)
         given = {name: value for name, value in config.objective.items() if value is not None}
         given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
         if "density" in given:
@@ -98,11 +99,6 @@ class FineTune(TrainingSetup):
         items: Sequence[int] = range(len(data))
         if config.data.validation:
             sources = [row.source for row in cache.rows]
-            if config.data.validation >= len(set(sources)):
-                raise DataError(
-                    f"data.validation={config.data.validation} must be less than {len(set(sources))}, the number of "
-                    f"files in data.path={config.data.path}: samples of one file are held out together"
-                )
             kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
             rows, held_out = set(kept), HeldOutData(cache, rest)
             items = [item for item in items if data.row_of(item) in rows]
@@ -223,6 +219,16 @@ def _check_parts(config: DictConfig, cache: LatentCache) -> None:
     channels = 1 if cache.family().grid.frames_first else 0
     model = str(settings.get("_class_name"))
     check_fits(source, component, model, settings, cache.sample(0), channels=channels)
+
+
+def _check_validation(config: DictConfig, cache: LatentCache) -> None:
+    """Raise DataError if holding out samples would leave none for training."""
+    files = len({row.source for row in cache.rows})
+    if config.data.validation >= files:
+        raise DataError(
+            f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
+            f"{config.data.path}: samples of one file are held out together"
+        )
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:
