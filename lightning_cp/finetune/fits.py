@@ -36,7 +36,7 @@ _WIDTHS = {
 
 
 def check_fits(
-    source: str, component: str, model: str, config: Mapping[str, Any], sample: Mapping[str, Tensor], *, channels: int
+    source: str, component: str, model: str, config: Mapping[str, Any], sample: Mapping[str, Tensor]
 ) -> None:
     """Compare a transformer's config with an encoded sample. Classes of other families are not checked.
 
@@ -45,15 +45,14 @@ def check_fits(
         component: name of the transformer.
         model: its class name.
         config: its config.
-        sample: stored tensors of a sample.
-        channels: dim of the channels in "latents".
+        sample: stored tensors of a sample, "latents" as the VAE returns them: [channels, ...].
     Raises: FamilyError: the VAE or the text encoder belongs to another transformer.
     """
     widths = _WIDTHS.get(model)
     if widths is None:
         return
     found = {
-        widths.latents: (sample["latents"].shape[channels] * widths.packed, "VAE", "latent channels"),
+        widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
         widths.text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
     }
     for key, (size, part, what) in found.items():

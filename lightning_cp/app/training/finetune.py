@@ -216,9 +216,7 @@ def _check_parts(config: DictConfig, cache: LatentCache) -> None:
     source, component = config.model.pretrained, config.model.component
     folder = local_pipeline(source, component, setting="model.pretrained")
     settings = read_json(folder / component / "config.json")
-    channels = 1 if cache.family().grid.frames_first else 0
-    model = str(settings.get("_class_name"))
-    check_fits(source, component, model, settings, cache.sample(0), channels=channels)
+    check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
 
 
 def _check_validation(config: DictConfig, cache: LatentCache) -> None:
