@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests import features
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 
@@ -46,3 +49,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_sessionfinish() -> None:
+    """Write the rows of docs/sampling.md that this run found, if it is asked to."""
+    if features.VARIABLE in os.environ:
+        features.write_rows(Path(os.environ[features.VARIABLE]))

@@ -155,6 +155,10 @@ class Objective(ABC):
         """
 
     @abstractmethod
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        """Return sigma, the factor of the noise in the noisy latents, at each time: float32 [b], from 0 to 1."""
+
+    @abstractmethod
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noisy latents and the target, both like `clean`."""
 

@@ -15,6 +15,7 @@ from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import apply, placement
+from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -124,6 +125,7 @@ def test_sharded_pipelines_give_one_process_latents(run_ranks: RankPool, kind: s
         _, context, cfg = trial
         for error, held in run_ranks(world, _sharded, *SHARDED[kind], trial, torch.float32, timeout_s=240):
             assert error <= 1e-4, f"{trial}: {error:.1e}"
+            features.compared("sharded weights (`shard=`)", error)
             for name, part in held.items():
                 over = context if name.startswith("transformer") else context * cfg
                 assert part <= 1 / over + 0.1, f"{trial}: {name}: {part:.2f} of its layers' bytes"
@@ -304,6 +306,7 @@ def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool,
     _, ranks, cfg = STAGED[way]
     for errors, found in run_ranks(ranks * cfg, _offloaded, family, name, STAGED[way], timeout_s=240):
         assert max(errors) <= 1e-4
+        features.compared('`stages="offload"`', max(errors))
         assert {frozenset(x) for x in found["encode"]} == {frozenset(encode)}
         assert all(set(x) <= set(denoise) for x in found["denoise"])
         assert set().union(*found["denoise"]) == set(denoise)

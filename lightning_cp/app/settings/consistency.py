@@ -52,6 +52,11 @@ def check_trainer(config: DictConfig) -> None:
                 f"trainer.{key}={show(value)} contradicts {key}={show(read(config, key))}: set {key}, "
                 f"and leave trainer.{key} out"
             )
+    if read(config, "trainer.accumulate_grad_batches", 1) != 1:
+        raise SettingsError(
+            "trainer.accumulate_grad_batches has no effect: batch_size is the number of samples per optimizer step; to "
+            "accumulate gradients, set micro_batch_size"
+        )
 
 
 def check_device(config: DictConfig, accelerator: str) -> None:

@@ -51,6 +51,7 @@ SETTINGS = (
     Setting("num_nodes", Either(_AUTO, Integer(1))),
     Setting("max_steps", Integer(1)),
     Setting("batch_size", Integer(1)),
+    Setting("micro_batch_size", Either(OneOf((None,)), Integer(1))),
     Setting("seed", Integer(0, (1 << 63) - 1)),
     Setting("resume", Either(OneOf((None,)), Text())),
     Setting("output_root", Text()),

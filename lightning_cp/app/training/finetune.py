@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Subset
 from typing_extensions import override
 
@@ -26,14 +26,14 @@ from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
-from lightning_cp.families import Family, Sample, StoredBatch
+from lightning_cp.families import Family, Sample
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
 from lightning_cp.latent_cache import LatentCache, LatentData
-from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.objectives import objective_for
 from lightning_cp.training.ranks import DataShard
 
 LORA, BEST = "lora", "best"
@@ -64,15 +64,11 @@ class FineTune(TrainingSetup):
 
     Args:
         cache: encoded samples.
-        family: model family of the cache.
-        objective: training objective.
         held_out: samples for validation; None without.
         validation_losses: losses so far, by step.
     """
 
     cache: LatentCache
-    family: Family
-    objective: Objective
     held_out: HeldOutData | None = None
     validation_losses: dict[int, float] = field(default_factory=dict)
 
@@ -99,16 +95,12 @@ class FineTune(TrainingSetup):
             kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
             rows, held_out = set(kept), HeldOutData(cache, rest)
             items = [item for item in items if data.row_of(item) in rows]
-        return cls(config, LatentSubset(data, items), cache, family, objective, held_out)
-
-    @override
-    def loss(self, model: nn.Module, data: StoredBatch, *, step: int, first_index: int) -> Tensor:
-        return self.objective.loss(model, self.family, data, step=step, first_index=first_index)
+        return cls(config, LatentSubset(data, items), family, objective, cache, held_out)
 
     @override
     def denoiser(self) -> nn.Module:
         config = self.config.model
-        load = meta_transformer if self._streams else load_transformer
+        load = meta_transformer if self.shards_weights else load_transformer
         transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
@@ -121,11 +113,6 @@ class FineTune(TrainingSetup):
             transformer.compile_repeated_blocks()
         built: nn.Module = transformer
         return built
-
-    @property
-    def _streams(self) -> bool:
-        """True if weights are sharded: no rank then holds the whole model."""
-        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
 
     @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:

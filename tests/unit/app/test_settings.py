@@ -55,6 +55,8 @@ REFUSED = [
     ("max_steps=0", "max_steps=0 "),
     ("max_steps=1e3", "max_steps=1000.0 "),
     ("batch_size=0", "batch_size=0 "),
+    ("micro_batch_size=0", "micro_batch_size=0 is not valid: must be null or a whole number, at least 1"),
+    ("trainer=lightning +trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches .* set micro_batch_size"),
     ("batch_size=1798", "batch_size=1798 is not valid: must be at most 1797"),
     ("strategy=cp data_parallel=3", "batch_size=64 .*multiple of data_parallel=3: 63 or 66"),
     ("strategy=cp data_parallel=3 batch_size=2", "batch_size=2 .*multiple of data_parallel=3: 3"),
