@@ -29,6 +29,12 @@ def kontext(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_cache(tmp_path_factory.mktemp("kontext"), "flux_kontext", count=3)
 
 
+@pytest.fixture(scope="module")
+def alone(kontext: Path) -> Finished:
+    """A LoRA of one process."""
+    return tune(kontext, "alone", *SMALL, "max_steps=2", experiment="finetune_kontext")
+
+
 def edited(made: Path, case: str, name: str, *overrides: str, source: str = "media/0.reference.png") -> np.ndarray:
     """Edit a picture with recipes/sample.py. Returns: its pixels."""
     command = [
@@ -50,14 +56,14 @@ def check_equal(here: Finished, alone: Finished) -> None:
     assert len(set(alone.losses)) == len(alone.losses)
 
 
-def test_kontext_on_three_ranks_equals_one_process(kontext: Path) -> None:
-    given = (*SMALL, "max_steps=2")
-    alone = tune(kontext, "alone", *given, experiment="finetune_kontext")
-    check_equal(tune(kontext, "three", *given, "strategy=cp", "ring=3", experiment="finetune_kontext"), alone)
+def test_kontext_on_three_ranks_equals_one_process(kontext: Path, alone: Finished) -> None:
+    given = (*SMALL, "max_steps=2", "strategy=cp", "ring=3")
+    check_equal(tune(kontext, "three", *given, experiment="finetune_kontext"), alone)
 
 
-def test_an_edit_is_sampled_with_and_without_the_lora(kontext: Path) -> None:
-    lora = f"lora={kontext / 'alone' / LORA_FILE}"
+@pytest.mark.full
+def test_an_edit_is_sampled_with_and_without_the_lora(kontext: Path, alone: Finished) -> None:
+    lora = f"lora={alone.folder / LORA_FILE}"
     before = edited(kontext, "flux_kontext", "before")
     after = edited(kontext, "flux_kontext", "after", lora)
     assert before.shape == after.shape == (16, 24, 3)
