@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sklearn.svm  # noqa: F401  (sets environment variables, which a test must not)
 import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file
