@@ -5,7 +5,7 @@ import math
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -73,8 +73,7 @@ def read_metrics(path: Path) -> list[StepReport]:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     integer_columns = ("step", "skipped")
     cells = [{**defaults, **{name: row[name] for name in COLUMNS if name in row}} for row in rows]
-    typed: list[Any] = [{name: int(x) if name in integer_columns else x for name, x in row.items()} for row in cells]
-    return [StepReport(**row) for row in typed]
+    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
