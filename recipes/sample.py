@@ -59,7 +59,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
-    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust, verify=False).to(fabric.device)
+    checkpoint = Path(config.checkpoint)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module = module.to(fabric.device)
     if ranks.context.context_size > 1:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
     of_run = trained.sampling
@@ -103,7 +105,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
         pipe.to(fabric.device)
-    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel", "shares")}
+    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
+    overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
@@ -138,7 +141,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
     (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
-    ranks = f"data {config.data_parallel} × cfg {config.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+    stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
+    ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
     for name in seconds:
         table.add_column(name, justify="right")
