@@ -13,6 +13,7 @@ from lightning_cp.mesh import Branches
 from lightning_cp.patching import Undo
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
+from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.votes import Votes
 
@@ -31,6 +32,7 @@ class ParallelPipeline:
         votes: end a call on all ranks that share a sample if one of them fails.
         degrees: by name, the degrees that a call may use.
         chosen: name of the degrees for the next call.
+        patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
         undo: functions that restore the pipeline, to be called last to first.
@@ -46,6 +48,7 @@ class ParallelPipeline:
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
     undo: list[Undo] = field(default_factory=list)
+    patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
 
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
@@ -15,16 +16,21 @@ from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.degrees import Degrees
 from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.pipelines.votes import Votes
 
 
-def over_branches(calls: BranchCalls, votes: Votes, installed: Installed) -> Around:
+def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_patches: PatchCalls | None) -> Around:
     """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_patches is not None:
+            call = partial(_in_patches, in_patches, call)
         if not calls.is_active:
+            if in_patches is not None:
+                in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
             return call(*args, **kwargs)
         with votes.part():
@@ -33,6 +39,10 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed) -> Aro
             return call(*args, **kwargs)
 
     return around
+
+
+def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return in_patches.call(compute, args, kwargs)
 
 
 def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -59,7 +69,7 @@ def vote_before(
 def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
     signature = inspect.signature(type(pipe).__call__)
-    calls, votes, stages = state.calls, state.votes, state.stages
+    calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
@@ -69,12 +79,16 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             with votes.part():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
+            for one in in_patches:
+                one.reset()
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
             try:
                 with nullcontext() if stages is None else stages.call(given):
                     return resolve_all(call(*args, **kwargs))
             finally:
                 calls.end()
+                for one in in_patches:
+                    one.reset()
 
     return around
 
