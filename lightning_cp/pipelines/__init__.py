@@ -4,12 +4,13 @@ from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split
+from lightning_cp.pipelines.rows import cfg_merge, cfg_rows, cfg_split
 from lightning_cp.pipelines.stage_times import StageTimes
 
 __all__ = [
     "StageTimes",
     "cfg_merge",
+    "cfg_rows",
     "cfg_split",
     "gather",
     "load_pipeline",

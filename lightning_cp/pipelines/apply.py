@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -129,7 +129,9 @@ def parallelize_pipeline(
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
-        undo.append(intercept_calls(pipe, _synchronized(pipe, calls, staged, check), **_device_properties(staged)))
+        undo.append(
+            intercept_calls(pipe, _synchronized(pipe, calls, staged, check, installed), **_device_properties(staged))
+        )
         undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last: cannot be undone
     except BaseException as error:
@@ -167,7 +169,7 @@ def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if calls.is_active and calls.branches.cfg > 1:
-            return calls.call(installed.module, call, args, kwargs)
+            return calls.call(installed, call, args, kwargs)
         if not calls.is_active:
             installed.session.peers.compare_next_in_full()
         return call(*args, **kwargs)
@@ -179,13 +181,25 @@ def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwar
     return call(*resolve_all(args), **resolve_all(kwargs))
 
 
-def _synchronized(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
-    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
+def _synchronized(
+    pipe: Any,
+    calls: BranchCalls,
+    stages: Stages | None,
+    check: Callable[[], None],
+    transformers: Mapping[str, Installed],
+) -> Around:
+    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
+
+    Step caches start empty in each call, also after one that was interrupted.
+    """
     signature = inspect.signature(type(pipe).__call__)
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         check()
+        for installed in transformers.values():
+            installed.caches.follow()
+            installed.caches.reset()
         sync_rng_and_check_inputs(given, calls.branches.sample)
         calls.begin(may_start_late=guidance_may_start_late(pipe, given))
         try:

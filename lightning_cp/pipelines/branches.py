@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatten
+from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
+from lightning_cp.pipelines.rows import cfg_merge, cfg_rows, cfg_split, is_repeated
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 _TENSOR = object()  # placeholder for a tensor in _Form.rest
@@ -52,6 +54,7 @@ class BranchCalls:
         name: class name of the pipeline, for errors.
         branches: CFG, context and data groups of this rank.
         pending: results that other branches compute and that are not gathered yet.
+        owners: branch that computes each `cache_context`, while a step cache is on: it has the context's cache.
         forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
         incomplete_exchanges: number of consecutive exchanges with fewer calls than branches.
         shared: number of calls that were distributed over branches.
@@ -62,6 +65,7 @@ class BranchCalls:
     name: str
     branches: Branches
     pending: PendingGathers = field(init=False)
+    owners: dict[str, int] = field(default_factory=dict)
     forms: dict[Any, _Form] = field(default_factory=dict)
     incomplete_exchanges: int = 0
     shared: int = 0
@@ -72,9 +76,10 @@ class BranchCalls:
         self.pending = PendingGathers(self.branches, self._count_exchange)
 
     def call(
-        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one transformer call, split or assigned to one branch. Ranks: all branches, with equal arguments."""
+        module = installed.module
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
                 f"cfg={self.branches.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
@@ -84,16 +89,19 @@ class BranchCalls:
         args, kwargs = resolve_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
-            return self._assign_to_branch(module, compute, args, kwargs)
+            return self._assign_to_branch(installed, compute, args, kwargs)
         if len(main) < self.branches.cfg:
             raise self._too_many(len(main))
+        refuse_unknown_rows(installed.caches, self.branches.cfg)
         self.shared += 1
         own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
-        return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
+        with cfg_rows(module, self.branches):
+            return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0
+        self.owners.clear()
         self.is_active, self.may_start_late = True, may_start_late
 
     def end(self) -> None:
@@ -102,11 +110,14 @@ class BranchCalls:
         self.is_active = False
 
     def _assign_to_branch(
-        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = (id(module), _shapes((args, kwargs)), _autocast((args, kwargs)))
-        form, turn = self.forms.get(key), len(self.pending.results) % self.branches.cfg
+        key = (id(installed.module), _shapes((args, kwargs)), _autocast((args, kwargs)))
+        context, form = context_of_branch(installed.caches, self.branches.cfg), self.forms.get(key)
+        is_new, turn = context not in self.owners, self._turn(context)
         if form is not None and turn != self.branches.cfg_rank:
+            if context is not None:
+                installed.caches.forget(context)  # this rank misses a step of it
             buffers = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
             return form.filled(self.pending.lazy_tensors(buffers, turn))
         leaves, spec = tree_flatten(compute(*args, **kwargs))
@@ -114,9 +125,18 @@ class BranchCalls:
         if form is None:
             rest = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
             form = self.forms[key] = _Form(spec, layout_of(tensors), tensors[0].device, rest)
-            return form.filled(self.pending.lazy_tensors(tensors, None))
+            return form.filled(self.pending.lazy_tensors(tensors, None if is_new else turn))
         assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
+
+    def _turn(self, context: str | None) -> int:
+        """Return the branch that computes this call: round-robin, but always the same for a `cache_context`."""
+        if context is None:
+            return len(self.pending.results) % self.branches.cfg
+        if context not in self.owners:
+            taken = list(self.owners.values())
+            self.owners[context] = min(range(self.branches.cfg), key=taken.count)
+        return self.owners[context]
 
     def _count_exchange(self, calls: int) -> None:
         if calls >= self.branches.cfg:
@@ -134,6 +154,33 @@ class BranchCalls:
             "negative prompt where one is needed), is built into the model, or needs one branch to compute the "
             "next. Use cfg=1, and use the ranks for ring or ulysses"
         )
+
+
+def refuse_unknown_rows(caches: StepCaches, cfg: int) -> None:
+    """Refuse caches that read the rows of both branches, of which each rank has one. Raises: GuidanceError."""
+    for watched in caches.hooks:
+        if watched.cache.needs_both_branches and not watched.hook.is_guidance_distilled:
+            raise GuidanceError(
+                f"{watched.cache.name} computes the unconditional branch from the conditional one, but cfg={cfg} gives "
+                "each rank one of them: use cfg=1, and use the ranks for ring or ulysses"
+            )
+
+
+def context_of_branch(caches: StepCaches, cfg: int) -> str | None:
+    """Return the `cache_context` of a call that computes one branch; None if no step cache needs it.
+
+    Raises: GuidanceError: a cache keeps one state for all branches, so a rank that computes one of them would skip
+        other steps than one process.
+    """
+    context = caches.context
+    for cache in caches.kinds:
+        if cache.decides_by != "text" and (context is None or not cache.per_context):
+            why = "the pipeline names no cache_context" if cache.per_context else "so it is made"
+            raise GuidanceError(
+                f"{cache.name} keeps one state for all branches of guidance ({why}), and cfg={cfg} computes them on "
+                "different ranks: use cfg=1, and use the ranks for ring or ulysses"
+            )
+    return context
 
 
 def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:
