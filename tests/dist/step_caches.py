@@ -98,7 +98,10 @@ def moved(arguments: dict[str, Any], step: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(3)
 
     def shifted(x: Tensor) -> Tensor:
-        return x + PATH[step] * torch.randn(x.shape, generator=generator, dtype=x.dtype)
+        """Tokens change differently, so the shards of one rank alone would give another decision."""
+        dim = 1 if x.ndim == 3 else x.ndim - 2
+        growing = torch.linspace(0.0, 2.0, x.shape[dim], dtype=x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
+        return x + PATH[step] * growing * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
     if "vision_tokens" in arguments:
         return {**arguments, "vision_tokens": [shifted(x) for x in arguments["vision_tokens"]]}

@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from diffusers.hooks import apply_first_block_cache
 
 from lightning_cp import apply_context_parallel, remove_context_parallel
+from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.errors import PeerMismatchError, ShapeError
+from lightning_cp.pipelines import cfg_merge, cfg_rows, cfg_split, sampling_ranks
 from tests.dist.step_caches import STEPS, Clock, config, loop, shorter
 from tests.harness import RankPool
 from tests.models.modes import MODES
@@ -117,6 +120,51 @@ def test_decisions_and_outputs_are_those_of_one_process(
         skips = found[0][1]
         assert any(skips)
         assert cache == "text" or not all(skips[len(_contexts(cache)) :])
+
+
+def _at_the_threshold(rank: int, world: int, name: str, mode: str, cfg: int) -> list[bool]:
+    """Whether a step is skipped if its change is a millionth above the threshold, and a millionth below."""
+    model, arguments = _model(name)
+    model.enable_cache(FirstBlockCacheConfig(threshold=-1.0))  # computes all steps
+    residuals = []
+    for step in (0, 1):
+        loop(model, arguments, Clock(), steps=(step,))
+        hooks = (hook for module in model.modules() for _, hook in hooks_of(module))
+        hook = next(hook for hook in hooks if type(hook).__name__ == "FBCHeadBlockHook")
+        residuals.append(hook.state_manager._state_cache["cond"].head_block_residual)
+    before, after = residuals
+    change = float((after - before).abs().mean() / before.abs().mean())
+    model, arguments = _model(name)
+    parallel = MODES[mode](world // cfg)
+    ranks = sampling_ranks(parallel, cfg=cfg)
+    apply_context_parallel(model, parallel)
+
+    def call(given: dict[str, Any]) -> Any:
+        with cfg_rows(model, ranks):
+            return cfg_merge(model(**cfg_split(given, ranks), return_dict=False)[0], ranks)
+
+    skipped = []
+    for factor in (1 - 1e-6, 1 + 1e-6):
+        model.enable_cache(FirstBlockCacheConfig(threshold=change * factor))
+        skipped.append(loop(model, arguments, Clock(), steps=(0, 1), call=call).skips[1])
+        model.disable_cache()
+    return skipped
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "world", "cfg"),
+    [
+        ("wan", "ring", 3, 1),
+        ("wan", "ring", 4, 2),
+        pytest.param("flux", "ulysses", 3, 1, marks=pytest.mark.full),
+        pytest.param("cogvideox", "unified", 4, 1, marks=pytest.mark.full),
+        pytest.param("flux", "ulysses", 4, 2, marks=pytest.mark.full),
+    ],
+)
+def test_the_decision_is_that_of_all_tokens_and_rows(
+    run_ranks: RankPool, name: str, mode: str, world: int, cfg: int
+) -> None:
+    assert run_ranks(world, _at_the_threshold, name, mode, cfg) == [[False, True]] * world
 
 
 def _ratios(rank: int, world: int, mode: str) -> tuple[list[float], list[float]]:

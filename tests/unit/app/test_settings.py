@@ -213,6 +213,7 @@ def test_the_table_knows_every_key_of_the_configuration() -> None:
     configs = [check("strategy=cp_fsdp").config, check("strategy=cp", "data=moving_digits", "batch_size=8").config]
     configs.append(check("model=flux_tiny").config)
     configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
+    configs += [OmegaConf.create({"cache": OmegaConf.load(path)}) for path in (CONF / "cache").glob("*.yaml")]  # type: ignore[misc]
     missing = [
         s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)
     ]
