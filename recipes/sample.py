@@ -60,12 +60,14 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.training.ranks import DataShard
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
-    ranks = sampling_ranks(parallel, cfg=config.cfg)
-    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust).to(fabric.device)
+    ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
+    checkpoint = Path(config.checkpoint)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module = module.to(fabric.device)
     of_run = trained.sampling
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
     if ranks.context.context_size > 1 or config.cache is not None:
-        apply_context_parallel(module.transformer, parallel)
+        apply_context_parallel(module.transformer, parallel, shares=config.shares)
     around: dict[str, Any] = {}
     if config.cache is not None:
         steps = around["around"] = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
@@ -118,7 +120,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     transformers = transformers_of(pipe, components_of(pipe)).values()
     if config.cache is not None:
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
-    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
+    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
+    overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
@@ -155,7 +158,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
     (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
-    ranks = f"data {config.data_parallel} × cfg {config.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+    stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
+    ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
     for name in seconds:
         table.add_column(name, justify="right")

@@ -90,8 +90,8 @@ class Objective(ABC):
     ) -> Tensor:
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
 
-        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample whose
-        mask is 0 everywhere has loss 0.
+        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
+        mask 0 everywhere has loss 0.
 
         Args:
             times: time of each sample, as `times_at` returns them; None: drawn.
@@ -153,6 +153,10 @@ class Objective(ABC):
             clean: x0 [b, ...]; the shift of flow times may depend on its size.
             p: in (0, 1); 0.5 is the median.
         """
+
+    @abstractmethod
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        """Return sigma, the factor of the noise in the noisy latents, at each time: float32 [b], from 0 to 1."""
 
     @abstractmethod
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:

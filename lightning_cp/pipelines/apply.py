@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name, only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.patch_calls import PatchCalls, StepClock, check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
@@ -32,6 +34,7 @@ from lightning_cp.pipelines.placement import (
     shard_layers,
 )
 from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
+from lightning_cp.shares import show_shares
 
 _INSTALLED = "_lightning_cp"
 _log = logging.getLogger("lightning_cp")
@@ -48,6 +51,7 @@ class ParallelPipeline:
         calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
+        patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         undo: functions that restore the pipeline, to be called last to first.
     """
 
@@ -58,18 +62,24 @@ class ParallelPipeline:
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
     undo: list[Undo] = field(default_factory=list)
+    patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
 
 
 def parallelize_pipeline(
-    pipe: Any,
+    pipeline: Any,
+    /,
     parallel_config: object,
     *,
     cfg: int = 1,
+    pipe: int | Sequence[int] = 1,
+    patches: int = 1,
+    warmup: int = 1,
     vae: bool | Literal["auto"] = "auto",
     shard: Sequence[str] = (),
     stages: Setting = "together",
     kernel: str = "auto",
     check_peers: str = "sampled",
+    shares: Sequence[float] | None = None,
 ) -> None:
     """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
@@ -77,13 +87,20 @@ def parallelize_pipeline(
     default random states (used if no generator is given) are set to those of the first of these ranks. Other arguments
     must be equal, and are compared. Every rank returns the whole result and runs the callbacks.
 
-    World size = data x cfg x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
+    World size = data x cfg x pipe x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
+
+    With `patches` above 1, later steps reuse keys of the previous step, so the result differs from one process'. It
+    depends on `patches` and `warmup` only, and one process computes it too. With patches=1 it is exact.
 
     Args:
-        pipe: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts of
-            Wan).
+        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
+            of Wan).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
+        pipe: number of stages that the transformer's blocks are divided into, each on other ranks; or the number of
+            blocks of each stage. A rank keeps the weights of its blocks only. This cannot be undone.
+        patches: number of patches of a step (PipeFusion). Stages compute different patches at the same time.
+        warmup: number of first steps that compute the whole sequence, for each branch of guidance.
         vae: True: encode and decode in parallel. "auto": if the autoencoder's class supports it. False: do not.
         shard: names of components to shard over ranks layer by layer (FSDP2), for pipelines that do not fit on one
             device. They are moved to the rank's device layer by layer. This cannot be undone.
@@ -94,54 +111,72 @@ def parallelize_pipeline(
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies.
+        shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
+            first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
+            context groups use the same. None: equal.
     Ranks: the whole world.
     Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
         unless layers were already sharded: it then raises at every call.
     """
     check_private_uses("pipeline")
-    components = components_of(pipe)
-    if parallel_pipeline(pipe) is not None:
-        raise PlanError(f"{type(pipe).__name__} is already context-parallel: call unparallelize_pipeline first")
+    components = components_of(pipeline)
+    if parallel_pipeline(pipeline) is not None:
+        raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
-    found = transformers_of(pipe, components)
-    refuse_processor_swaps(pipe)
-    ranks = branches_for(config, cfg)
+    num_stages = check_patches(pipe, patches, warmup)
+    found = transformers_of(pipeline, components)
+    refuse_processor_swaps(pipeline)
+    ranks = branches_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
-    staged = make_stages(pipe, stages, components, found, rank_device(ranks))
+    staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
 
     def check() -> None:
-        check_placement(pipe, components, found, shard=layers, stages=stages)
-        check_guiders(pipe, ranks)
+        check_placement(pipeline, components, found, shard=layers, stages=stages)
+        check_guiders(pipeline, ranks)
 
     check()
     undo: list[Undo] = []
     try:
         installed = {}
         for name, module in found.items():
-            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
+            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        calls = BranchCalls(type(pipe).__name__, ranks)
-        undo += [intercept_calls(found[name], _over_branches(calls, one)) for name, one in installed.items()]
-        scheduler = components.get("scheduler")
+        calls, clock, scheduler = BranchCalls(type(pipeline).__name__, ranks), StepClock(), components.get("scheduler")
+        in_patches = make_patch_calls(installed, ranks, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
+        for one in in_patches.values():
+            undo += one.install()
+        undo += [
+            intercept_calls(found[name], _over_branches(calls, one, in_patches.get(name)))
+            for name, one in installed.items()
+        ]
+        if in_patches and hasattr(scheduler, "step"):
+            undo.append(intercept_method(scheduler, "step", clock.before_step))
         if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
             undo.append(intercept_method(scheduler, "step", _with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
         if staged is not None:
             follow_stages(staged, undo)
         undo.append(
-            intercept_calls(pipe, _synchronized(pipe, calls, staged, check, installed), **_device_properties(staged))
+            intercept_calls(
+                pipeline,
+                _synchronized(pipeline, calls, staged, check, installed, list(in_patches.values())),
+                **_device_properties(staged),
+            )
         )
-        undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-        shard_layers(layers, components, found, ranks)  # last: cannot be undone
+        undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
+        shard_layers(layers, components, found, ranks)  # last, as the next: cannot be undone
+        for one in in_patches.values():
+            one.release()
     except BaseException as error:
         undo_all(undo)
-        mark_unusable(pipe, layers, error)
+        mark_unusable(pipeline, layers, error)
         raise
     if staged is not None:
         staged.offload_all()
-    pipe.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
-    _describe(pipe, config)
+    pipeline.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
+    pipeline.__dict__[_INSTALLED].patch_calls = in_patches
+    _describe(pipeline, config)
 
 
 def unparallelize_pipeline(pipe: Any) -> None:
@@ -154,6 +189,11 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"shard={list(installed.shard)}: sharded weights cannot be gathered in place: "
             f"load the {type(pipe).__name__} again"
         )
+    if any(one.stage is not None for one in installed.patch_calls.values()):
+        raise PlanError(
+            f"pipe={installed.ranks.pipe}: this rank has freed the blocks of other stages: load the "
+            f"{type(pipe).__name__} again"
+        )
     undo_all(installed.undo)
     del pipe.__dict__[_INSTALLED]
 
@@ -164,10 +204,14 @@ def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     return found
 
 
-def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
+def _over_branches(calls: BranchCalls, installed: Installed, in_patches: PatchCalls | None) -> Around:
     """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_patches is not None:
+            call = partial(_in_patches, in_patches, call)
+            if not calls.is_active:
+                in_patches.reset()  # a call on its own computes the whole sequence
         if calls.is_active and calls.branches.cfg > 1:
             return calls.call(installed, call, args, kwargs)
         if not calls.is_active:
@@ -175,6 +219,10 @@ def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
         return call(*args, **kwargs)
 
     return around
+
+
+def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return in_patches.call(compute, args, kwargs)
 
 
 def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -187,6 +235,7 @@ def _synchronized(
     stages: Stages | None,
     check: Callable[[], None],
     transformers: Mapping[str, Installed],
+    in_patches: Sequence[PatchCalls],
 ) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
 
@@ -199,14 +248,24 @@ def _synchronized(
         check()
         for installed in transformers.values():
             installed.caches.follow()
+            if installed.caches and in_patches:
+                raise PlanError(
+                    f"{installed.caches.kinds[0].name} on {type(installed.module).__name__}: with patches, a step runs "
+                    "the transformer once for each patch, for which step caches were not made: call disable_cache(), "
+                    "or leave out pipe and patches"
+                )
             installed.caches.reset()
         sync_rng_and_check_inputs(given, calls.branches.sample)
+        for one in in_patches:
+            one.reset()
         calls.begin(may_start_late=guidance_may_start_late(pipe, given))
         try:
             with nullcontext() if stages is None else stages.call(given):
                 return resolve_all(call(*args, **kwargs))
         finally:
             calls.end()
+            for one in in_patches:
+                one.reset()
 
     return around
 
@@ -233,7 +292,9 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
     assert installed is not None, "it has just been made parallel"
     ranks = installed.ranks
     if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
-        degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+        stages = f"pipe {ranks.pipe} × " if ranks.pipe > 1 else ""
+        degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
+        degrees += show_shares(ranks.context.shares)
         names = ", ".join([*installed.transformers, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

@@ -9,41 +9,24 @@ process.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatten
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
+from lightning_cp.pipelines.forms import Form, key_of, taken_apart
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.rows import cfg_merge, cfg_rows, cfg_split, is_repeated
 
 _MAX_INCOMPLETE_EXCHANGES = 2
-_TENSOR = object()  # placeholder for a tensor in _Form.rest
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Form of a transformer's result: its tree structure, the layout of its tensors, and its other leaves."""
-
-    spec: TreeSpec
-    layout: Layout
-    device: torch.device
-    rest: list[Any]
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Build a result of this form from `tensors`."""
-        pieces = iter(tensors)
-        return tree_unflatten([next(pieces) if x is _TENSOR else x for x in self.rest], self.spec)
 
 
 @dataclass(eq=False)
@@ -66,7 +49,7 @@ class BranchCalls:
     branches: Branches
     pending: PendingGathers = field(init=False)
     owners: dict[str, int] = field(default_factory=dict)
-    forms: dict[Any, _Form] = field(default_factory=dict)
+    forms: dict[Any, Form] = field(default_factory=dict)
     incomplete_exchanges: int = 0
     shared: int = 0
     is_active: bool = False
@@ -112,21 +95,18 @@ class BranchCalls:
     def _assign_to_branch(
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = (id(installed.module), _shapes((args, kwargs)), _autocast((args, kwargs)))
+        key = (id(installed.module), key_of((args, kwargs)))
         context, form = context_of_branch(installed.caches, self.branches.cfg), self.forms.get(key)
         is_new, turn = context not in self.owners, self._turn(context)
         if form is not None and turn != self.branches.cfg_rank:
             if context is not None:
                 installed.caches.forget(context)  # this rank misses a step of it
-            buffers = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
-            return form.filled(self.pending.lazy_tensors(buffers, turn))
-        leaves, spec = tree_flatten(compute(*args, **kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+            return form.filled(self.pending.lazy_tensors(form.empty(), turn))
+        found, tensors = taken_apart(compute(*args, **kwargs))
         if form is None:
-            rest = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            form = self.forms[key] = _Form(spec, layout_of(tensors), tensors[0].device, rest)
+            form = self.forms[key] = found
             return form.filled(self.pending.lazy_tensors(tensors, None if is_new else turn))
-        assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
+        assert found.layout == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
 
     def _turn(self, context: str | None) -> int:
@@ -199,20 +179,3 @@ def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _tensors(values: Any) -> list[Tensor]:
     return list(of_type(Tensor, values))
-
-
-def _shapes(values: Any) -> tuple[tuple[object, ...], str]:
-    """Return a key that determines the result's shapes: tensor shapes and dtypes, other values, tree structure."""
-    leaves, spec = tree_flatten(values)
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)
-
-
-def _autocast(values: Any) -> tuple[Any, ...]:
-    """Return the autocast dtypes by device type, where autocast is on: they also determine the result's dtypes."""
-    kinds = sorted({x.device.type for x in _tensors(values)})
-    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
-
-
-def _plain(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -16,6 +16,7 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallel
 from lightning_cp.engine.attention_patch import AttentionPatch, release
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
+from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -117,6 +118,7 @@ def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: 
     for found in run_ranks(world, _tried, name, mode, cfg, timeout_s=120):
         for guider, (error, change, shared) in found.items():
             assert error < 1e-4, guider
+            features.compared("guiders that skip layers or attention", error)
             assert change > 1e-3 or guider == "plain", f"{guider} changes nothing"
             assert (shared > 0) == (cfg > 1), guider
 
@@ -152,6 +154,7 @@ def _dropping(rank: int, world: int) -> str:
 
 
 def test_a_guider_that_drops_at_random_is_refused(run_ranks: RankPool) -> None:
+    features.refused("guiders that drop at random")
     for told in run_ranks(2, _dropping):
         assert told.startswith("HunyuanImagePipeline.guider: AutoGuidance has random dropout (dropout=0.25)")
 
@@ -173,6 +176,7 @@ def _refused(rank: int, world: int, name: str, cfg: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("name", "cfg"), [("pixart_sigma", 1), ("sana", 3), ("hunyuan_dit", 1)])
 def test_pag_pipelines_are_refused_by_name(run_ranks: RankPool, name: str, cfg: int) -> None:
+    features.refused("PAG pipelines")
     for plain, told in run_ranks(3, _refused, name, cfg):
         assert told.startswith(f"{plain.replace('Pipeline', 'PAGPipeline')} replaces attention processors in each call")
         assert f"use {plain}, or" in told

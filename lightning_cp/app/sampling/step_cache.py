@@ -13,7 +13,7 @@ from torch import nn
 from lightning_cp.compat.diffusers_hooks import has_hook
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.rows import cfg_rows
+from lightning_cp.pipelines.cfg_samples import cfg_rows
 
 _TIMESTEP = "current_timestep_callback"
 

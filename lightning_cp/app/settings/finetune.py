@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.finetune_extras import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
@@ -63,6 +64,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
         setting.check(config)
     _check_lora(config)
     _check_lists(config)
+    check_prompts(config)
     _check_transformer(config)
     samples = _check_data(config)
     held_out, every = read(config, "data.validation"), read(config, "validation.every")

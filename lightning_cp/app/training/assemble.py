@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -20,6 +20,7 @@ from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
+from lightning_cp.app.training.micro_batch import MicroBatch
 from lightning_cp.app.training.records import MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
 from lightning_cp.app.training.state import TrainState
@@ -28,8 +29,9 @@ from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.families import Family, StoredBatch
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import FlowMatching
+from lightning_cp.objectives import FlowMatching, Objective
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -42,14 +44,41 @@ class TrainingSetup(ABC):
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
+        family: how the data enter the model.
+        objective: training objective.
     """
 
     config: DictConfig
     dataset: Any
+    family: Family
+    objective: Objective
 
-    @abstractmethod
-    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
-        """Return the loss of a batch; every rank of a context group computes it over whole samples."""
+    def stored(self, data: Any) -> StoredBatch:
+        """Return what the loader yields as a stored batch."""
+        batch: StoredBatch = data
+        return batch
+
+    def micro_batches(self, data: Any, *, step: int, first_index: int) -> list[MicroBatch]:
+        """Divide this rank's batch of a step into micro-batches. Args: see `Objective.loss`."""
+        stored = self.stored(data)
+        size = self.config.micro_batch_size or len(stored)
+        return [
+            MicroBatch(
+                self.objective,
+                self.family,
+                stored.samples(start, start + size),
+                step=step,
+                first_index=first_index + start,
+                share=min(size, len(stored) - start) / len(stored),
+                is_last=start + size >= len(stored),
+            )
+            for start in range(0, len(stored), size)
+        ]
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if weights and gradients are sharded over ranks: no rank holds the whole model."""
+        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
 
     @abstractmethod
     def denoiser(self) -> nn.Module:
@@ -116,7 +145,7 @@ class TrainingSetup(ABC):
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
-            state.load(Path(self.config.resume))
+            state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
                 print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
         return Run(ranks, state, folder, data_shard, request)
@@ -172,15 +201,7 @@ class TrainingSetup(ABC):
 
 @dataclass(frozen=True)
 class FromScratch(TrainingSetup):
-    """Training of a small denoiser with class labels, the main job.
-
-    Args:
-        family: how data enters the denoiser.
-        objective: training objective.
-    """
-
-    family: LabelledClips
-    objective: FlowMatching
+    """Training of a small denoiser with class labels, the main job."""
 
     @classmethod
     def of(cls, config: DictConfig) -> "FromScratch":
@@ -198,9 +219,9 @@ class FromScratch(TrainingSetup):
         return cls(config, dataset, family, objective)
 
     @override
-    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
-        stored = self.family.batch(*data)
-        return self.objective.loss(model, self.family, stored, step=step, first_index=first_index)
+    def stored(self, data: Any) -> StoredBatch:
+        assert isinstance(self.family, LabelledClips), "of() builds it"
+        return self.family.batch(*data)
 
     @override
     def denoiser(self) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Subset
 from typing_extensions import override
 
@@ -26,14 +26,19 @@ from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
-from lightning_cp.families import Family, Sample, StoredBatch
+from lightning_cp.families import Family, Sample
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
+from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.fits import check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
+from lightning_cp.finetune.weight_files import local_pipeline, read_json
 from lightning_cp.latent_cache import LatentCache, LatentData
-from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.latent_cache.pipeline_files import check_made_by
+from lightning_cp.objectives import objective_for
+from lightning_cp.strategies.strategy import class_of
 from lightning_cp.training.ranks import DataShard
 
 LORA, BEST = "lora", "best"
@@ -64,15 +69,11 @@ class FineTune(TrainingSetup):
 
     Args:
         cache: encoded samples.
-        family: model family of the cache.
-        objective: training objective.
         held_out: samples for validation; None without.
         validation_losses: losses so far, by step.
     """
 
     cache: LatentCache
-    family: Family
-    objective: Objective
     held_out: HeldOutData | None = None
     validation_losses: dict[int, float] = field(default_factory=dict)
 
@@ -82,6 +83,10 @@ class FineTune(TrainingSetup):
         cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
         family = cache.family()
         _check_family(config, family)
+        _check_dropout(config, family)
+        check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
+        _check_parts(config, cache)
+        _check_validation(config, cache)
         given = {name: value for name, value in config.objective.items() if value is not None}
         given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
         if "density" in given:
@@ -98,16 +103,12 @@ class FineTune(TrainingSetup):
             kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
             rows, held_out = set(kept), HeldOutData(cache, rest)
             items = [item for item in items if data.row_of(item) in rows]
-        return cls(config, LatentSubset(data, items), cache, family, objective, held_out)
-
-    @override
-    def loss(self, model: nn.Module, data: StoredBatch, *, step: int, first_index: int) -> Tensor:
-        return self.objective.loss(model, self.family, data, step=step, first_index=first_index)
+        return cls(config, LatentSubset(data, items), family, objective, cache, held_out)
 
     @override
     def denoiser(self) -> nn.Module:
         config = self.config.model
-        load = meta_transformer if self._streams else load_transformer
+        load = meta_transformer if self.shards_weights else load_transformer
         transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
@@ -120,11 +121,6 @@ class FineTune(TrainingSetup):
             transformer.compile_repeated_blocks()
         built: nn.Module = transformer
         return built
-
-    @property
-    def _streams(self) -> bool:
-        """True if weights are sharded: no rank then holds the whole model."""
-        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
 
     @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:
@@ -160,14 +156,14 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module), context:
             loss = validation.losses(model, run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                self.export(run.state.module, run.folder.path / BEST)
+                self.export(run.state.module, run.folder.path / BEST, is_first=run.is_first)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            self.export(run.state.module, run.folder.path)
+            self.export(run.state.module, run.folder.path, is_first=run.is_first)
         if run.is_first:
             name = self.config.model.component if self.config.lora is None else LORA
             self._card(run).write(run.folder.path / name)
@@ -192,11 +188,13 @@ class FineTune(TrainingSetup):
             losses=self.validation_losses,
         )
 
-    def export(self, transformer: nn.Module, folder: Path) -> None:
+    def export(self, transformer: nn.Module, folder: Path, *, is_first: bool) -> None:
         """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
         component = self.config.model.component
         if self.config.lora is not None:
             save_lora(transformer, folder / LORA, component=component)
+            if is_first:
+                write_for_comfyui(folder / LORA, class_of(transformer).__name__, component=component)
         else:
             save_pretrained(transformer, folder / component)
 
@@ -211,6 +209,33 @@ def _check_family(config: DictConfig, family: Family) -> None:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
             f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+        )
+
+
+def _check_dropout(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if captions are to be dropped, but each text belongs to one sample."""
+    if config.cond_dropout and family.text.sees_media:
+        raise FamilyError(
+            f"cond_dropout={config.cond_dropout} must be 0 for {family.name}: its text encoder sees the reference, so "
+            "there is no text of the empty caption to put in place of a dropped one"
+        )
+
+
+def _check_parts(config: DictConfig, cache: LatentCache) -> None:
+    """Raise FamilyError if the transformer does not take what the encoders have made."""
+    source, component = config.model.pretrained, config.model.component
+    folder = local_pipeline(source, component, setting="model.pretrained")
+    settings = read_json(folder / component / "config.json")
+    check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+
+
+def _check_validation(config: DictConfig, cache: LatentCache) -> None:
+    """Raise DataError if holding out samples would leave none for training."""
+    files = len({row.source for row in cache.rows})
+    if config.data.validation >= files:
+        raise DataError(
+            f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
+            f"{config.data.path}: samples of one file are held out together"
         )
 
 

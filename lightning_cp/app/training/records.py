@@ -2,7 +2,7 @@
 
 import csv
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -67,13 +67,13 @@ def read_metrics(path: Path) -> list[StepReport]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     rows = list(read_rows(path))
-    missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in ("skipped", "val_loss")]
+    defaults = {x.name: x.default for x in fields(StepReport) if x.default is not MISSING}  # columns of later versions
+    missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in defaults]
     if missing:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     integer_columns = ("step", "skipped")
-    defaults = {"skipped": 0.0, "val_loss": math.nan}
-    cells = [{name: row.get(name, defaults.get(name, 0.0)) for name in COLUMNS} for row in rows]
-    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
+    cells = [{**defaults, **{name: row[name] for name in COLUMNS if name in row}} for row in rows]
+    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:

@@ -66,6 +66,17 @@ def test_diffusion_targets_give_back_the_data(prediction: Any) -> None:
     assert noised.times.dtype == torch.int64
 
 
+def test_sigma_is_the_factor_of_the_noise() -> None:
+    diffused = Clips(prediction="epsilon", alphas_cumprod=LEVELS)
+    for family, objective in ((Clips(), FlowMatching(seed=0)), (diffused, Diffusion(seed=0, time_range=(0, 900)))):
+        clean, noise = torch.zeros(6, 1, 3, 2, 2), torch.ones(6, 1, 3, 2, 2)
+        times = objective.times(family, clean, step=1, first_index=0)
+        noisy, _ = objective.mix(family, clean, noise, times)
+        sigma = objective.sigma(family, times)
+        assert sigma.dtype == torch.float32
+        torch.testing.assert_close(sigma, noisy.flatten(1)[:, 0])
+
+
 def test_the_v_loss_is_the_published_loss_of_cogvideox() -> None:
     """The loss of x0, divided by 1 - level, is the loss of v (also at time 999, where no signal is left)."""
     family = Clips(prediction="v_prediction", alphas_cumprod=LEVELS)
