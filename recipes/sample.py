@@ -59,7 +59,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
-    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust, verify=False).to(fabric.device)
+    checkpoint = Path(config.checkpoint)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module = module.to(fabric.device)
     if ranks.context.context_size > 1:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
     of_run = trained.sampling

@@ -29,7 +29,7 @@ _PIPELINE_PRECISIONS = ("32-true", "bf16-true", "16-true")
 _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _PIPELINE_DEFAULTS: dict[str, Any] = {
-    **{"image": None, "negative_prompt": None, "call": {}, "shard": [], "lora": None},
+    **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
     **{"vae": "auto", "stages": "together", "per_call": 1, "pipe": 1, "patches": 1, "warmup": 1},
 }
 

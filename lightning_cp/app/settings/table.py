@@ -95,6 +95,7 @@ SETTINGS = (
     Setting("sampling.guidance_scale", Number(minimum=0)),
     Setting("sampling.every", Either(OneOf((None,)), Integer(1))),
     Setting("data.num_samples", Integer(1)),
+    Setting("data.held_out", Integer(0, 1796)),
     Setting("data.num_classes", Integer(1)),
     Setting("data.channels", Integer(1)),
     Setting("data.patch_size", Each(Integer(1), 3)),
