@@ -87,9 +87,8 @@ class TrainState:
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if not is_sharded:
-            frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
-            named = ((name, x) for name, x in self.module.state_dict().items() if name not in frozen)
-            expected = {f"model.{name}": tuple(x.shape) for name, x in named}
+            named = self._without_frozen(self.module.state_dict())
+            expected = {f"model.{name}": tuple(x.shape) for name, x in named.items()}
             saved_shapes = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
             check_same_tensors(expected, saved_shapes, folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
@@ -114,10 +113,15 @@ class TrainState:
         if not self.bare_optimizer.state:
             self._create_optimizer_state(options)
         return {
-            "model": get_model_state_dict(self.module, options=options),
+            "model": self._without_frozen(get_model_state_dict(self.module, options=options)),
             "average": self.average.state_dict() if shards else self._full_average(),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
+
+    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
+        frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
+        return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 
     def _create_optimizer_state(self, options: StateDictOptions) -> None:
         """Create the optimizer state before the first step.
@@ -128,6 +132,8 @@ class TrainState:
         for state in self.bare_optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()
+            elif "step" in state:  # of bitsandbytes
+                state["step"] = 0
 
     def _full_average(self) -> dict[str, Tensor]:
         """Gather the EMA weights one tensor at a time; return them on the CPU on the first rank, {} on the others."""
