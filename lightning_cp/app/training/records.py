@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.runs.outcome import read_rows
+from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
@@ -87,8 +87,9 @@ class LoggedMetrics(Watcher):
 
 
 def _cells(report: StepReport) -> list[int | str]:
-    cells = {name: x if isinstance(x, int) else f"{x:.8g}" for name, x in asdict(report).items()}
-    return [*{**cells, "val_loss": "" if math.isnan(report.val_loss) else cells["val_loss"]}.values()]
+    values = asdict(report)
+    empty = {name for name in OPTIONAL_COLUMNS if math.isnan(values[name])}
+    return ["" if name in empty else x if isinstance(x, int) else f"{x:.8g}" for name, x in values.items()]
 
 
 def read_metrics(path: Path) -> list[StepReport]:
