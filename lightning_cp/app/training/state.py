@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -112,9 +111,10 @@ class TrainState:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards, ignore_frozen_params=True)
         if not self.bare_optimizer.state:
             self._create_optimizer_state(options)
+        trained, average = self._without_frozen(self.module.state_dict()), self.average.state_dict()
         return {
-            "model": self._without_frozen(get_model_state_dict(self.module, options=options)),
-            "average": self.average.state_dict() if shards else self._full_average(),
+            "model": trained if shards else _gathered(trained),
+            "average": average if shards else _gathered(average),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
 
@@ -135,18 +135,19 @@ class TrainState:
             elif "step" in state:  # of bitsandbytes
                 state["step"] = 0
 
-    def _full_average(self) -> dict[str, Tensor]:
-        """Gather the EMA weights one tensor at a time; return them on the CPU on the first rank, {} on the others."""
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        average: dict[str, Tensor] = {}
-        for name, x in self.average.state_dict().items():
-            full = full_tensor(x)
-            if first:
-                average[name] = full.cpu()
-        return average
-
     @property
     def bare_optimizer(self) -> Optimizer:
         """Return the user's optimizer, without Fabric's wrapper."""
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
+
+
+def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather sharded tensors one at a time; return them on the CPU on the first rank, {} on the others."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    found: dict[str, Tensor] = {}
+    for name, x in state.items():
+        full = full_tensor(x)
+        if first:
+            found[name] = full.cpu()
+    return found
