@@ -50,9 +50,9 @@ def measure_all(config: DictConfig) -> None:
         torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     )
     if config.simulated_ranks:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from lightning_cp.compat.torch_names import fake_store
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.simulated_ranks)
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=config.simulated_ranks)
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()

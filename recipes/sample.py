@@ -59,7 +59,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
     ranks = sampling_ranks(parallel, cfg=config.cfg)
-    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust).to(fabric.device)
+    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust, verify=False).to(fabric.device)
     if ranks.context.context_size > 1:
         apply_context_parallel(module.transformer, parallel)
     of_run = trained.sampling

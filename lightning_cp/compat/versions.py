@@ -24,7 +24,7 @@ def incompatible(package: str, problem: str) -> IncompatibleVersionError:
 
     Args:
         package: name of the package, a key of `TESTED`.
-        problem: what is missing or has changed, with its full name.
+        problem: full name of the missing or changed object.
     """
     oldest, newest = TESTED[package]
     tested = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"

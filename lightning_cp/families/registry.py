@@ -59,7 +59,7 @@ def family_class(pipeline: type) -> type[Family]:
 
 
 def load_family(name: str, facts: Facts) -> Family:
-    """Rebuild a family from its `name` and `facts`, for example from the file beside a stored data set.
+    """Rebuild a family from its `name` and `facts`, for example from the file next to a stored data set.
 
     Raises: FamilyError: there is no family of this name.
     """

@@ -65,7 +65,7 @@ class LatentData(Dataset[Sample]):
 
     @property
     def buckets(self) -> list[tuple[int, int, int]]:
-        """Size (frames, height, width) of every item, for a sampler whose batches have one size each."""
+        """Size (frames, height, width) of every item, for a sampler that draws batches of one size."""
         rows = self.cache.rows
         sizes = [(row.frames, row.height, row.width) for row in rows]
         return [sizes[row] for row in self._row_of]

@@ -26,7 +26,7 @@ _PACKAGES = ("lightning-cp", "torch", "diffusers", "safetensors")
 
 @dataclass(frozen=True)
 class CacheIndex:
-    """What a cache is.
+    """Description of a cache.
 
     Args:
         family: `name` of the model family.

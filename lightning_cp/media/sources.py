@@ -40,7 +40,7 @@ def find_sources(
         path: a folder, or a table.
         captions: `required`: skip files without a caption; `optional`: give them the empty caption.
         clips: `first`: one source per video, or per range in the table. `all`: cut each into as many consecutive clips
-            of `clip_frames` as it has; what remains at the end is left out. Videos are then opened to read their
+            of `clip_frames` as it has, without the frames that remain at the end. Videos are then opened to read their
             duration.
         clip_frames: frames of a clip with `clips=all`.
         fps: frames per second of a clip with `clips=all`; None: the video's rate.

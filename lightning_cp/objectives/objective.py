@@ -90,8 +90,8 @@ class Objective(ABC):
     ) -> Tensor:
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
 
-        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample whose
-        mask is 0 everywhere has loss 0.
+        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
+        mask 0 everywhere has loss 0.
 
         Args:
             times: time of each sample, as `times_at` returns them; None: drawn.

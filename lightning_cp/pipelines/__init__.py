@@ -1,10 +1,10 @@
 """Sample with diffusers pipelines on several ranks: distribute tokens, CFG branches and prompts."""
 
 from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split
 from lightning_cp.pipelines.stage_times import StageTimes
 
 __all__ = [

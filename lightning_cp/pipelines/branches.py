@@ -22,8 +22,8 @@ from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatt
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split, is_repeated
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 _TENSOR = object()  # placeholder for a tensor in _Form.rest

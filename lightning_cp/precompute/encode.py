@@ -59,7 +59,7 @@ def encode_sources(
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
     Args:
-        sources: of this rank, or of its group.
+        sources: media files of this rank or of its group.
         workers: threads that read and decode files while the VAE encodes.
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.

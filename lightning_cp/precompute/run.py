@@ -31,7 +31,7 @@ SKIPPED = "skipped.jsonl"
 
 @dataclass(frozen=True)
 class _Run:
-    """What all phases of a run use."""
+    """Objects that all phases of a run use."""
 
     data: Path
     output: Path
@@ -69,7 +69,7 @@ def precompute(
     Args:
         pretrained: folder of a pipeline, or its name on the Hub.
         data: folder or table of media, see `find_sources`.
-        device: of this rank's encoders.
+        device: device of this rank's encoders.
         ranks: from `EncodingRanks.of_world`; None: one process.
         progress: show progress bars on rank 0.
     Ranks: the whole world; the media must be readable and the cache writable on every rank. An exception on one rank

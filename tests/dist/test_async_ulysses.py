@@ -91,7 +91,7 @@ def test_a_recomputed_block_sends_again(run_ranks: RankPool) -> None:
 
 
 def _order(rank: int, world: int) -> list[str]:
-    """What happens when, in forward and in backward."""
+    """The order of events in forward and in backward."""
     config, seen = ContextParallelConfig(ulysses_degree=world), []
     start = messages.start_all_to_all
 

@@ -1,4 +1,4 @@
-"""Which batches ranks read: context peers the same, data groups different ones, one group those of one process."""
+"""Batches that ranks read: context peers the same, data groups different ones, one group those of one process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _seen_by_fabric(ours: Fabric, loader: Any, seed: int) -> list[list[int]]:
 
 
 def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) -> tuple[list[Any], list[Any]]:
-    """Two epochs in one process, then with ranks whose random numbers differ but for those of the first."""
+    """Two epochs in one process, then with ranks that have other random numbers than the first."""
     present_rank(rank, world)
     if flavour == "trainer":
         alone = Trainer(accelerator="cpu", devices=1, strategy="auto", max_epochs=2, **QUIET)

@@ -162,7 +162,7 @@ def test_non_contiguous_inputs_and_any_that_need_gradients_are_exact(
 
 
 def _corners(ring: int, ulysses: int) -> Iterator[Problem]:
-    """Where a mask's kind cannot be told from one rank alone: all keys on one rank, a single query on another."""
+    """One rank alone cannot determine the kind of a mask: all keys on one rank, a single query on another."""
     world = ring * ulysses
     one_holds_all = tuple(6 * (i == world - 1) for i in range(world))
     single_query = (1,) + (3,) * (world - 1)

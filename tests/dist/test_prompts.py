@@ -29,7 +29,7 @@ def _pipe(family: str, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _with_a_negative(rank: int, world: int, family: str, name: str, per_call: int) -> list[float]:
-    """Of each sample the relative error, against one process with a list."""
+    """The relative error of each sample, against one process with a list."""
     pipe, inputs = _pipe(family, name)
     del inputs["negative_prompt"]
     alone = []

@@ -18,8 +18,8 @@ from tests.pipelines import table
 RECIPE = ROOT / "recipes" / "sample.py"
 
 
-def sampled(*overrides: str, folder: Path, cold: bool = False) -> Finished:
-    with started(*overrides, "progress=false", folder=folder, script=RECIPE, cold=cold) as process:
+def sampled(*overrides: str, folder: Path) -> Finished:
+    with started(*overrides, "progress=false", folder=folder, script=RECIPE) as process:
         stdout, stderr = process.communicate(timeout=150)
         return Finished(process.returncode, stdout, stderr, folder)
 
@@ -30,7 +30,7 @@ def pictures(folder: Path) -> np.ndarray:
 
 
 def picture(path: Path) -> np.ndarray:
-    """Of a file, or the first frame of one: [h, w], grey."""
+    """Picture of a file, or its first frame: [h, w], grey."""
     with Image.open(path) as read:
         return np.asarray(read.convert("L")).astype(int)
 
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its samples, from one process."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    done = sampled(f"output_root={trained.parent}", folder=folder, cold=True)  # source=last
+    done = sampled(f"output_root={trained.parent}", folder=folder)  # source=last
     assert done.exit_code == 0, done.stderr
     return folder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 
 from tests.e2e.recipe import ROOT
 from tests.e2e.test_readme import README
+from tests.harness import warm
 from tests.pipelines import table
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sampling.md").read_text(), re.DOTALL)
@@ -88,14 +88,7 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_code_of_the_docs_gives_one_processs_samples(script: str, ranks: int, pipeline: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "my-pipeline").symlink_to(pipeline)
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", "--rdzv-backend=c10d")
-    done = subprocess.run(
-        [sys.executable, *launcher, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = warm.run_ranks(ranks, [sys.executable, "script.py"], env=environment, cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exact") == ranks

@@ -1,4 +1,4 @@
-"""What a recipe imports before it answers: `--help` and a refused setting need no heavy package."""
+"""Imports of a recipe before it answers: `--help` and a refused setting need no heavy package."""
 
 from __future__ import annotations
 

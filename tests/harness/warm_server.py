@@ -150,7 +150,7 @@ def _use_environment(environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """What a launcher changes in its process and a new process does not have."""
+    """State that a launcher changes in its process and a new process does not have."""
 
     singletons: dict[Any, Any]
     resolvers: dict[str, Callable[..., Any]]

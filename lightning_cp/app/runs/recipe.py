@@ -198,12 +198,12 @@ def _resume(config: DictConfig) -> str | None:
     resume = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
     earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
-    resume = next((str(folder) for folder in earlier if folder is not None), resume)
-    if resume is None:
+    requeued = next((folder for folder in earlier if folder is not None), None)
+    if requeued is None and resume is None:
         return None
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
-    folder = find_checkpoint(resume, root)
+    folder = requeued or find_checkpoint(resume, root)
     manifest, max_steps = parse_manifest(folder), read(config, "max_steps")
     step, sampler = manifest.step, manifest.facts.get("sampler", {})
     for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
@@ -217,8 +217,7 @@ def _resume(config: DictConfig) -> str | None:
             f"max_steps={max_steps} must be at least {step}, the step of the checkpoint to resume ({folder})"
         )
     trace_step = read(config, "trace_step")
-    requeued = resume != read(config, "resume")
-    if trace_step is not None and trace_step <= step and not requeued:
+    if trace_step is not None and trace_step <= step and requeued is None:
         raise SettingsError(
             f"trace_step={trace_step} must be more than {step}, the step of the checkpoint to resume ({folder})"
         )

@@ -17,10 +17,10 @@ from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 
 
-def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) -> nn.Module:
+def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False, verify: bool = True) -> nn.Module:
     """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
 
     Args:
@@ -28,6 +28,7 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
         checkpoint: checkpoint folder, of either format.
         trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
             of `lightning_cp.app.settings.foreign`.
+        verify: False if `find_checkpoint` has just verified the checkpoint.
     Ranks: no communication; each rank loads independently.
     Raises:
         CheckpointError: the checkpoint is incomplete, or belongs to another model.
@@ -39,7 +40,10 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
     module: nn.Module = instantiate(model, _convert_="all")
     average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
     states: dict[str, Any] = {"model": module.state_dict(), "average": average}
-    saved = load_shards(checkpoint, states) if has_shards(checkpoint) else load_checkpoint(checkpoint)
+    if has_shards(checkpoint):
+        saved = load_shards(checkpoint, states, verify=verify)
+    else:
+        saved = load_checkpoint(checkpoint, verify=verify)
     missing = [name for name in states if name not in saved.states]
     if missing:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of a training run: it lacks {', '.join(missing)}")

@@ -135,7 +135,7 @@ class TrainingSetup(ABC):
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
-            state.load(Path(self.config.resume))
+            state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
                 print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
         return Run(ranks, state, folder, data_shard, request, self._logger() if ranks.is_global_zero else None)

@@ -70,15 +70,19 @@ class TrainState:
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         return Checkpoint(self.step, states, facts)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, verify: bool = True) -> None:
         """Load a checkpoint. The next step gets the same weights, data and noise as in an uninterrupted run.
 
         Call it on every rank. The number of ranks and the sharding of weights may differ from when it was saved.
 
+        Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
         is_sharded = has_shards(folder)
-        saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
+        if is_sharded:
+            saved = load_shards(folder, self._states(shards=True), verify=verify)
+        else:
+            saved = load_checkpoint(folder, verify=verify)
         missing = [name for name in ("seed", "sampler") if name not in saved.facts]
         missing += [name for name in ("model", "average", "optimizer") if name not in saved.states]
         if missing:

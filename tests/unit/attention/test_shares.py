@@ -1,4 +1,4 @@
-"""How heads are shared out over a Ulysses group."""
+"""Distribution of heads over a Ulysses group."""
 
 from __future__ import annotations
 

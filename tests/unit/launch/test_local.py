@@ -154,7 +154,7 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
 
 
 def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, or where a sandbox forbids pidfds."""
+    """Without pidfds, as on macOS or where a sandbox forbids pidfds."""
     monkeypatch.delattr(os, "pidfd_open")
     for number, how in enumerate(("_exit 7", "signal 9", "_exit 0", "raise", "return")):
         folder = tmp_path / str(number)

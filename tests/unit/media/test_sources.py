@@ -1,4 +1,4 @@
-"""Folders and tables are read as sources with stable ids; what is wrong in them is named with file and line."""
+"""Folders and tables are read as sources with stable ids. Errors in them are named with file and line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run stores: every bit of the families' encodings, counts, and refusals of changed inputs."""
+"""Results of a run: every bit of the families' encodings, counts, and refusals of changed inputs."""
 
 from __future__ import annotations
 
