@@ -103,7 +103,7 @@ def read_metrics(path: Path) -> list[StepReport]:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     integer_columns = ("step", "skipped")
     cells = [{**defaults, **{name: row[name] for name in COLUMNS if name in row}} for row in rows]
-    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
+    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
