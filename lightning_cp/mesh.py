@@ -7,7 +7,7 @@ coordinate`. Other mesh axes, in any position, do not change it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.shares import Shares, check_shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class MeshGroups:
         context_shape: (ring, ulysses) degrees.
         context_rank: index of this rank in its context group.
         data_rank, data_size: index of this context group, and number of context groups.
+        shares: weight of each rank of the context group, by which tokens are divided; None: equal.
     """
 
     name: str
@@ -40,6 +42,7 @@ class MeshGroups:
     context_rank: int
     data_rank: int
     data_size: int
+    shares: Shares | None = None
 
     @property
     def context_size(self) -> int:
@@ -120,12 +123,14 @@ def groups_by_name(name: str) -> MeshGroups:
     return _by_name[name]
 
 
-def groups_for(config: ContextParallelConfig) -> MeshGroups:
+def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGroups:
     """Return the groups of the mesh in `config`, or of a mesh over the world; build them at first use.
 
+    Args: shares: weight of each rank of a context group, the same for all groups; None: equal. See `check_shares`.
     Ranks: every rank of the world, at first use of a mesh.
-    Raises: ValueError: the degrees do not fit the world, or there is no process group.
+    Raises: ValueError: the degrees do not fit the world, there is no process group, or the shares are invalid.
     """
+    weights = check_shares(shares, ring=config.ring, ulysses=config.ulysses)
     if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
         return SINGLE_RANK
     if not dist.is_initialized():
@@ -135,11 +140,16 @@ def groups_for(config: ContextParallelConfig) -> MeshGroups:
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key = config.mesh_shape if config.mesh is None else id(config.mesh)
+    key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
         built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
         _by_name[groups.name] = groups
+    if weights is not None:
+        equal, key = built[key], (key, weights)
+        if key not in built:
+            name = f"{equal.name}:{':'.join(map(str, weights))}"
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights)
     found: MeshGroups = built[key]
     return found
 
@@ -174,14 +184,15 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
-def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
+def branches_for(config: ContextParallelConfig, cfg: int = 1, shares: object = None) -> Branches:
     """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x ring x ulysses mesh.
 
     If the mesh has an axis named `cfg`, its size is used; otherwise `cfg` neighbouring context groups share a prompt.
 
+    Args: shares: see `groups_for`; the same for all branches.
     Ranks: every rank of the world, at first use. Raises: ValueError: the degrees do not fit the world, or the mesh.
     """
-    groups = groups_for(config)
+    groups = groups_for(config, shares)
     names = () if config.mesh is None else tuple(config.mesh.mesh_dim_names or ())
     if "cfg" in names:
         assert config.mesh is not None, "its axes were read above"
@@ -201,7 +212,7 @@ def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key = ("branches", cfg, config.mesh_shape if config.mesh is None else id(config.mesh))
+    key = ("branches", cfg, groups.name)
     if key not in built:
         built[key] = _build_branches(groups, cfg)
     found: Branches = built[key]
@@ -225,7 +236,11 @@ def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
     return Branches(
         context=groups,
         cfg_groups=_as_ring(groups, group, cfg, cfg_rank, name="cfg"),
-        sample=_as_ring(groups, sample, cfg * groups.context_size, coordinates, name="sample"),
+        sample=_as_ring(
+            *(groups, sample, cfg * groups.context_size, coordinates),
+            name="sample",
+            shares=None if groups.shares is None else groups.shares * cfg,
+        ),
         data_rank=data_rank,
         data_size=len(ranks),
     )
@@ -243,7 +258,15 @@ def ring_groups(groups: MeshGroups) -> MeshGroups:
     return found
 
 
-def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> MeshGroups:
+def _as_ring(
+    groups: MeshGroups,
+    group: dist.ProcessGroup | None,
+    size: int,
+    rank: int,
+    *,
+    name: str,
+    shares: Shares | None = None,
+) -> MeshGroups:
     """Build groups that use `group` both as ring and as context group."""
     ring = MeshGroups(
         name=f"{groups.name}:{name}{size}",
@@ -255,6 +278,7 @@ def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, ran
         context_rank=rank,
         data_rank=groups.data_rank,
         data_size=groups.data_size,
+        shares=shares,
     )
     _by_name[ring.name] = ring
     return ring

@@ -58,10 +58,10 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.training.ranks import DataShard
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
-    ranks = sampling_ranks(parallel, cfg=config.cfg)
+    ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
     module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust, verify=False).to(fabric.device)
     if ranks.context.context_size > 1:
-        apply_context_parallel(module.transformer, parallel)
+        apply_context_parallel(module.transformer, parallel, shares=config.shares)
     of_run = trained.sampling
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
@@ -103,7 +103,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
         pipe.to(fabric.device)
-    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
+    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel", "shares")}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.comm.shards import sizes_in
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
@@ -54,12 +54,12 @@ class Call:
         """Return each rank's tokens of one modality; zeros if its length is unknown (no references were passed)."""
         rows, length = self.rows.get(modality), self.lengths.get(modality, 0)
         if not rows:
-            return shard_sizes(length, self.groups.context_size)
+            return sizes_in(self.groups, length)
         return tuple(n * (length // rows) for n in self.row_lengths(modality))
 
     def row_lengths(self, modality: str) -> tuple[int, ...]:
         """Return each rank's rows of a modality that is split between rows."""
-        return shard_sizes(self.rows[modality], self.groups.context_size)
+        return sizes_in(self.groups, self.rows[modality])
 
     def sizes(self, modalities: Modalities) -> list[int]:
         """Return each rank's number of tokens, summed over `modalities`."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.shards import gather, sizes_in
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
@@ -258,5 +258,5 @@ def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: 
     check_dim(value, spec, name)
     call, n = session.current(), value.shape[spec.dim]
     call.define(str(int(n)), n, everywhere=False, name=name)
-    sizes = shard_sizes(n, call.groups.context_size)
+    sizes = sizes_in(call.groups, n)
     return narrow(value, spec.dim % value.ndim, [sizes], [call.groups.context_rank])

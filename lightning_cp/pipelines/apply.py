@@ -32,6 +32,7 @@ from lightning_cp.pipelines.placement import (
     shard_layers,
 )
 from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
+from lightning_cp.shares import show_shares
 
 _INSTALLED = "_lightning_cp"
 _log = logging.getLogger("lightning_cp")
@@ -70,6 +71,7 @@ def parallelize_pipeline(
     stages: Setting = "together",
     kernel: str = "auto",
     check_peers: str = "sampled",
+    shares: Sequence[float] | None = None,
 ) -> None:
     """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
@@ -94,6 +96,9 @@ def parallelize_pipeline(
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies.
+        shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
+            first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
+            context groups use the same. None: equal.
     Ranks: the whole world.
     Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
         unless layers were already sharded: it then raises at every call.
@@ -106,7 +111,7 @@ def parallelize_pipeline(
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     found = transformers_of(pipe, components)
     refuse_processor_swaps(pipe)
-    ranks = branches_for(config, cfg)
+    ranks = branches_for(config, cfg, shares)
     layers = layers_to_shard(components, shard, found, ranks)
     staged = make_stages(pipe, stages, components, found, rank_device(ranks))
 
@@ -119,7 +124,7 @@ def parallelize_pipeline(
     try:
         installed = {}
         for name, module in found.items():
-            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
+            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
         calls = BranchCalls(type(pipe).__name__, ranks)
         undo += [intercept_calls(found[name], _over_branches(calls, one)) for name, one in installed.items()]
@@ -220,6 +225,7 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
     ranks = installed.ranks
     if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
         degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+        degrees += show_shares(ranks.context.shares)
         names = ", ".join([*installed.transformers, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

@@ -14,6 +14,7 @@ import torch
 from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
+from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
 from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
@@ -33,6 +34,7 @@ SKIPPED = "skipped.jsonl"
 class _Run:
     """Objects that all phases of a run use."""
 
+    pretrained: str
     data: Path
     output: Path
     settings: PrecomputeSettings
@@ -76,7 +78,7 @@ def precompute(
         is raised on all of them.
     Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
     """
-    run = _Run(data, output, settings, device, ranks or EncodingRanks(), progress)
+    run = _Run(pretrained, data, output, settings, device, ranks or EncodingRanks(), progress)
     found = run.ranks.on_first(lambda: _find(run))
     with quiet_packages(progress):
         with run.ranks.phase():
@@ -159,7 +161,8 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
 
     def prepare() -> None:
         fingerprint = fingerprint_of(pipe, names, _identity(run.settings))
-        values = {name: _plain(value) for name, value in asdict(run.settings).items()}
+        values: dict[str, Any] = {name: _plain(value) for name, value in asdict(run.settings).items()}
+        values[SETTING] = describe_files(run.pretrained, names)
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
         with _disk_errors(run.output):
             made.append(prepare_cache(run.output, index))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
-from lightning_cp.comm.shards import gather_uneven, shard_sizes
+from lightning_cp.comm.shards import gather_uneven, sizes_in
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim
@@ -100,12 +100,13 @@ def by_rows(
         step: rows per step. They stay on one rank, because they become one row of the result.
     Ranks: all of the context group; the result is bitwise equal on all.
     """
-    x, ranks = args[0], groups.context_size
+    x = args[0]
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     steps, rest = divmod(x.shape[dim], step)
-    if steps < ranks * least:
+    steps_by_rank = sizes_in(groups, steps)
+    if min(steps_by_rank) < least:
         return forward(*args, **kwargs)
-    sizes = [size * step for size in shard_sizes(steps, ranks)]
+    sizes = [size * step for size in steps_by_rank]
     sizes[-1] += rest
     rank = groups.context_rank
     x_local = x.narrow(dim, sum(sizes[:rank]), sizes[rank])

@@ -230,3 +230,4 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
 def test_units_of_uneven_work_are_dealt_evenly() -> None:
     assert owners({1: 9, 2: 3, 3: 9, 4: 3, 5: 3, 6: 1}, 3) == {1: 0, 3: 1, 2: 2, 4: 2, 5: 2, 6: 0}
     assert owners({1: 5}, 2) == {1: 0}
+    assert owners({1: 4, 2: 4, 3: 4, 4: 4}, 2, (3, 1)) == {1: 0, 2: 0, 3: 0, 4: 1}

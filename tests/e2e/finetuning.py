@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +50,11 @@ def write_pipeline(folder: Path, case: str) -> Path:
     return folder
 
 
-def write_cache(folder: Path, case: str, count: int = 6) -> Path:
-    """Write a folder with `pipe`, `media` and `latents`, the cache of the media."""
-    pipe, media = write_pipeline(folder / "pipe", case), write_media(folder / "media", case, count)
+def write_cache(
+    folder: Path, case: str, count: int = 6, *, write: Callable[[Path, str, int], Path] = write_media
+) -> Path:
+    """Write a folder with `pipe`, `media` and `latents`, the cache of the media. Args: write: writes the media."""
+    pipe, media = write_pipeline(folder / "pipe", case), write(folder / "media", case, count)
     frames, height, width = CASES[case].size
     settings = PrecomputeSettings(
         sizes=[[height, width]], frames=None if frames == 1 else frames, dtype=torch.float32, sheet=0

@@ -72,7 +72,7 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
     for given, said in (
         (
             "workloads=[atention]",
-            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, data",
+            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, shares",
         ),
         ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
         ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
@@ -89,6 +89,19 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "recipes/bench.py", "bench=gpu_on_cpu", f"hydra.run.dir={folder}", *settings]
     return warm.run(command, cwd=ROOT, timeout=500)
+
+
+@pytest.mark.full
+def test_shares_by_speed_are_measured_beside_equal_ones(tmp_path: Path) -> None:
+    done = _bench(tmp_path, "workloads=[shares]")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "bench.csv").open() as file:
+        subjects = {row["subject"]: row for row in csv.DictReader(file)}
+    for mode in ("ring allgather", "ring alltoall", "Ulysses"):
+        for shares in ("equal shares", "shares=[2,1]"):
+            row = subjects[f"{mode}, {shares}"]
+            assert not row["refused"], row["refused"]
+            assert float(row["best_s"]) > 0
 
 
 @pytest.mark.full

@@ -16,7 +16,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
+from lightning_cp.app.runs.certificate import certify
 from lightning_cp.app.runs.run_folder import check_writable, locked
+from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.renamed import refuse_earlier_names
@@ -67,6 +69,7 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     check_values(config)
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
+    check_certify(config, accelerator=world.accelerator)
     with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
     resolved = resolve(with_world)
     check_trainer(resolved)
@@ -141,6 +144,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
+        if run.config.get("certify") and result.failure is None and is_first(env):
+            result = certify(config, run.config, job, lambda alone: check(alone, Machine.this(), None))
         return _requeue_if_timed_out(result) if is_first(env) else result
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.finetune_extras import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
@@ -68,6 +69,7 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
     _check_lora(config)
     _check_lists(config)
     _check_quantize(config)
+    check_prompts(config)
     _check_transformer(config)
     samples = _check_data(config)
     _check_tokens(config)

@@ -57,6 +57,7 @@ SETTINGS = (
     Setting("output_root", Text()),
     Setting("run_dir", Text()),
     Setting("export", OneOf((True, False))),
+    Setting("certify", OneOf((True, False))),
     Setting("progress", OneOf((True, False))),
     Setting("num_workers", Integer(0)),
     Setting("log_every", Integer(1)),

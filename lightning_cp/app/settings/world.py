@@ -8,6 +8,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.shares import check_shares
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
     check_single(config, env)
     accelerator = _accelerator(read(config, "accelerator"), machine)
     ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
+    try:
+        check_shares(read(config, "shares"), ring=ring, ulysses=ulysses)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from None
     group = ring * ulysses * cfg
     devices, num_nodes = _int_or_none(read(config, "devices")), _int_or_none(read(config, "num_nodes"))
     if env is not None:

@@ -28,13 +28,18 @@ from lightning_cp.export import save_lora, save_pretrained
 from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
+from lightning_cp.finetune.comfyui import write_for_comfyui
 from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.fits import check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.validation import HeldOutData, Validation
+from lightning_cp.finetune.weight_files import local_pipeline, read_json
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
+from lightning_cp.latent_cache.pipeline_files import check_made_by
 from lightning_cp.objectives import objective_for
+from lightning_cp.strategies.strategy import class_of
 from lightning_cp.training.ranks import DataShard
 
 LORA, BEST = "lora", "best"
@@ -61,6 +66,9 @@ class FineTune(TrainingSetup):
         cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
         family = cache.family()
         _check_family(config, family)
+        check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
+        _check_parts(config, cache)
+        _check_validation(config, cache)
         given = {name: value for name, value in config.objective.items() if value is not None}
         given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
         if "density" in given:
@@ -129,14 +137,14 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module), context:
             loss = validation.losses(model, run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                self.export(run.state.module, run.folder.path / BEST)
+                self.export(run.state.module, run.folder.path / BEST, is_first=run.is_first)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            self.export(run.state.module, run.folder.path)
+            self.export(run.state.module, run.folder.path, is_first=run.is_first)
         if run.is_first:
             name = self.config.model.component if self.config.lora is None else LORA
             self._card(run).write(run.folder.path / name)
@@ -161,11 +169,13 @@ class FineTune(TrainingSetup):
             losses=self.validation_losses,
         )
 
-    def export(self, transformer: nn.Module, folder: Path) -> None:
+    def export(self, transformer: nn.Module, folder: Path, *, is_first: bool) -> None:
         """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
         component = self.config.model.component
         if self.config.lora is not None:
             save_lora(transformer, folder / LORA, component=component)
+            if is_first:
+                write_for_comfyui(folder / LORA, class_of(transformer).__name__, component=component)
         else:
             save_pretrained(transformer, folder / component)
 
@@ -180,6 +190,24 @@ def _check_family(config: DictConfig, family: Family) -> None:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
             f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+        )
+
+
+def _check_parts(config: DictConfig, cache: LatentCache) -> None:
+    """Raise FamilyError if the transformer does not take what the encoders have made."""
+    source, component = config.model.pretrained, config.model.component
+    folder = local_pipeline(source, component, setting="model.pretrained")
+    settings = read_json(folder / component / "config.json")
+    check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+
+
+def _check_validation(config: DictConfig, cache: LatentCache) -> None:
+    """Raise DataError if holding out samples would leave none for training."""
+    files = len({row.source for row in cache.rows})
+    if config.data.validation >= files:
+        raise DataError(
+            f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
+            f"{config.data.path}: samples of one file are held out together"
         )
 
 

@@ -43,6 +43,9 @@ REFUSED = [
     ("strategy=cp ulysses=0", "ulysses=0 "),
     ("strategy=cp data_parallel=0", "data_parallel=0 is not valid: must be auto or a whole number, at least 1"),
     ("strategy=cp data_parallel=many", "data_parallel=many "),
+    ("strategy=cp ring=2 shares=[2,1,1]", r"shares=\[2, 1, 1\] must be a list of 2 positive numbers"),
+    ("strategy=cp ring=2 shares=[2,0]", "must be a list of 2 positive numbers"),
+    ("strategy=cp ring=2 shares=2", "shares=2 must be a list of 2 positive numbers"),
     ("strategy=cp rotate_method=around", "rotate_method=around is not valid: must be one of allgather, alltoall"),
     ("kernel=quick", "kernel=quick is not valid: must be one of auto, flash"),
     ("precision=8", "precision=8 is not valid: must be one of 32-true"),
@@ -142,6 +145,12 @@ def test_the_world_is_the_product_of_the_degrees() -> None:
     assert run.config.trainer.accelerator == "cpu"
     assert run.config.strategy.data_parallel == run.config.data_parallel == 2
     assert (run.config.strategy.ring, run.config.trainer.strategy.ulysses) == (2, 2)
+    assert run.config.strategy.shares is None
+
+
+def test_shares_are_passed_to_the_strategy() -> None:
+    run = check("strategy=cp", "ring=2", "ulysses=2", "shares=[3,1,1,2]")
+    assert run.config.trainer.strategy.shares == [3, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, 16), (2, 16), (5, 20)])
