@@ -85,15 +85,15 @@ def check_device(config: DictConfig, accelerator: str) -> None:
 def check_optimizer(config: DictConfig) -> None:
     """Check optim. Raises: SettingsError: its package is missing, or it does not fit the strategy or the precision."""
     package = str(read(config, "optim._target_")).partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        raise SettingsError(
-            f"optim._target_={read(config, 'optim._target_')} needs the package {package}, which is not installed: "
-            f"pip install {package}, or use optim=adamw"
-        )
     if package == "bitsandbytes" and shards_weights(config):
         raise SettingsError(
             "optim=adamw_8bit does not work with strategy=cp_fsdp: the kernels of bitsandbytes do not take sharded "
             "weights. Use optim=adamw (its states are sharded as well) or strategy=cp"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"optim._target_={read(config, 'optim._target_')} needs the package {package}, which is not installed: "
+            f"pip install {package}, or use optim=adamw"
         )
     if read(config, "optim.fused") and read(config, "precision") == "16-mixed":
         raise SettingsError(
