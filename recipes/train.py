@@ -24,6 +24,7 @@ def train(config: DictConfig) -> None:
     if is_finetuning(config):
         fine_tune(config)
         return
+    from lightning_cp.app.denoisers import save_conditioning
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.assemble import train_run
@@ -50,6 +51,7 @@ def train(config: DictConfig) -> None:
         if config.export:
             with run.state.average.swapped_in(run.state.module):
                 save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
+                save_conditioning(run.state.module, run.folder.path, writes=run.is_first)
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from lightning_cp.attention.arguments import check_settings, check_types, lengths_of
+from lightning_cp.attention.arguments import attention_dtype, check_settings, check_types, lengths_of
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
@@ -231,10 +230,7 @@ def attend_across(
     # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     out, lse = call_attention(
         query,

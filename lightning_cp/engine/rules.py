@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_cp.plans import Attention, Modalities, Pad, Spec
+from lightning_cp.plans import Attention, Modalities, Pad, Patches, Spec
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Rules:
     unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
         processor.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
+    patches: how the model is computed in patches; None: it cannot be.
     """
 
     arguments: tuple[Arguments, ...]
@@ -74,6 +75,7 @@ class Rules:
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+    patches: Patches | None = None
 
     @property
     def blocks(self) -> frozenset[str]:

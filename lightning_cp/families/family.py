@@ -90,6 +90,8 @@ class TextStorage:
         sequences: names of the stored tensors with a position dim, [length, dim].
         others: names of the stored tensors without one (pooled embeddings), [dim].
         mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
+        sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
+            captions cannot be dropped: there is no text of the empty caption that fits all samples.
     """
 
     form: Literal["padded", "zeros", "masked"]
@@ -97,6 +99,7 @@ class TextStorage:
     sequences: tuple[str, ...] = ("prompt_embeds",)
     others: tuple[str, ...] = ()
     mask: str = "prompt_mask"
+    sees_media: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -232,6 +235,10 @@ class Family(ABC):
     def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
         """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
         self.grid.check(height=height, width=width, frames=frames)
+
+    def reference_size(self, *, height: int, width: int) -> tuple[int, int]:
+        """Return height and width that references of samples of this size are loaded with. Default: the same."""
+        return height, width
 
     def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.

@@ -17,6 +17,8 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "cogvideox_image_to_video": ("cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
     "sd3": ("sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
+    "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
+    "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 

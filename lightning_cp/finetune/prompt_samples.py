@@ -149,7 +149,7 @@ class PromptSampler:
             if installed is None or installed.session.groups.context is None:
                 continue
             if name in family_class(type(pipe)).components.train:
-                parallelize(other, installed.session.config)
+                parallelize(other, installed.session.config, shares=installed.session.groups.shares)
             elif hasattr(other, "decode"):
                 with suppress(ValueError):  # a class that is not supported decodes on each rank
                     parallelize_vae(other, installed.session.groups)

@@ -113,7 +113,7 @@ def _continued(folder: Path, new: CacheIndex) -> CacheIndex:
 
 def _identity(index: CacheIndex) -> dict[str, str]:
     facts = {f"facts.{name}": json.dumps(value, sort_keys=True, default=repr) for name, value in index.facts.items()}
-    return {"family": index.family, "empty_caption": index.empty_caption, **index.fingerprint, **facts}
+    return {"family": index.family, "empty_caption": index.empty_caption or "", **index.fingerprint, **facts}
 
 
 def _recovered(path: Path) -> RowsFile:

@@ -23,7 +23,7 @@ def sampling_ranks(parallel_config: object, *, cfg: int = 1, shares: Sequence[fl
         shares: weight of each rank of a context group, for unequal devices; None: equal.
     Ranks: the whole world. Raises: ValueError: the degrees do not fit the world size.
     """
-    return branches_for(context_config(parallel_config), check_degree("cfg", cfg, default=1), shares)
+    return branches_for(context_config(parallel_config), check_degree("cfg", cfg, default=1), shares=shares)
 
 
 def split(x: Tensor, dim: int, ranks: Branches) -> Tensor:

@@ -58,7 +58,7 @@ class Precomputed:
         found: number of sources.
         encoded: samples that this run encoded.
         stored: samples that an earlier run had stored.
-        captions: distinct captions, with the empty one.
+        captions: distinct captions, with the empty one; if the text encoder sees the media, captions of all samples.
         skipped: files that could not be used.
     """
 

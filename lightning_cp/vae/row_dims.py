@@ -23,12 +23,11 @@ class RowDim(NamedTuple):
 
     Attributes:
         dim: number of the dim, not negative.
-        outer, inner: number of frames and columns, if a dim holds frames x rows x columns; otherwise 1.
+        outer: number of frames, if frames and rows were flattened to this dim; otherwise 1.
     """
 
     dim: int
     outer: int = 1
-    inner: int = 1
 
 
 def row_dim_of(x: Any) -> RowDim | None:
@@ -73,7 +72,7 @@ def row_dim_of_result(
         return rows if result.ndim == x.ndim else _refuse(name, "over all dims")
     if name == "stack":
         dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.ndim
-        return RowDim(_common(name, operands).dim + (dim <= rows.dim), *rows[1:])
+        return RowDim(_common(name, operands).dim + (dim <= rows.dim), rows.outer)
     if name not in _DIM_ARGUMENT:
         return _common(name, operands, result)
     position, default = _DIM_ARGUMENT[name]
@@ -82,7 +81,7 @@ def row_dim_of_result(
     if dim is None or dim == rows.dim:
         _refuse(name, "along the rows")
     if name == "mean":
-        return RowDim(rows.dim - (dim < rows.dim and result.ndim < x.ndim), *rows[1:])
+        return RowDim(rows.dim - (dim < rows.dim and result.ndim < x.ndim), rows.outer)
     return _common(name, operands)
 
 
@@ -93,12 +92,12 @@ def _common(name: str, tensors: list[Tensor], result: Tensor | None = None) -> R
 
 
 def _broadcast(name: str, operands: list[tuple[torch.Size, RowDim | None]], dims: int) -> RowDim:
-    places = {(rows.dim - len(shape), *rows[1:]) for shape, rows in operands if rows is not None}
-    (place, *sizes), *others = places
+    places = {(rows.dim - len(shape), rows.outer) for shape, rows in operands if rows is not None}
+    (place, outer), *others = places
     whole = [shape for shape, rows in operands if rows is None and len(shape) >= -place and shape[place] != 1]
     if others or whole:
         _refuse(name, "of rows and of a tensor that is not split by rows in the same dim")
-    return RowDim(dims + place, *sizes)
+    return RowDim(dims + place, outer)
 
 
 def _check_assignment(target: Tensor, index: Any, value: Any) -> None:
@@ -123,28 +122,28 @@ def _of_view(name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any
         dims = [dim for dim in range(view.ndim) if view.stride(dim) and view.shape[dim] > 1]
         if len(dims) != 1 or view.stride(dims[0]) != 1 or view.shape[dims[0]] != x.shape[rows.dim]:
             _refuse(name, "that takes or moves some of the rows")
-        found.append(RowDim(dims[0], *rows[1:]))
+        found.append(RowDim(dims[0], rows.outer))
     return found[0] if isinstance(views, Tensor) else tuple(found)
 
 
 def _of_reshape(name: str, before: torch.Size, after: torch.Size, rows: RowDim) -> RowDim:
     """Find the row dim by the number of elements in front of the rows, which a reshape does not change."""
     outer = math.prod(before[: rows.dim]) * rows.outer
-    count = before[rows.dim] // (rows.outer * rows.inner)
+    size_before = before[rows.dim] // rows.outer
     preceding = 1
     for dim, size in enumerate(after):
         following = preceding * size
         if preceding <= outer < following and outer % preceding == 0:
-            part = following // outer  # size of this dim, without what precedes the rows
-            if part % count == 0 or count % part == 0:  # all rows, or one for several: [h] -> [h / 2, 2]
-                return RowDim(dim, outer // preceding, max(1, part // count))
+            size_after = following // outer
+            if size_after % size_before == 0 or size_before % size_after == 0:  # [h, 2] -> [2 h], or [h] -> [h / 2, 2]
+                return RowDim(dim, outer // preceding)
         preceding = following
     return _refuse(name, "that divides rows between dims")
 
 
 def _of_repeat(x: Tensor, result: Tensor, rows: RowDim) -> RowDim:
     dim = rows.dim + result.ndim - x.ndim
-    return RowDim(dim, *rows[1:]) if result.shape[dim] == x.shape[rows.dim] else _refuse("repeat", "of the rows")
+    return RowDim(dim, rows.outer) if result.shape[dim] == x.shape[rows.dim] else _refuse("repeat", "of the rows")
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -131,8 +131,8 @@ def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) ->
         ("trainer", "weighted", 2, False),
         ("trainer", "generator", 2, False),
         ("fabric", "in order", 3, True),
-        ("fabric", "shuffled", 2, False),
-        ("fabric", "buckets", 2, False),
+        pytest.param("fabric", "shuffled", 2, False, marks=pytest.mark.full),
+        pytest.param("fabric", "buckets", 2, False, marks=pytest.mark.full),
         ("fabric", "generator", 3, False),
     ],
 )

@@ -63,6 +63,7 @@ def test_a_rotation_peaks_at_two_remote_chunks(run_ranks: RankPool, world: int) 
         assert backward.peak_bytes < 1.1 * (2 * chunk + 4 * chunk + 2 * local)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_rotation_allocates_less_than_diffusers_ring(run_ranks: RankPool, world: int) -> None:
     ours, theirs = run_ranks(world, _traces, "alltoall"), run_ranks(world, _traces, "diffusers")

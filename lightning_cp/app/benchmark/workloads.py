@@ -30,9 +30,13 @@ from lightning_cp.attention.heads import assign_heads
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.mesh import branches_for
+from lightning_cp.patching import intercept_calls
+from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6
+_PATCHES = (4, 8)
 
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
@@ -163,7 +167,34 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
     def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
 
-    return _model_subjects(config, device, step_of, copied=copied)
+    return _model_subjects(config, device, step_of, copied=copied) + _stages(config, device, step_of)
+
+
+def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Callable[[], object]]) -> list[Subject]:
+    """List PipeFusion with all ranks as stages of the blocks; each step after the first computes patches."""
+
+    def build(patches: int) -> Callable[[], object]:
+        with device:
+            model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
+        settings, clock = ContextParallelConfig(), StepClock()
+        ranks = branches_for(settings, pipe=dist.get_world_size())
+        installed = {"transformer": parallelize(model, settings, check_peers="off")}
+        calls = make_patch_calls(installed, ranks, pipe=ranks.pipe, patches=patches, warmup=1, clock=clock)[
+            "transformer"
+        ]
+        calls.install()
+        calls.release()
+        intercept_calls(model, calls.call)
+        step = step_of(model, averaged=True)
+
+        def next_step() -> None:
+            step()
+            clock.end_step()
+
+        return next_step
+
+    stages = dist.get_world_size()
+    return [Subject(f"{stages} stages, {n} patches", functools.partial(build, n)) for n in _PATCHES if stages > 1]
 
 
 def _model_subjects(

@@ -113,8 +113,7 @@ def one_process(config: DictConfig, resolved: DictConfig) -> DictConfig:
     if "micro_batch_size" in alone:
         share = resolved.batch_size // resolved.data_parallel
         alone.micro_batch_size = min(resolved.micro_batch_size or share, share)
-    if "logger" in alone:
-        alone.logger = None
+    alone.update({name: None for name in ("logger", "shares") if name in alone})
     alone.sampling.every = None
     if "prompts" in alone.sampling:
         alone.sampling.prompts = None

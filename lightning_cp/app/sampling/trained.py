@@ -16,11 +16,20 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
+from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.lora_file import read_lora
 from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 
 
-def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False, verify: bool = True) -> nn.Module:
+def load_denoiser(
+    config: DictConfig,
+    checkpoint: Path,
+    *,
+    trust: bool = False,
+    verify: bool = True,
+    lora: str | Path | None = None,
+) -> nn.Module:
     """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
 
     Args:
@@ -29,10 +38,12 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False, 
         trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
             of `lightning_cp.app.settings.foreign`.
         verify: False if `find_checkpoint` has just verified the checkpoint.
+        lora: file of a LoRA of the transformer, in diffusers' format.
     Ranks: no communication; each rank loads independently.
     Raises:
         CheckpointError: the checkpoint is incomplete, or belongs to another model.
         SettingsError: `config.model` names a class that needs `trust`.
+        ValueError: the LoRA is damaged, or of another model.
     """
     model = OmegaConf.to_container(config.model, resolve=True)
     if not trust:
@@ -51,6 +62,9 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False, 
     expected = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
     module.load_state_dict(weights)
+    if lora is not None:
+        rank = read_lora(lora, component="transformer").rank
+        add_lora(module.get_submodule("transformer"), LoraSettings(rank=rank, file=lora))
     return module.eval().requires_grad_(False)
 
 

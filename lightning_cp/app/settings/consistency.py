@@ -26,7 +26,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.app.digits.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
     "lightning_cp.app.digits.MovingDigits": {"channels": 1},
 }
-_ALL_DIGITS = {"num_samples": 1797, "num_classes": 10}
+_SCANS, _CLASSES = 1797, 10
 _MIN_PIXELS = 8  # side of a digit, in pixels
 
 
@@ -118,7 +118,8 @@ def check_data(config: DictConfig) -> None:
     kind = read(config, "data.dataset._target_")
     if kind not in _FIXED:
         return
-    for key, value in {**_FIXED[kind], **_ALL_DIGITS}.items():
+    held_out = read(config, "data.held_out", 0)
+    for key, value in {**_FIXED[kind], "num_samples": _SCANS - held_out, "num_classes": _CLASSES}.items():
         if read(config, f"data.{key}", value) != value:
             raise SettingsError(
                 f"data.{key}={show(read(config, f'data.{key}'))} is not valid: {kind} has {key}={value}"

@@ -13,7 +13,7 @@ from lightning_cp.shares import check_shares
 
 @dataclass(frozen=True)
 class World:
-    """Ranks = data_parallel × cfg × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
+    """Ranks = data_parallel × cfg × pipe × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
 
     data_parallel: int
     ring: int
@@ -22,11 +22,12 @@ class World:
     devices: int
     num_nodes: int
     cfg: int = 1
+    pipe: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data_parallel * self.cfg * self.ring * self.ulysses
+        return self.data_parallel * self.cfg * self.pipe * self.ring * self.ulysses
 
     def settings(self) -> dict[str, Any]:
         """Return the values that replace "auto" in the configuration, by key."""
@@ -54,7 +55,8 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
         check_shares(read(config, "shares"), ring=ring, ulysses=ulysses)
     except (TypeError, ValueError) as error:
         raise SettingsError(str(error)) from None
-    group = ring * ulysses * cfg
+    pipe = read(config, "pipe", 1)
+    group = ring * ulysses * cfg * pipe
     devices, num_nodes = _int_or_none(read(config, "devices")), _int_or_none(read(config, "num_nodes"))
     if env is not None:
         available: int | None = env.world_size
@@ -70,7 +72,7 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
         source = f"devices={devices}"
     data_parallel = _data_parallel(config, group, available, source)
     size = group * data_parallel
-    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg)
+    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg, pipe)
     if devices is not None and devices != world.devices:
         raise SettingsError(
             f"devices={devices} is not valid: num_nodes={num_nodes} × devices must equal the number of ranks, {size}"
@@ -83,7 +85,7 @@ def check_single(config: DictConfig, env: LauncherEnv | None) -> None:
     """Check `strategy=single`. Raises: SettingsError: it is used with more than one rank."""
     if not is_single(config):
         return
-    for key in ("ring", "ulysses", "cfg", "data_parallel", "devices", "num_nodes"):
+    for key in ("ring", "ulysses", "cfg", "pipe", "data_parallel", "devices", "num_nodes"):
         value = read(config, key, 1)
         if value not in (1, "auto"):
             raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
@@ -107,7 +109,8 @@ def shards_weights(config: DictConfig) -> bool:
 def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
     value = read(config, "data_parallel")
     degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
-    degrees += f" × cfg={read(config, 'cfg')}" if read(config, "cfg", 1) > 1 else ""
+    for key in ("cfg", "pipe"):
+        degrees += f" × {key}={read(config, key)}" if read(config, key, 1) > 1 else ""
     if value == "auto":
         if available is None:
             return 1
@@ -131,6 +134,7 @@ def _accelerator(value: str, machine: Machine) -> str:
 
 def _check_devices(world: World, machine: Machine) -> None:
     branches = f" × cfg={world.cfg}" if world.cfg > 1 else ""
+    branches += f" × pipe={world.pipe}" if world.pipe > 1 else ""
     degrees = f"ring={world.ring} × ulysses={world.ulysses}{branches} × data_parallel={world.data_parallel}"
     layout = f"{degrees} = {world.size} ranks"
     if world.accelerator == "cuda" and world.devices > machine.gpus:

@@ -66,6 +66,7 @@ class FineTune(TrainingSetup):
         cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
         family = cache.family()
         _check_family(config, family)
+        _check_dropout(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache)
         _check_validation(config, cache)
@@ -190,6 +191,15 @@ def _check_family(config: DictConfig, family: Family) -> None:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
             f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+        )
+
+
+def _check_dropout(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if captions are to be dropped, but each text belongs to one sample."""
+    if config.cond_dropout and family.text.sees_media:
+        raise FamilyError(
+            f"cond_dropout={config.cond_dropout} must be 0 for {family.name}: its text encoder sees the reference, so "
+            "there is no text of the empty caption to put in place of a dropped one"
         )
 
 
