@@ -169,6 +169,16 @@ class Session:
             self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
         )
 
+    def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
+        """Compute the following forwards with other degrees, over the same ranks.
+
+        Ranks: all of the context group. Raises: PeerMismatchError: see `PeerCheck.finish`.
+        """
+        if groups is not self.groups:
+            self.peers.finish()
+            self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
+            self.settled.clear()
+
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy
 
