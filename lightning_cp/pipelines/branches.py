@@ -74,6 +74,10 @@ class BranchCalls:
         own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
         return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
+    def use(self, branches: Branches) -> None:
+        """Distribute the following calls over other groups."""
+        self.branches = self.pending.branches = branches
+
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0

@@ -269,6 +269,25 @@ def test_pipelines_give_one_process_latents(run_ranks: RankPool, family: str, mo
     features.compared("unequal devices (`shares=`)", error)
 
 
+def _in_patches(rank: int, world: int) -> float:
+    """Largest difference that shares make to a pipeline that runs in patches (PipeFusion)."""
+    tiny, found = table("flux")["flux"], []
+    for shares in (None, SHARES[world]):
+        torch.manual_seed(0)
+        pipe: Any = tiny.make()
+        pipe.set_progress_bar_config(disable=True)
+        config = ContextParallelConfig(ring_degree=world)
+        parallelize_pipeline(pipe, config, patches=2, warmup=1, shares=shares)
+        value = getattr(pipe(**tiny.inputs(), generator=torch.Generator().manual_seed(7)), tiny.output)
+        found.append(torch.as_tensor(value if isinstance(value, Tensor) else value[-1]))
+    return float((found[1] - found[0]).abs().max() / found[0].abs().max())
+
+
+@pytest.mark.full
+def test_patches_give_the_same_with_unequal_shares(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _in_patches)) < 1e-4
+
+
 def _decoded(rank: int, world: int, tiles: bool) -> tuple[float, int]:
     """Error of a parallel VAE, and the values that its first convolution gets on this rank."""
     vae: Any = make_vae("kl", torch.float64)
