@@ -48,6 +48,7 @@ def sample(config: DictConfig) -> None:
 def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
     """Sample the classes of a run with its EMA weights. Returns: seconds per stage."""
     import torch
+    from tqdm import tqdm
 
     from lightning_cp import apply_context_parallel
     from lightning_cp.app.digits import are_digits
@@ -76,6 +77,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
     count = len(labels) or config.count or of_run.num_samples
     precision, loaded = fabric.strategy.precision, time.perf_counter()
+    bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
         SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, **around),
@@ -84,7 +86,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         num_classes=data.num_classes,
         data_shard=DataShard(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
         labels=torch.tensor(labels) if labels else None,
+        between=bar.update,
     )
+    bar.close()
     sampled = time.perf_counter()
     if fabric.is_global_zero:
         for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
@@ -133,6 +137,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         per_call=config.per_call,
         write=album.add,
         collect=False,
+        sound=True,
         **inputs,
     )
     if config.cache is not None and fabric.is_global_zero:

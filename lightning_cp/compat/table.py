@@ -176,6 +176,12 @@ _PIPELINE = [
         skip_attention_scores=_RANDOM_GUIDANCE,
         dropout=_RANDOM_GUIDANCE,
     ),
+    *_uses(
+        "pipeline",
+        "diffusers.hooks._helpers:TransformerBlockRegistry",
+        get="let guiders skip sharded blocks",
+        register="let guiders skip sharded blocks",
+    ),
     *_uses("pipeline", "diffusers.pipelines.pag.pag_utils:PAGMixin", set_pag_applied_layers="refuse PAG pipelines"),
 ]
 

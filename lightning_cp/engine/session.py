@@ -54,6 +54,11 @@ class Call:
         """Number of shards of a sequence: one for each rank and patch."""
         return self.groups.context_size * (1 if self.evaluation is None else self.evaluation.patches)
 
+    @property
+    def is_split(self) -> bool:
+        """True if this forward has only some of the tokens: other ranks or other patches have the rest."""
+        return self.groups.context_size > 1 or (self.evaluation is not None and self.evaluation.patch is not None)
+
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
@@ -170,6 +175,16 @@ class Session:
         return Session(
             self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
         )
+
+    def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
+        """Compute the following forwards with other degrees, over the same ranks.
+
+        Ranks: all of the context group. Raises: PeerMismatchError: see `PeerCheck.finish`.
+        """
+        if groups is not self.groups:
+            self.peers.finish()
+            self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
+            self.settled.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy

@@ -81,6 +81,10 @@ class BranchCalls:
         with cfg_rows(module, self.branches):
             return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
+    def use(self, branches: Branches) -> None:
+        """Distribute the following calls over other groups."""
+        self.branches = self.pending.branches = branches
+
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0
