@@ -54,6 +54,11 @@ class Call:
         """Number of shards of a sequence: one for each rank and patch."""
         return self.groups.context_size * (1 if self.evaluation is None else self.evaluation.patches)
 
+    @property
+    def is_split(self) -> bool:
+        """True if this forward has only some of the tokens: other ranks or other patches have the rest."""
+        return self.groups.context_size > 1 or (self.evaluation is not None and self.evaluation.patch is not None)
+
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
