@@ -70,6 +70,7 @@ class Branches:
         sample: all ranks that share a sample (cfg x pipe x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
         pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
+        control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
     """
 
     context: MeshGroups
@@ -78,6 +79,7 @@ class Branches:
     data_rank: int
     data_size: int
     pipe_groups: MeshGroups
+    control: dist.ProcessGroup | None = None
 
     @property
     def cfg(self) -> int:
@@ -251,6 +253,9 @@ def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
     if cfg > 1 or pipe > 1:
         sample = _new_groups(ranks.flatten(1))
         _connect(by_branch, by_stage, sample)
+    control = None
+    if cfg * pipe * groups.context_size > 1:
+        control = _new_groups(ranks.flatten(1), backend="gloo")
     coordinates = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
     return Branches(
         context=groups,
@@ -263,12 +268,13 @@ def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
         data_rank=data_rank,
         data_size=len(ranks),
         pipe_groups=_as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
+        control=control,
     )
 
 
-def _new_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
+def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Create a group for each row of `ranks` [..., n], and return this rank's."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist())  # type: ignore[no-untyped-call]
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
     found: dist.ProcessGroup = group
     return found
 

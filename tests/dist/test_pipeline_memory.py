@@ -310,6 +310,9 @@ def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool,
         assert {frozenset(x) for x in found["encode"]} == {frozenset(encode)}
         assert all(set(x) <= set(denoise) for x in found["denoise"])
         assert set().union(*found["denoise"]) == set(denoise)
+        if kind == "wan":
+            assert found["denoise"] == {(name,) for name in denoise}, "both experts are on the device"
+            features.compared('one expert of Wan at a time on the device (`stages="offload"`)', max(errors))
         assert found["decode"] == {("vae",)}
 
 

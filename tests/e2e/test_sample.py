@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +19,8 @@ from tests.pipelines import table
 RECIPE = ROOT / "recipes" / "sample.py"
 
 
-def sampled(*overrides: str, folder: Path) -> Finished:
-    with started(*overrides, "progress=false", folder=folder, script=RECIPE) as process:
+def sampled(*overrides: str, folder: Path, progress: str = "false") -> Finished:
+    with started(*overrides, f"progress={progress}", folder=folder, script=RECIPE) as process:
         stdout, stderr = process.communicate(timeout=150)
         return Finished(process.returncode, stdout, stderr, folder)
 
@@ -81,8 +82,9 @@ def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> 
 def test_pictures_are_the_same_at_every_degree(
     alone: Path, trained: Path, tmp_path: Path, degrees: tuple[str, ...]
 ) -> None:
-    done = sampled(f"source={trained}", "strategy=cp", *degrees, folder=tmp_path / "out")
+    done = sampled(f"source={trained}", "strategy=cp", *degrees, folder=tmp_path / "out", progress="true")
     assert done.exit_code == 0, done.stderr
+    assert "steps: 100%" in done.stderr
     most = 40 if "precision=bf16-mixed" in degrees else 1
     assert np.abs(pictures(tmp_path / "out") - pictures(alone)).max() <= most
 
@@ -90,6 +92,7 @@ def test_pictures_are_the_same_at_every_degree(
 def test_requested_classes_are_sampled_by_data_groups_in_order(alone: Path, trained: Path, tmp_path: Path) -> None:
     options = ("prompts=[7,1,1]", "count=1", "strategy=cp", "data_parallel=2")
     done = sampled(f"source={trained}", *options, folder=tmp_path / "out")
+    assert "steps:" not in done.stderr
     assert done.exit_code == 0, done.stderr
     found = pictures(tmp_path / "out")
     assert len(found) == 3
@@ -128,6 +131,31 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
     assert third.exit_code == 0, third.stderr
     one = picture(tmp_path / "third" / "samples" / "0000.gif")
     assert np.abs(one - picture(clips[2])).max() <= 2
+
+
+@pytest.mark.full
+def test_a_step_cache_gives_the_same_pictures_on_ranks(trained: Path, tmp_path: Path) -> None:
+    cache = (f"source={trained}", "cache=first_block", "cache.threshold=0.3", "count=5")
+    alone = sampled(*cache, folder=tmp_path / "alone")
+    together = sampled(*cache, "strategy=cp", "ring=2", "cfg=2", folder=tmp_path / "together")
+    for done in (alone, together):
+        assert done.exit_code == 0, done.stderr
+    said = [re.search(r"The step cache skipped ([\d.]+)%", done.stdout) for done in (alone, together)]
+    assert said[0]
+    assert said[1]
+    assert said[0][1] == said[1][1]
+    assert float(said[0][1]) > 5
+    assert np.abs(pictures(alone.folder) - pictures(together.folder)).max() <= 2
+
+
+@pytest.mark.full
+def test_a_step_cache_of_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
+    """The recipe gives the cache the pipeline's timestep."""
+    cache = ("cache=broadcast", "cache.spatial_attention_timestep_skip_range=[-1,1001]")
+    call = ("prompts=[a cat]", "num_steps=3", "+call.height=48", "+call.width=80", "+call.num_frames=5")
+    done = sampled(f"source={pipeline}", *cache, *call, folder=tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert float(re.search(r"The step cache skipped ([\d.]+)%", done.stdout)[1]) > 5
 
 
 def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tmp_path: Path) -> None:
