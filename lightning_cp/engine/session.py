@@ -54,6 +54,11 @@ class Call:
         """Number of shards of a sequence: one for each rank and patch."""
         return self.groups.context_size * (1 if self.evaluation is None else self.evaluation.patches)
 
+    @property
+    def is_split(self) -> bool:
+        """True if this forward has only some of the tokens: other ranks or other patches have the rest."""
+        return self.groups.context_size > 1 or (self.evaluation is not None and self.evaluation.patch is not None)
+
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
@@ -141,6 +146,7 @@ class Session:
         checked: number of compiled forwards with checked arguments (int64 scalar).
         settled: by `Call.key`: True if each rank can derive all sizes from its own (for plans that do not describe
             attention).
+        rows: ranks that also hold other rows of the same batch (`pipelines.cfg_rows`); None: none do.
     """
 
     groups: MeshGroups
@@ -156,6 +162,12 @@ class Session:
     number: int = field(default_factory=count().__next__)
     checked: torch.Tensor = field(default_factory=_zero)
     settled: dict[Hashable, bool] = field(default_factory=dict)
+    rows: MeshGroups | None = None
+
+    @property
+    def sample(self) -> MeshGroups:
+        """Return the groups of all ranks that compute the current batch; `sample.context` has them all."""
+        return self.groups if self.rows is None else self.rows
 
     def of_copy(self) -> Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""

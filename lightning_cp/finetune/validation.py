@@ -47,10 +47,11 @@ class HeldOutData(ValidationData):
     Args:
         cache: the cache.
         rows: indices of the rows in `cache.rows`, for instance from `split_validation`.
+        lengths: see `LatentData`.
     """
 
-    def __init__(self, cache: LatentCache, rows: Sequence[int]) -> None:
-        self.cache, self.rows = cache, tuple(rows)
+    def __init__(self, cache: LatentCache, rows: Sequence[int], *, lengths: Sequence[int] = ()) -> None:
+        self.cache, self.rows, self.lengths = cache, tuple(rows), tuple(lengths)
         self._text = cache.family().text
 
     @property
@@ -67,7 +68,7 @@ class HeldOutData(ValidationData):
 
     def collate(self, samples: Sequence[Sample]) -> StoredBatch:
         """Join samples to a batch, without the empty caption: validation drops no captions."""
-        return collate(samples, self._text)
+        return collate(samples, self._text, lengths=self.lengths)
 
 
 @dataclass(frozen=True)

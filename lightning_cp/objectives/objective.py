@@ -97,7 +97,7 @@ class Objective(ABC):
             times: time of each sample, as `times_at` returns them; None: drawn.
         Other arguments: see `loss`.
         """
-        first = self._first(transformer, stored, first_index)
+        first = self.first_index(transformer, stored) if first_index is None else first_index
         noised = self.noised(family, stored, step=step, first_index=first, times=times)
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
@@ -163,9 +163,8 @@ class Objective(ABC):
         """Return the noisy latents and the target, both like `clean`."""
 
     @staticmethod
-    def _first(transformer: nn.Module, stored: StoredBatch, first_index: int | None) -> int:
-        if first_index is not None:
-            return first_index
+    def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
+        """Return the index of a batch's first sample in the global batch: data rank times batch size."""
         for module in transformer.modules():  # it may be inside DDP, peft, Fabric or a compiler's wrapper
             installed = installed_on(module)
             if installed is not None:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.config import KERNEL_NAMES
 
 _CPU_KERNELS = ("auto", "flash", "math")
@@ -39,6 +40,8 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
         check_model(config)
     check_trace(config)
     check_device(config, accelerator)
+    check_optimizer(config)
+    check_logger(config)
     if read(config, "kernel") == "sage":
         raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
 
@@ -76,6 +79,37 @@ def check_device(config: DictConfig, accelerator: str) -> None:
     if accelerator == "cpu" and precision.startswith("16"):
         raise SettingsError(
             f"precision={precision} is not valid: float16 needs a GPU; on CPU use bf16-mixed or 32-true"
+        )
+
+
+def check_optimizer(config: DictConfig) -> None:
+    """Check optim. Raises: SettingsError: its package is missing, or it does not fit the strategy or the precision."""
+    package = str(read(config, "optim._target_")).partition(".")[0]
+    if package == "bitsandbytes" and shards_weights(config):
+        raise SettingsError(
+            "optim=adamw_8bit does not work with strategy=cp_fsdp: the kernels of bitsandbytes do not take sharded "
+            "weights. Use optim=adamw (its states are sharded as well) or strategy=cp"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"optim._target_={read(config, 'optim._target_')} needs the package {package}, which is not installed: "
+            f"pip install {package}, or use optim=adamw"
+        )
+    if read(config, "optim.fused") and read(config, "precision") == "16-mixed":
+        raise SettingsError(
+            "optim.fused=true does not work with precision=16-mixed, because gradients are clipped before the fused "
+            "step would unscale them: use optim=adamw or bf16-mixed"
+        )
+
+
+def check_logger(config: DictConfig) -> None:
+    """Check logger. Raises: SettingsError: its package is not installed."""
+    kind = str(read(config, "logger._target_", "")).rpartition(".")[2]
+    package = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"logger={package} needs the package {package}, which is not installed: pip install {package}, or use "
+            "logger=csv"
         )
 
 

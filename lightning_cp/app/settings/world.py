@@ -101,6 +101,11 @@ def is_single(config: DictConfig) -> bool:
     return isinstance(strategy, str) or read(config, "strategy._target_") == "builtins.str"
 
 
+def shards_weights(config: DictConfig) -> bool:
+    """Return whether the strategy shards weights and gradients: no rank then holds the whole model."""
+    return str(read(config, "strategy._target_", "")).endswith("ContextParallelFSDPStrategy")
+
+
 def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
     value = read(config, "data_parallel")
     degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"

@@ -1,7 +1,7 @@
 """Build the parts of a run from a composed configuration."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
@@ -19,9 +19,9 @@ from typing_extensions import override
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
 from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
-from lightning_cp.app.training.micro_batch import MicroBatch
-from lightning_cp.app.training.records import MetricsFile, ProgressBar
+from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
@@ -31,7 +31,7 @@ from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.families import Family, StoredBatch
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import FlowMatching, Objective
+from lightning_cp.objectives import FlowMatching, MicroBatch, Objective, micro_batches
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -58,27 +58,16 @@ class TrainingSetup(ABC):
         batch: StoredBatch = data
         return batch
 
-    def micro_batches(self, data: Any, *, step: int, first_index: int) -> list[MicroBatch]:
-        """Divide this rank's batch of a step into micro-batches. Args: see `Objective.loss`."""
+    def micro_batches(self, data: Any, *, step: int, first_index: int) -> Iterator[MicroBatch]:
+        """Divide what the loader yields for this rank. Args: see `Objective.loss`."""
+        size = self.config.micro_batch_size
         stored = self.stored(data)
-        size = self.config.micro_batch_size or len(stored)
-        return [
-            MicroBatch(
-                self.objective,
-                self.family,
-                stored.samples(start, start + size),
-                step=step,
-                first_index=first_index + start,
-                share=min(size, len(stored) - start) / len(stored),
-                is_last=start + size >= len(stored),
-            )
-            for start in range(0, len(stored), size)
-        ]
+        return micro_batches(self.objective, self.family, stored, size=size, step=step, first_index=first_index)
 
     @property
     def shards_weights(self) -> bool:
         """True if weights and gradients are sharded over ranks: no rank holds the whole model."""
-        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
+        return shards_weights(self.config)
 
     @abstractmethod
     def denoiser(self) -> nn.Module:
@@ -109,7 +98,8 @@ class TrainingSetup(ABC):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Build the optimizer of the parameters that are trained."""
-        built: Optimizer = instantiate(self.config.optim, params=[x for x in parameters if x.requires_grad])
+        trained = [x for x in parameters if x.requires_grad]
+        built: Optimizer = instantiate(self.config.optim, params=trained, _convert_="all")  # plain lists, for its state
         return built
 
     def loader(self, sampler: OrderSampler, data_shard: DataShard) -> DataLoader[Any]:
@@ -148,7 +138,16 @@ class TrainingSetup(ABC):
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
                 print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
-        return Run(ranks, state, folder, data_shard, request)
+        return Run(ranks, state, folder, data_shard, request, self._logger() if ranks.is_global_zero else None)
+
+    def _logger(self) -> Any:
+        """Build the logger of the settings; None with logger=csv."""
+        settings = self.config.logger
+        if settings is None or settings._target_ is None:
+            return None
+        logger = instantiate(settings)
+        logger.log_hyperparams(OmegaConf.to_container(self.config))
+        return logger
 
     def steps(
         self,
@@ -175,6 +174,8 @@ class TrainingSetup(ABC):
             step = run.state.step
             metrics = MetricsFile(run.folder.metrics, resumed_at=step, every=config.log_every)
             watchers.append(stack.enter_context(metrics))
+            if run.logger is not None:
+                watchers.append(stack.enter_context(LoggedMetrics(run.logger, every=config.log_every)))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +14,9 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.utils.data import Subset
 from typing_extensions import override
 
+from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.encoded_folder import encoded_folder
 from lightning_cp.app.training.precision import WithPrecision
@@ -26,16 +25,18 @@ from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
-from lightning_cp.families import Family, Sample
+from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.data import hold_out
 from lightning_cp.finetune.fits import check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
+from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.validation import HeldOutData, Validation
 from lightning_cp.finetune.weight_files import local_pipeline, read_json
-from lightning_cp.latent_cache import LatentCache, LatentData
+from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.latent_cache.pipeline_files import check_made_by
 from lightning_cp.objectives import objective_for
 from lightning_cp.strategies.strategy import class_of
@@ -43,24 +44,6 @@ from lightning_cp.training.ranks import DataShard
 
 LORA, BEST = "lora", "best"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class LatentSubset(Subset[Sample]):
-    """Some items of a `LatentData`, with what a sampler and a loader need."""
-
-    def __init__(self, data: LatentData, items: Sequence[int]) -> None:
-        super().__init__(data, items)
-        self.collate = data.collate
-        buckets = data.buckets
-        self.buckets = [buckets[item] for item in items]
-
-    def __getitem__(self, item: Any) -> Sample:
-        number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)
-        return self.dataset[self.indices[number], epoch]
-
-    def __getitems__(self, items: list[Any]) -> list[Sample]:
-        """Return several items: `Subset` has this method, and DataLoader calls it."""
-        return [self[item] for item in items]
 
 
 @dataclass(frozen=True)
@@ -96,20 +79,19 @@ class FineTune(TrainingSetup):
         except TypeError as error:
             kind = family.objective.prediction
             raise ValueError(f"objective: {', '.join(given)} do not fit the {kind} of {family.name}: {error}") from None
-        data, held_out = LatentData(cache, seed=config.seed), None
-        items: Sequence[int] = range(len(data))
-        if config.data.validation:
-            sources = [row.source for row in cache.rows]
-            kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
-            rows, held_out = set(kept), HeldOutData(cache, rest)
-            items = [item for item in items if data.row_of(item) in rows]
-        return cls(config, LatentSubset(data, items), family, objective, cache, held_out)
+        # context-parallel blocks are compiled for each length of the text: let there be few
+        lengths = text_lengths(family.text.length) if config.model.compile and not is_single(config) else ()
+        data = LatentData(cache, seed=config.seed, lengths=lengths)
+        training, held_out = hold_out(data, config.data.validation, seed=config.seed)
+        return cls(config, training, family, objective, cache, held_out)
 
     @override
     def denoiser(self) -> nn.Module:
         config = self.config.model
         load = meta_transformer if self.shards_weights else load_transformer
         transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
+        if config.quantize is not None:
+            quantize_base(transformer, config.quantize)
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
             add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)

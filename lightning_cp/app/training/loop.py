@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.app.training.micro_batch import MicroBatch
 from lightning_cp.app.training.run import Run
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
+from lightning_cp.objectives import MicroBatch
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 from lightning_cp.training.memory import peak_memory_bytes

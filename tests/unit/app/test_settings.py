@@ -58,6 +58,11 @@ REFUSED = [
     ("max_steps=0", "max_steps=0 "),
     ("max_steps=1e3", "max_steps=1000.0 "),
     ("batch_size=0", "batch_size=0 "),
+    ("optim=adamw_8bit strategy=cp_fsdp", "optim=adamw_8bit does not work with strategy=cp_fsdp: .* Use optim=adamw"),
+    ("optim._target_=no_package.AdamW", "needs the package no_package, which is not installed: pip install no_package"),
+    ("optim=adamw_fused optim.fused=1", "optim.fused=1 is not valid"),
+    ("optim=adamw_8bit optim.min_8bit_size=0", "optim.min_8bit_size=0 is not valid"),
+    ("logger=wandb logger.offline=1", "logger.offline=1 is not valid"),
     ("micro_batch_size=0", "micro_batch_size=0 is not valid: must be null or a whole number, at least 1"),
     ("trainer=lightning +trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches .* set micro_batch_size"),
     ("batch_size=1798", "batch_size=1798 is not valid: must be at most 1797"),
@@ -223,7 +228,10 @@ def test_ranks_share_the_cores() -> None:
 def test_the_table_knows_every_key_of_the_configuration() -> None:
     configs = [check("strategy=cp_fsdp").config, check("strategy=cp", "data=moving_digits", "batch_size=8").config]
     configs.append(check("model=flux_tiny").config)
+    configs.append(check("optim=adamw_fused", "logger=wandb").config)
+    configs.append(OmegaConf.create({"optim": OmegaConf.load(CONF / "optim/adamw_8bit.yaml")}))
     configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
+    configs += [OmegaConf.create({"cache": OmegaConf.load(path)}) for path in (CONF / "cache").glob("*.yaml")]  # type: ignore[misc]
     missing = [
         s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)
     ]
