@@ -13,7 +13,6 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import branches_for
 from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
@@ -39,6 +38,7 @@ from lightning_cp.pipelines.wrappers import (
     vote_before,
     with_resolved_tensors,
 )
+from lightning_cp.sample_groups import branches_for
 from lightning_cp.shares import show_shares
 
 _log = logging.getLogger("lightning_cp")
