@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.app.runs.sweep import RESOLVED
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.app.sampling.step_cache import CachedSteps, enable_cache, skipped_fraction
 from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.checkpoint import find_checkpoint
+from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data import RandomStream
+from lightning_cp.engine.apply import apply_context_parallel
 from lightning_cp.pipelines import sampling_ranks
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
