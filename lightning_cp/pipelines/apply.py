@@ -109,6 +109,11 @@ def parallelize_pipeline(
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     num_stages = check_patches(pipe, patches, warmup)
     found = transformers_of(pipeline, components)
+    both = [name for name in shard if name in found]
+    if num_stages > 1 and both:
+        raise ValueError(
+            f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
+        )
     refuse_processor_swaps(pipeline)
     ranks = branches_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
