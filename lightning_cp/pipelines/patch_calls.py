@@ -19,11 +19,11 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import GuidanceError, PlanError
-from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
 from lightning_cp.pipelines.forms import key_of
+from lightning_cp.sample_groups import Branches
 
 
 @dataclass(eq=False)

@@ -129,6 +129,7 @@ def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
         ({"warmup": 2}, "no meaning with patches=1"),
         ({"patches": 2, "warmup": 0}, "warmup=0 must be at least 1"),
         ({"pipe": 2}, "pipe=2 needs a process group"),
+        ({"pipe": 2, "shard": ["transformer"]}, "leave one of them out"),
     ],
 )
 def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:

@@ -12,16 +12,16 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
-from lightning_cp import ContextParallelConfig
 from lightning_cp.app.runs.sweep import RESOLVED
 from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
 from lightning_cp.app.settings.foreign import read_foreign_run
 from lightning_cp.checkpoint import find_checkpoint
+from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
-from lightning_cp.mesh import Branches
 from lightning_cp.pipelines import sampling_ranks
+from lightning_cp.sample_groups import Branches
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
 
