@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -67,7 +68,9 @@ def _transformers(name: str, pipe: Any) -> list[Any]:
 def _sample(pipe: Any, name: str, seed: int = 7, **others: Any) -> Tensor:
     tiny = table(FAMILIES[name])[name]
     given = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
-    value = getattr(pipe(**given, generator=torch.Generator().manual_seed(seed)), tiny.output)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of FasterCache's torch.meshgrid
+        value = getattr(pipe(**given, generator=torch.Generator().manual_seed(seed)), tiny.output)
     return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
 
 
@@ -145,7 +148,7 @@ def test_latents_are_those_of_one_process_with_the_cache(
         if name in ("cogvideox", "flux"):  # one call a step, for all branches
             assert ran == [expected] * world
         else:  # a branch for each half of the ranks; all compute the first call of each shape
-            assert all(expected / 2 <= n < expected for n in ran)
+            assert sum(ran) >= expected > max(ran), (ran, expected)
 
 
 def _failed(rank: int, world: int) -> float:
