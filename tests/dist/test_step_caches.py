@@ -67,7 +67,7 @@ def _trials(
     return found
 
 
-FIRST_BLOCK = ("wan", "flux", "cogvideox", "ltx", "sd3", "hunyuan_video", "qwen_image", "mochi", "pixart", "cogview4")
+FIRST_BLOCK = ("wan", "flux", "cogvideox", "ltx", "hunyuan_video", "qwen_image", "mochi", "cogview4")
 _DEFAULT = [
     ("wan", "first_block", "ring", 3),
     ("flux", "first_block", "ulysses", 3),
@@ -89,7 +89,6 @@ _FULL = [
     ("flux2", "mag", "ring", 3),
     ("kandinsky5", "mag", "ring", 3),
     ("hunyuan_video", "mag", "ulysses", 3),
-    ("motif_video_without_mask", "first_block", "ring", 3),
     ("wan", "taylorseer_lite", "ring", 3),
 ]
 
