@@ -152,40 +152,44 @@ def _arguments() -> dict[str, Any]:
 
 def _run(rank: int, world: int, when: str, compiled: bool, names: list[str]) -> dict[str, tuple[float, float] | str]:
     """By change: errors of output and gradients, or the error that is raised twice."""
-    changes, found = FOLLOWED | REFUSED | IN_NO_ATTRIBUTE, {}
-    for name in names:
-        single, model, arguments = build(), build(), _arguments()
-        training = name != "only in evaluation"
-        theirs = _processor(model.blocks[0])
-        changes[name](single.blocks[0])
-        expected, gradients = outcome(single.train(training), arguments)
-        if when == "before":
-            changes[name](model.blocks[0])
-        apply_context_parallel(model, ContextParallelConfig(ring_degree=world), _PLAN)
-        if compiled:
-            model.blocks[0].compile(backend="eager", fullgraph=True)
-        if when != "before":
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-                outcome(model, arguments)
-            if when == "through the original":
-                model.blocks[0].attention.processor, ours = theirs, _processor(model.blocks[0])
-                changes[name](model.blocks[0])
-                model.blocks[0].attention.processor = ours
-            else:
-                changes[name](model.blocks[0])
-        model.train(training)
-        try:
-            out, got = outcome(model, arguments)
-            found[name] = float((out - expected).abs().max()), worst(averaged(got, world), gradients)
-        except (PlanError, InterceptionError) as error:
-            with pytest.raises(type(error)):  # it stays refused
-                model(**arguments)
-            found[name] = str(error)
-        remove_context_parallel(model)
-        assert _processor(model.blocks[0]) is theirs
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)  # asked by the compiler
+        return {name: _changed(world, when, compiled, name) for name in names}
+
+
+def _changed(world: int, when: str, compiled: bool, name: str) -> tuple[float, float] | str:
+    change = (FOLLOWED | REFUSED | IN_NO_ATTRIBUTE)[name]
+    single, model, arguments = build(), build(), _arguments()
+    theirs = _processor(model.blocks[0])
+    change(single.blocks[0])
+    training = name != "only in evaluation"
+    expected, gradients = outcome(single.train(training), arguments)
+    if when == "before":
+        change(model.blocks[0])
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), _PLAN)
+    if compiled:
+        model.blocks[0].compile(backend="eager", fullgraph=True)
+    if when != "before":
+        outcome(model, arguments)
+        ours = _processor(model.blocks[0])
+        if when == "through the original":
+            model.blocks[0].attention.processor = theirs
+        change(model.blocks[0])
+        model.blocks[0].attention.processor = ours
+    model.train(training)
+    result: tuple[float, float] | str
+    try:
+        out, found = outcome(model, arguments)
+        result = float((out - expected).abs().max()), worst(averaged(found, world), gradients)
+    except (PlanError, InterceptionError) as error:
+        with pytest.raises(type(error)):  # it stays refused
+            model(**arguments)
+        result = str(error)
+    remove_context_parallel(model)
+    assert _processor(model.blocks[0]) is theirs
+    if not compiled:
         assert torch.equal(outcome(model, arguments)[0], expected), name
-    return found
+    return result
 
 
 def _check(found: dict[str, Any]) -> None:
