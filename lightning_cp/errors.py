@@ -25,6 +25,10 @@ class PeerMismatchError(RuntimeError):
     """Ranks of one context group were given different data."""
 
 
+class CallFailedError(RuntimeError):
+    """A pipeline call that failed on another rank, and has therefore ended on all ranks that share the sample."""
+
+
 class InterceptionError(RuntimeError):
     """A block ran on a shard but its attention bypassed the engine: its result would be wrong."""
 

@@ -7,7 +7,7 @@ coordinate`. Other mesh axes, in any position, do not change it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.shares import Shares, check_shares
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class MeshGroups:
         context_shape: (ring, ulysses) degrees.
         context_rank: index of this rank in its context group.
         data_rank, data_size: index of this context group, and number of context groups.
+        shares: weight of each rank of the context group, by which tokens are divided; None: equal.
     """
 
     name: str
@@ -40,6 +42,7 @@ class MeshGroups:
     context_rank: int
     data_rank: int
     data_size: int
+    shares: Shares | None = None
 
     @property
     def context_size(self) -> int:
@@ -59,13 +62,15 @@ class MeshGroups:
 
 @dataclass(frozen=True, eq=False)
 class Branches:
-    """Groups of this rank when the CFG branches of one sample are computed by several context groups.
+    """Groups of this rank when the CFG branches or the blocks of one sample are computed by several context groups.
 
     Attributes:
         context: groups over which the tokens of this branch are sharded.
-        cfg_groups: ranks that hold the same tokens, one from each branch, as a ring.
-        sample: all ranks that share a sample (cfg x ring x ulysses), as a ring.
+        cfg_groups: ranks that hold the same tokens and blocks, one from each branch, as a ring.
+        sample: all ranks that share a sample (cfg x pipe x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
+        pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
+        control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
     """
 
     context: MeshGroups
@@ -73,6 +78,8 @@ class Branches:
     sample: MeshGroups
     data_rank: int
     data_size: int
+    pipe_groups: MeshGroups
+    control: dist.ProcessGroup | None = None
 
     @property
     def cfg(self) -> int:
@@ -83,6 +90,11 @@ class Branches:
     def cfg_rank(self) -> int:
         """Index of this rank's branch."""
         return self.cfg_groups.context_rank
+
+    @property
+    def pipe(self) -> int:
+        """Number of stages that the blocks are divided into."""
+        return self.pipe_groups.context_size
 
 
 SINGLE_RANK = MeshGroups("single_rank", None, None, None, None, (1, 1), 0, 0, 1)
@@ -120,12 +132,14 @@ def groups_by_name(name: str) -> MeshGroups:
     return _by_name[name]
 
 
-def groups_for(config: ContextParallelConfig) -> MeshGroups:
+def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGroups:
     """Return the groups of the mesh in `config`, or of a mesh over the world; build them at first use.
 
+    Args: shares: weight of each rank of a context group, the same for all groups; None: equal. See `check_shares`.
     Ranks: every rank of the world, at first use of a mesh.
-    Raises: ValueError: the degrees do not fit the world, or there is no process group.
+    Raises: ValueError: the degrees do not fit the world, there is no process group, or the shares are invalid.
     """
+    weights = check_shares(shares, ring=config.ring, ulysses=config.ulysses)
     if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
         return SINGLE_RANK
     if not dist.is_initialized():
@@ -135,11 +149,16 @@ def groups_for(config: ContextParallelConfig) -> MeshGroups:
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key = config.mesh_shape if config.mesh is None else id(config.mesh)
+    key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
         built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
         _by_name[groups.name] = groups
+    if weights is not None:
+        equal, key = built[key], (key, weights)
+        if key not in built:
+            name = f"{equal.name}:{':'.join(map(str, weights))}"
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights)
     found: MeshGroups = built[key]
     return found
 
@@ -174,61 +193,90 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
-def branches_for(config: ContextParallelConfig, cfg: int = 1) -> Branches:
-    """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x ring x ulysses mesh.
+def branches_for(config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, shares: object = None) -> Branches:
+    """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x pipe x ring x ulysses mesh.
 
-    If the mesh has an axis named `cfg`, its size is used; otherwise `cfg` neighbouring context groups share a prompt.
+    If the mesh has an axis named `cfg` or `pipe`, its size is used; otherwise `cfg` x `pipe` neighbouring context
+    groups share a prompt.
 
+    Args: shares: see `groups_for`; the same for all branches.
     Ranks: every rank of the world, at first use. Raises: ValueError: the degrees do not fit the world, or the mesh.
     """
-    groups = groups_for(config)
-    names = () if config.mesh is None else tuple(config.mesh.mesh_dim_names or ())
-    if "cfg" in names:
-        assert config.mesh is not None, "its axes were read above"
-        size = config.mesh.size(names.index("cfg"))
-        if cfg not in (1, size):
-            raise ValueError(f"cfg={cfg} contradicts the mesh: its axis 'cfg' has size {size}; leave cfg out")
-        cfg = size
-    if cfg == 1 and groups is SINGLE_RANK:
-        return Branches(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1)
+    groups = groups_for(config, shares)
+    cfg, pipe = _size_of(config.mesh, "cfg", cfg), _size_of(config.mesh, "pipe", pipe)
+    if cfg == pipe == 1 and groups is SINGLE_RANK:
+        return Branches(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, SINGLE_RANK)
     if not dist.is_initialized():
-        raise ValueError(f"cfg={cfg} needs a process group: call torch.distributed.init_process_group first")
+        degree = f"cfg={cfg}" if pipe == 1 else f"pipe={pipe}"
+        raise ValueError(f"{degree} needs a process group: call torch.distributed.init_process_group first")
     context = groups.context_size
-    if groups.data_size % cfg:
+    if groups.data_size % (cfg * pipe):
+        needed = cfg * pipe * context
         raise ValueError(
-            f"cfg={cfg} x ring={config.ring} x ulysses={config.ulysses} = {cfg * context} must divide the "
-            f"world size {groups.data_size * context}: start a multiple of {cfg * context} ranks"
+            f"cfg={cfg} x {f'pipe={pipe} x ' if pipe > 1 else ''}ring={config.ring} x ulysses={config.ulysses} = "
+            f"{needed} must divide the world size {groups.data_size * context}: start a multiple of {needed} ranks"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key = ("branches", cfg, config.mesh_shape if config.mesh is None else id(config.mesh))
+    key = ("branches", cfg, pipe, groups.name)
     if key not in built:
-        built[key] = _build_branches(groups, cfg)
+        built[key] = _build_branches(groups, cfg, pipe)
     found: Branches = built[key]
     return found
 
 
-def _build_branches(groups: MeshGroups, cfg: int) -> Branches:
+def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
+    """Return the size of a mesh axis, or the given degree if there is no such axis. Raises: ValueError: they differ."""
+    names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
+    if axis not in names:
+        return given
+    assert mesh is not None, "its axes were read above"
+    size = mesh.size(names.index(axis))
+    if given not in (1, size):
+        raise ValueError(f"{axis}={given} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
+    return size
+
+
+def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
     mesh = groups.mesh
     assert mesh is not None, "ranks of a process group have a mesh"
     names = tuple(mesh.mesh_dim_names or ())
-    inner = [names.index(axis) for axis in ("cfg", "ring", "ulysses") if axis in names]
+    inner = [names.index(axis) for axis in ("cfg", "pipe", "ring", "ulysses") if axis in names]
     others = [axis for axis in range(mesh.ndim) if axis not in inner]
-    ranks = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, groups.context_size)  # [data, cfg, context]
-    data_rank, cfg_rank, context_rank = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    sample, group = groups.context, None
+    ranks = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, pipe, groups.context_size)
+    data_rank, cfg_rank, pipe_rank, context_rank = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    sample, by_branch, by_stage = groups.context, None, None
     if cfg > 1:  # collective: every rank creates all groups in the same order
-        group, _ = dist.new_subgroups_by_enumeration(ranks.transpose(1, 2).reshape(-1, cfg).tolist())  # type: ignore[no-untyped-call]
-        sample, _ = dist.new_subgroups_by_enumeration(ranks.flatten(1).tolist())  # type: ignore[no-untyped-call]
-        _connect(group, sample)
-    coordinates = cfg_rank * groups.context_size + context_rank
+        by_branch = _new_groups(ranks.permute(0, 2, 3, 1))
+    if pipe > 1:
+        by_stage = _new_groups(ranks.permute(0, 1, 3, 2))
+    if cfg > 1 or pipe > 1:
+        sample = _new_groups(ranks.flatten(1))
+        _connect(by_branch, by_stage, sample)
+    control = None
+    if cfg * pipe * groups.context_size > 1:
+        control = _new_groups(ranks.flatten(1), backend="gloo")
+    coordinates = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
     return Branches(
         context=groups,
-        cfg_groups=_as_ring(groups, group, cfg, cfg_rank, name="cfg"),
-        sample=_as_ring(groups, sample, cfg * groups.context_size, coordinates, name="sample"),
+        cfg_groups=_as_ring(groups, by_branch, cfg, cfg_rank, name="cfg"),
+        sample=_as_ring(
+            *(groups, sample, cfg * pipe * groups.context_size, coordinates),
+            name="sample",
+            shares=None if groups.shares is None else groups.shares * (cfg * pipe),
+        ),
         data_rank=data_rank,
         data_size=len(ranks),
+        pipe_groups=_as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
+        control=control,
     )
+
+
+def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
+    """Create a group for each row of `ranks` [..., n], and return this rank's."""
+    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
+    found: dist.ProcessGroup = group
+    return found
 
 
 def ring_groups(groups: MeshGroups) -> MeshGroups:
@@ -243,7 +291,15 @@ def ring_groups(groups: MeshGroups) -> MeshGroups:
     return found
 
 
-def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, rank: int, *, name: str) -> MeshGroups:
+def _as_ring(
+    groups: MeshGroups,
+    group: dist.ProcessGroup | None,
+    size: int,
+    rank: int,
+    *,
+    name: str,
+    shares: Shares | None = None,
+) -> MeshGroups:
     """Build groups that use `group` both as ring and as context group."""
     ring = MeshGroups(
         name=f"{groups.name}:{name}{size}",
@@ -255,6 +311,7 @@ def _as_ring(groups: MeshGroups, group: dist.ProcessGroup | None, size: int, ran
         context_rank=rank,
         data_rank=groups.data_rank,
         data_size=groups.data_size,
+        shares=shares,
     )
     _by_name[ring.name] = ring
     return ring

@@ -24,7 +24,7 @@ from rich.console import Console
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher, Machine
 
-WORKLOADS = ("attention", "one_rank", "training", "sampling", "data")
+WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")
 ONE_PROCESS = ("one_rank", "data")
 DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
@@ -41,6 +41,7 @@ def measure_all(config: DictConfig) -> None:
     from lightning_cp.app.benchmark import workloads
     from lightning_cp.app.benchmark.measure import measure
     from lightning_cp.app.benchmark.report import rows_of
+    from lightning_cp.app.benchmark.unequal import shares
 
     warnings.filterwarnings("ignore")  # from other packages
     diffusers.logging.set_verbosity_error()
@@ -50,9 +51,9 @@ def measure_all(config: DictConfig) -> None:
         torch.device(config.device, torch.cuda.current_device()) if config.device == "cuda" else torch.device("cpu")
     )
     if config.simulated_ranks:
-        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from lightning_cp.compat.torch_names import fake_store
 
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=config.simulated_ranks)
+        dist.init_process_group("fake", store=fake_store(), rank=0, world_size=config.simulated_ranks)
     else:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     world = dist.get_world_size()
@@ -64,7 +65,7 @@ def measure_all(config: DictConfig) -> None:
         Path(config.result).write_text(json.dumps(rows) + "\n", encoding="utf-8")
     sets = []
     for name in (x for x in WORKLOADS if x in config.workloads and x != "data"):
-        work = getattr(workloads, name)
+        work = shares if name == "shares" else getattr(workloads, name)
         if name in ATTENTION_WORKLOADS:
             sets += [
                 (name, n, lambda n=n, work=work: work(config.attention, n, device)) for n in config.attention.lengths

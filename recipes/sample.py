@@ -47,6 +47,7 @@ def sample(config: DictConfig) -> None:
 def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
     """Sample the classes of a run with its EMA weights. Returns: seconds per stage."""
     import torch
+    from tqdm import tqdm
 
     from lightning_cp import apply_context_parallel
     from lightning_cp.app.digits import are_digits
@@ -58,16 +59,19 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp.training.ranks import DataShard
 
     started, trained, data = time.perf_counter(), config.trained, config.trained.data
-    ranks = sampling_ranks(parallel, cfg=config.cfg)
-    module: Any = load_denoiser(trained, Path(config.checkpoint), trust=config.trust).to(fabric.device)
+    ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
+    checkpoint = Path(config.checkpoint)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module = module.to(fabric.device)
     if ranks.context.context_size > 1:
-        apply_context_parallel(module.transformer, parallel)
+        apply_context_parallel(module.transformer, parallel, shares=config.shares)
     of_run = trained.sampling
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
     count = len(labels) or config.count or of_run.num_samples
     precision, loaded = fabric.strategy.precision, time.perf_counter()
+    bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
         SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks),
@@ -76,7 +80,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         num_classes=data.num_classes,
         data_shard=DataShard(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
         labels=torch.tensor(labels) if labels else None,
+        between=bar.update,
     )
+    bar.close()
     sampled = time.perf_counter()
     if fabric.is_global_zero:
         for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
@@ -103,7 +109,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
         pipe.to(fabric.device)
-    overrides = {name: config[name] for name in ("cfg", "vae", "stages", "kernel")}
+    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
+    overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
@@ -115,6 +122,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         per_call=config.per_call,
         write=album.add,
         collect=False,
+        sound=True,
         **inputs,
     )
     sampling = times.encode_s + times.denoise_s + times.decode_s
@@ -138,7 +146,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
     (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
-    ranks = f"data {config.data_parallel} × cfg {config.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+    stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
+    ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
     for name in seconds:
         table.add_column(name, justify="right")

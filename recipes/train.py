@@ -24,6 +24,7 @@ def train(config: DictConfig) -> None:
     if is_finetuning(config):
         fine_tune(config)
         return
+    from lightning_cp.app.denoisers import save_conditioning
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.show import SamplePictures
     from lightning_cp.app.training.assemble import train_run
@@ -50,6 +51,7 @@ def train(config: DictConfig) -> None:
         if config.export:
             with run.state.average.swapped_in(run.state.module):
                 save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
+                save_conditioning(run.state.module, run.folder.path, writes=run.is_first)
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
@@ -59,19 +61,29 @@ def train(config: DictConfig) -> None:
 
 def fine_tune(config: DictConfig) -> None:
     """Fine-tune a pretrained transformer on every rank."""
+    from lightning_cp.app.sampling.prompts import PromptPictures
     from lightning_cp.app.training.assemble import train_run
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
 
     started = time.perf_counter()
+    pictures = PromptPictures(config) if config.sampling.every is not None else None
+
+    def draw_sometimes(run: Run) -> None:
+        if pictures is not None:
+            pictures.after_step(run)
 
     def finish(run: Run) -> None:
+        if pictures is not None:
+            pictures.make(run, "final")
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
             trained = config.model.component if config.lora is None else "lora"
+            if pictures is not None:
+                pictures.add_to_card(run, run.folder.path / trained)
             summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
 
-    train_run(config, after_step=lambda _: None, at_end=finish)
+    train_run(config, after_step=draw_sometimes, at_end=finish)
 
 
 def summarise(

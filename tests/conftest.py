@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch
 
+# Tensors are tiny here, and a second thread only waits actively: in this process, in its ranks and in programs.
+os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+from tests import features
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 
@@ -34,9 +41,20 @@ def _leaves_nothing_behind() -> Iterator[None]:
         pytest.fail(f"the test left behind: {'; '.join(leaks)}", pytrace=False)
 
 
-def pytest_configure() -> None:
-    """Compute on one thread: tensors are tiny here, and a second thread would wait actively beside the ranks."""
-    torch.set_num_threads(1)
+@pytest.hookimpl(tryfirst=True)  # before that of pytest-xdist, which reads these options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Run the default suite in two processes. `pytest -n 0` runs it in one."""
+    option = config.option
+    if not config.pluginmanager.hasplugin("xdist") or option.numprocesses is not None:
+        return
+    chosen = option.markexpr or option.keyword or option.collectonly or option.usepdb or option.dist != "no"
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    writes_report = any(name.startswith("LIGHTNING_CP_") for name in os.environ)  # from what one process has found
+    is_suite = [Path(arg) for arg in config.args] == [Path(path) for path in config.getini("testpaths")]
+    if chosen or is_worker or writes_report or not is_suite:
+        return
+    option.numprocesses = min(2, len(os.sched_getaffinity(0)))
+    option.dist = "worksteal"  # each process begins with half of the files, so fixtures of a module are made once
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,3 +64,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("full")]
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+def pytest_sessionfinish() -> None:
+    """Write the rows of docs/sampling.md that this run found, if it is asked to."""
+    if features.VARIABLE in os.environ:
+        features.write_rows(Path(os.environ[features.VARIABLE]))

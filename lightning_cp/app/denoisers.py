@@ -4,13 +4,18 @@ One module holds all trained weights, so that one wrapped module runs the forwar
 `forward(noisy [b, c, f, h, w], times [b] in [0, 1], labels [b]) -> velocity [b, c, f, h, w]`, whole on every rank.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_cp.training.ema import full_tensor
+
 PatchSize = tuple[int, int, int]
+CONDITIONING_FILE = "conditioning.safetensors"
 
 
 class ClassTokens(nn.Module):
@@ -97,3 +102,18 @@ class FluxDenoiser(nn.Module):
             return_dict=False,
         )[0]
         return velocity.view(b, f, h, w, c, pf, ph, pw).permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(noisy.shape)
+
+
+def save_conditioning(denoiser: nn.Module, folder: Path, *, writes: bool) -> None:
+    """Save the weights of a denoiser that are not the transformer's: the embeddings of the classes.
+
+    Args: writes: True on the rank that writes the file. Ranks: all that hold a shard of the denoiser.
+    """
+    parameters = dict(denoiser.named_parameters())
+    state = {
+        name: full_tensor(x.detach()).cpu().contiguous()
+        for name, x in parameters.items()
+        if not name.startswith("transformer.")
+    }
+    if writes:
+        save_file(state, folder / CONDITIONING_FILE)

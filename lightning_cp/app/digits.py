@@ -16,11 +16,13 @@ from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 
 DIGIT_SIZE = 8
 NUM_CLASSES = 10
+NUM_SCANS = 1797
 
 
 def are_digits(data: Mapping[str, Any]) -> bool:
     """Return whether the settings `data` describe scanned digits, which `recognise_digits` can classify."""
-    return (data["channels"], data["num_classes"], data.get("num_samples")) == (1, NUM_CLASSES, 1797)
+    count = data.get("num_samples")
+    return (data["channels"], data["num_classes"]) == (1, NUM_CLASSES) and count == NUM_SCANS - data.get("held_out", 0)
 
 
 @dataclass(frozen=True)
@@ -43,16 +45,24 @@ def load_scans() -> Scans:
 
 
 class Digits(Dataset[tuple[Tensor, int]]):
-    """The scans as one-frame clips. Item: (pixels [1, 1, 8, 8] in [-1, 1], label)."""
+    """The scans as one-frame clips. Item: (pixels [1, 1, 8, 8] in [-1, 1], label).
+
+    Args: held_out: number of scans that are left out, the last ones.
+    """
 
     sample_shape = (1, 1, DIGIT_SIZE, DIGIT_SIZE)
+
+    def __init__(self, held_out: int = 0) -> None:
+        if not 0 <= held_out < NUM_SCANS:
+            raise ValueError(f"held_out={held_out} must be at least 0 and less than {NUM_SCANS}, the number of scans")
+        self.held_out = held_out
 
     @cached_property
     def _scans(self) -> Scans:
         return load_scans()
 
     def __len__(self) -> int:
-        return len(self._scans.labels)
+        return len(self._scans.labels) - self.held_out
 
     @override
     def __getitem__(self, index: int) -> tuple[Tensor, int]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
-import torch
 from torch import Tensor
 
-from lightning_cp.attention.arguments import check_settings, check_types, lengths_of
+from lightning_cp.attention.arguments import attention_dtype, check_settings, check_types, lengths_of
 from lightning_cp.attention.async_ulysses import InTransit, attend_in_transit
 from lightning_cp.attention.call import Settings, report_refusal
 from lightning_cp.attention.derivatives import call_attention
@@ -30,6 +29,7 @@ def context_parallel_attention(
     parallel_config: object,
     q_lengths: Sequence[int] | None = ...,
     kv_lengths: Sequence[int] | None = ...,
+    shares: Sequence[float] | None = ...,
     return_lse: Literal[False] = ...,
 ) -> Tensor: ...
 
@@ -48,6 +48,7 @@ def context_parallel_attention(
     parallel_config: object,
     q_lengths: Sequence[int] | None = ...,
     kv_lengths: Sequence[int] | None = ...,
+    shares: Sequence[float] | None = ...,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -65,6 +66,7 @@ def context_parallel_attention(
     parallel_config: object,
     q_lengths: Sequence[int] | None = None,
     kv_lengths: Sequence[int] | None = None,
+    shares: Sequence[float] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `F.scaled_dot_product_attention` over tokens sharded across the ranks of a context group.
@@ -86,6 +88,8 @@ def context_parallel_attention(
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         q_lengths, kv_lengths: seq_local and keys_local of every rank of the context group, in rank order. They save
             an exchange of sizes (and a host synchronisation) per call.
+        shares: for unequal devices, the weight of each rank of the context group, by which Ulysses divides heads;
+            None: equal. Tokens are divided by the caller (`strategy.shard`). Not with `start_ulysses`.
         return_lse: also return the log-sum-exp (LSE).
     Returns: out [batch, seq_local, heads, head_dim] in the inputs' dtype, contiguous; with `return_lse` also lse
         [batch, seq_local, heads], natural log, float32 or wider, differentiable. A query without a key to attend to has
@@ -104,7 +108,7 @@ def context_parallel_attention(
         Unified r x u: the Ulysses bytes with n = u, plus the ring bytes with n = r, u s tokens and g / u KV heads.
         Masks: a mask of the local keys is sent with K and V around the ring, in forward and backward ("allgather"
         mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
-        The ring pads every tensor to 16 bytes. Without lengths, forward first exchanges 15 ints.
+        The ring pads every tensor to 16 bytes. Without lengths, forward first exchanges 16 ints.
     Gradient: exact for query, key and value, through out and lse. A second derivative raises NotImplementedError.
     Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
         again, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
@@ -112,7 +116,7 @@ def context_parallel_attention(
         arXiv:2405.07719 (unified).
     """
     config = context_config(parallel_config)
-    groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config)
+    groups = SINGLE_RANK if config.mesh_shape == (1, 1) else groups_for(config, shares)
     try:
         check_types(query=query, key=key, value=value, attn_mask=attn_mask)
         check_settings(dropout_p, is_causal, scale, enable_gqa)
@@ -123,6 +127,10 @@ def context_parallel_attention(
         raise
     lengths = (sizes[0], sizes[1])
     if isinstance(query, InTransit) or isinstance(key, InTransit) or isinstance(value, InTransit):
+        if groups.shares is not None:
+            raise ValueError(
+                f"shares={list(groups.shares)} cannot be used with start_ulysses: pass tensors, or no shares"
+            )
         return _attend_in_transit(
             query,
             key,
@@ -222,10 +230,7 @@ def attend_across(
     # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = (x if x.dtype == torch.float64 else x.to(dtype) for x in (query, key, value))
+    query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     out, lse = call_attention(
         query,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from lightning_cp.attention.async_ulysses import InTransit
@@ -40,3 +41,11 @@ def lengths_of(name: str, lengths: Sequence[int] | None) -> list[int]:
     if not isinstance(lengths, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
         raise TypeError(f"{name}={lengths!r} must be a list with one int for each rank of the context group")
     return list(lengths)
+
+
+def attention_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which attention computes `x`: that of autocast, if it is on and `x` is not float64."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x.dtype
+    return torch.get_autocast_dtype(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -10,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.heads import assign_heads
+from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.comm.transfer import all_gather_ints
@@ -93,7 +94,7 @@ _MASKS = (
 )
 
 
-_SIGNATURE = 15  # ints that describe a rank's call; all zero: the rank rejected its arguments
+_SIGNATURE = 16  # ints that describe a rank's call; all zero: the rank rejected its arguments
 
 
 def report_refusal(groups: MeshGroups) -> None:
@@ -189,6 +190,7 @@ def _exchange(
         check()
         scale_bits = struct.unpack("<q", struct.pack("<d", settings.scale))[0]
         shape = [q.shape[0], *q.shape[2:], k.shape[2], _DTYPES.index(q.dtype), int(settings.causal), scale_bits]
+        shape.append(zlib.crc32(repr(groups.shares).encode()))
         mask_shape = [-1] * 5 if mask is None else [*mask.shape[:2], _DTYPES.index(mask.dtype), *mask.shape[2:]]
         signature = [1, q.shape[1], k.shape[1], *mask_shape[3:], *mask_shape[:3], *shape]
     except ValueError as error:
@@ -206,7 +208,7 @@ def _exchange(
         listing = "; ".join(f"rank {rank}: {other[5:]}" for rank, other in enumerate(signatures))
         raise PeerMismatchError(
             "ranks of one context group called attention differently (mask batch, mask heads, mask dtype, batch, query "
-            f"heads, head size, key heads, dtype, causal, bits of scale): {listing}"
+            f"heads, head size, key heads, dtype, causal, bits of scale, checksum of shares): {listing}"
         )
     lengths = Lengths(tuple(other[1] for other in signatures), tuple(other[2] for other in signatures))
     if mask is None:
@@ -252,7 +254,7 @@ def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Uly
     local = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
     return Ulysses(
         group=groups.ulysses,
-        shares=tuple(assign_heads(hq, hk, degree)),
+        shares=tuple(assign_heads(hq, hk, degree, head_shares(groups))),
         q_lengths=lengths.query[local],
         kv_lengths=lengths.key[local],
         mask_kind=lengths.mask_kind,

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+
+from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.mesh import MeshGroups
+from lightning_cp.shares import Shares
 
 
 @dataclass(frozen=True)
@@ -50,17 +54,29 @@ class Heads:
         return heads.div(self.group, rounding_mode="floor") - int(self.key.start)
 
 
-def assign_heads(hq: int, hk: int, degree: int) -> list[Heads]:
+def assign_heads(hq: int, hk: int, degree: int, shares: Shares | None = None) -> list[Heads]:
     """Assign heads to `degree` ranks.
 
-    Query heads are split evenly; if `degree` does not divide them, the first ranks get one more. A KV head goes to
-    every rank that has one of its query heads.
+    Query heads are divided by `shard_sizes`, so each rank has at least one. A KV head goes to every rank that has one
+    of its query heads.
 
     Args:
         hq: number of query heads, at least `degree`.
         hk: number of KV heads; divides hq.
+        shares: weight of each rank, see `head_shares`; None: equal.
     """
-    return _between([rank * (hq // degree) + min(rank, hq % degree) for rank in range(degree + 1)], hq // hk)
+    return _between([0, *accumulate(shard_sizes(hq, degree, shares))], hq // hk)
+
+
+def head_shares(groups: MeshGroups) -> Shares | None:
+    """Return the weight of each rank of a Ulysses group, by which heads are divided; None: equal.
+
+    It is the sum of the shares of all ranks with this Ulysses coordinate, so every Ulysses group divides heads in the
+    same way, also if their ranks have different shares. This must be so: the ranks of a ring, one from each Ulysses
+    group, exchange K and V of the same heads.
+    """
+    degree = groups.context_shape[1]
+    return None if groups.shares is None else tuple(sum(groups.shares[rank::degree]) for rank in range(degree))
 
 
 def slice_heads(hq: int, hk: int, count: int) -> list[Heads]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchange_lengths, ring_of, ulysses_of
-from lightning_cp.attention.heads import assign_heads
+from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compiler_options import keep_order_of_attentions
@@ -92,7 +92,7 @@ def _(
         raise ShapeError("torch.compile with ulysses_degree > 1 needs the arguments q_lengths and kv_lengths")
     ulysses_ranks = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
     sq, sk = sum(q_lengths[ulysses_ranks]), sum(kv_lengths[ulysses_ranks])
-    share = assign_heads(query.shape[2], key.shape[2], degree)[group.ulysses_rank]
+    share = assign_heads(query.shape[2], key.shape[2], degree, head_shares(group))[group.ulysses_rank]
     b, _, _, d = query.shape
     hq = share.queries
     q = query.new_empty(sq, b, hq, d).transpose(0, 1)

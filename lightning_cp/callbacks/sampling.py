@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_cp.callbacks.ema import AveragingCallback, EMACallback
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.sampling.tiles import tile, write_png
+from lightning_cp.training.loggers import log_picture
+from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 __all__ = ["EMACallback", "SamplingCallback"]
@@ -42,6 +42,7 @@ class SamplingCallback(AveragingCallback):
         every_n_train_steps: number of optimizer steps between pictures.
         at_end: draw after the last step too.
         ema_decay: EMA decay of this callback, see `EMACallback`; None: this callback keeps no average.
+        num_samples: number of samples to show, the first ones of all groups in order; None: all.
         value_range: (black, white) values of the samples.
         folder: output folder; None: the Trainer's log directory.
         seed: seed of the generator.
@@ -54,6 +55,7 @@ class SamplingCallback(AveragingCallback):
         every_n_train_steps: int,
         at_end: bool = True,
         ema_decay: float | None = None,
+        num_samples: int | None = None,
         value_range: tuple[float, float] = (-1.0, 1.0),
         folder: str | Path | None = None,
         seed: int = 0,
@@ -68,7 +70,9 @@ class SamplingCallback(AveragingCallback):
                 f"value_range={value_range!r} must be (black, white) with black < white, for instance (-1.0, 1.0)"
             )
         self._sample, self._every, self._at_end = sample, every_n_train_steps, at_end
-        self._range, self._folder, self._seed = value_range, folder, seed
+        if num_samples is not None and (isinstance(num_samples, bool) or num_samples < 1):
+            raise ValueError(f"num_samples={num_samples!r} must be None or an integer of at least 1")
+        self._range, self._folder, self._seed, self._num_samples = value_range, folder, seed, num_samples
         self._drawn = -1  # step of the last picture
 
     @override
@@ -93,12 +97,12 @@ class SamplingCallback(AveragingCallback):
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._drawn = trainer.global_step
         ranks, data_shard = TrainerRanks(trainer), DataShard.of(trainer.strategy)
-        with isolate_rng(), _evaluating(pl_module), self.averaged(trainer, pl_module), torch.no_grad():
+        with isolate_rng(), evaluating(pl_module), self.averaged(trainer, pl_module), torch.no_grad():
             generator = torch.Generator().manual_seed(self._seed + data_shard.rank)
             with trainer.precision_plugin.forward_context():
                 samples = self._sample(pl_module, generator)
         _check_shapes(samples)
-        gathered = gather_shares(ranks, samples.detach().float(), data_shard)
+        gathered = gather_shares(ranks, samples.detach().float(), data_shard)[: self._num_samples]
         folder = Path(self._folder or trainer.log_dir or trainer.default_root_dir)  # every rank: log_dir broadcasts
         if trainer.is_global_zero:
             self._write(trainer, tile(gathered, value_range=self._range), folder)
@@ -107,10 +111,7 @@ class SamplingCallback(AveragingCallback):
         step = trainer.global_step
         write_png(picture, folder / "samples" / f"step_{step:08d}.png")
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image("samples", picture.numpy(), step, dataformats="HWC")
-            if isinstance(logger, WandbLogger):
-                logger.log_image("samples", [picture.numpy()], step)
+            log_picture(logger, "samples", picture.numpy(), step)
 
 
 def _check_shapes(samples: object) -> None:
@@ -127,14 +128,3 @@ def _check_shapes(samples: object) -> None:
             f"sample(...) returned {shapes_by_rank}: it must return pictures [n, c, h, w] or clips [n, c, f, h, w] "
             "with c = 1, 3 or 4, and the same shape on every rank"
         )
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    training = [inner for inner in module.modules() if inner.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for inner in training:
-            inner.training = True

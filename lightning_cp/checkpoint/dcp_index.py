@@ -18,12 +18,18 @@ from torch.distributed.checkpoint.metadata import (
 
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.plain_pickle import Record, UnknownNameError, read_pickle
-from lightning_cp.compat.dcp_names import PICKLED_NAMES, StorageInfo
+from lightning_cp.compat.dcp_names import (
+    GET_LAYOUT,
+    MEMORY_FORMAT,
+    MEMORY_FORMATS,
+    PICKLED_NAMES,
+    STORAGE_INFO,
+    StorageInfo,
+)
 
 INDEX = ".metadata"
 _MAX_BYTES, _MAX_DIMS, _MAX_INT = 1 << 31, 64, (1 << 63) - 1
 _DTYPES = {f"torch.{name}": x for name, x in vars(torch).items() if isinstance(x, torch.dtype)}
-_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path")
 _NAMES = frozenset(
     [
@@ -95,7 +101,7 @@ class _Index:
         return Metadata(entries, storage_data=stored)
 
     def _storage(self, record: Any) -> StorageInfo:
-        fields = _fields(record, "_StorageInfo")
+        fields = _fields(record, STORAGE_INFO)
         name = _text(fields.get("relative_path"))
         if fields.get("transform_descriptors"):
             raise _DamagedError(f"{name[:200]} is compressed, which is not supported")
@@ -118,8 +124,8 @@ class _Index:
 
 def _entry(record: Any) -> BytesStorageMetadata | TensorStorageMetadata:
     """Build the metadata of one name; the chunks of a tensor are left as records."""
-    if isinstance(record, Record) and record.name.endswith(".BytesStorageMetadata"):
-        _fields(record, "BytesStorageMetadata")
+    if isinstance(record, Record) and record.name.endswith(f".{BytesStorageMetadata.__name__}"):
+        _fields(record, BytesStorageMetadata.__name__)
         return BytesStorageMetadata()
     fields = _fields(record, "TensorStorageMetadata")
     if type(fields.get("chunks")) is not list:
@@ -134,7 +140,7 @@ def _properties(record: Any) -> TensorProperties:
     dtype, layout, requires_grad, memory_format, pin_memory = state
     if not (isinstance(dtype, Record) and dtype.args is None and dtype.name in _DTYPES):
         raise _DamagedError("a tensor has no valid dtype")
-    if _object_of(layout, "_get_layout").args != ("torch.strided",):
+    if _object_of(layout, GET_LAYOUT).args != ("torch.strided",):
         raise _DamagedError("a tensor is not strided, which is not supported")
     _check_memory_format(memory_format)
     if type(requires_grad) is not bool or type(pin_memory) is not bool:
@@ -146,11 +152,11 @@ def _check_memory_format(record: Any) -> None:
     """Check a pickled enum member, stored by value or by `getattr`. Raises: _DamagedError: it is none."""
     if isinstance(record, Record) and record.name == "builtins.getattr":
         kind, name = record.args if record.args is not None and len(record.args) == 2 else (None, None)
-        is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith("._MEM_FORMAT_ENCODING")
-        is_member = is_kind and type(name) is str and name in _MEMORY_FORMATS and record.state is None
+        is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith(f".{MEMORY_FORMAT}")
+        is_member = is_kind and type(name) is str and name in MEMORY_FORMATS and record.state is None
     else:
-        args = _object_of(record, "_MEM_FORMAT_ENCODING").args or ()
-        is_member = len(args) == 1 and type(args[0]) is int and args[0] in range(len(_MEMORY_FORMATS))
+        args = _object_of(record, MEMORY_FORMAT).args or ()
+        is_member = len(args) == 1 and type(args[0]) is int and args[0] in range(len(MEMORY_FORMATS))
     if not is_member:
         raise _DamagedError(
             "a tensor has an unknown memory format (builtins.getattr is allowed for memory formats only)"

@@ -17,7 +17,7 @@ FORMAT = 1
 CHECKPOINT_FORMATS = ("full", "distributed")
 MANIFEST = "manifest.json"
 PARTIAL = ".partial_"
-"""How the name of a checkpoint begins while it is written."""
+"""Prefix of a checkpoint's name while it is written."""
 _CHUNK_BYTES, _MAX_BYTES = 1 << 20, 1 << 30
 
 

@@ -79,14 +79,16 @@ def has_shards(folder: Path) -> bool:
     return parse_manifest(folder).has_shards
 
 
-def load_shards(folder: Path, states: Mapping[str, Any]) -> Checkpoint:
+def load_shards(folder: Path, states: Mapping[str, Any], *, verify: bool = True) -> Checkpoint:
     """Read a checkpoint of `save_shards` on any number of ranks. Call it on every rank; each reads its own shards.
 
-    Args: states: nested states of this run; their tensors are filled in place. A state that is in the checkpoint but
-        not here is read in full.
+    Args:
+        states: nested states of this run; their tensors are filled in place. A state that is in the checkpoint but not
+            here is read in full.
+        verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
     Raises: CheckpointError: it is missing, truncated or changed, or holds other tensors.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder) if verify else parse_manifest(folder)
     if not manifest.has_shards:
         raise CheckpointError(f"{folder} is a full checkpoint (one file per state): load it with load_checkpoint")
     tensors, _ = flatten_state(dict(states))

@@ -14,7 +14,14 @@ from torch import Tensor
 from lightning_cp.checkpoint.check import TREES
 from lightning_cp.checkpoint.flatten import contiguous_copies, flatten_state, unflatten_state
 from lightning_cp.checkpoint.folder import drop_scratch, open_scratch, seal
-from lightning_cp.checkpoint.manifest import CheckpointError, FileEntry, Manifest, check_tree, read_manifest
+from lightning_cp.checkpoint.manifest import (
+    CheckpointError,
+    FileEntry,
+    Manifest,
+    check_tree,
+    parse_manifest,
+    read_manifest,
+)
 
 
 @dataclass(frozen=True)
@@ -48,12 +55,13 @@ def save_checkpoint_in_background(
     return worker.submit(_write, parent, checkpoint, *_copy_to_cpu(checkpoint), keep=keep)
 
 
-def load_checkpoint(folder: Path) -> Checkpoint:
+def load_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
     """Read a checkpoint of `save_checkpoint` onto the CPU.
 
+    Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
     Raises: CheckpointError: it is missing, truncated or changed.
     """
-    manifest = read_manifest(folder)
+    manifest = read_manifest(folder) if verify else parse_manifest(folder)
     if manifest.has_shards:
         raise CheckpointError(f"{folder} is a distributed checkpoint (one file per rank): load it with load_shards")
     states = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -9,17 +11,38 @@ from lightning_cp.comm.packet import Piece, pack, piece_of, unpack
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints, exchange
 from lightning_cp.comm.transforms import call_linear, register_adjoint
+from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import MeshGroups, groups_by_name
+from lightning_cp.shares import Shares
 
 
-def shard_sizes(length: int, ranks: int) -> tuple[int, ...]:
-    """Return the number of tokens on each rank: `length // ranks`, and one more on the first `length % ranks` ranks."""
-    return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+def shard_sizes(length: int, ranks: int, shares: Shares | None = None) -> tuple[int, ...]:
+    """Divide `length` tokens (or rows, or heads) over ranks. Everything that is divided over a group is divided here.
+
+    Equal shares: `length // ranks`, and one more on the first `length % ranks` ranks. Otherwise each rank's end is
+    rounded to the nearest token. Each rank gets at least one token if there are as many tokens as ranks.
+
+    Args: shares: weight of each rank; None: equal.
+    """
+    if shares is None:
+        return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+    total, ends = sum(shares), [0]
+    for rank in range(1, ranks + 1):
+        end = (2 * length * sum(shares[:rank]) + total) // (2 * total)
+        if length >= ranks:
+            end = min(max(end, ends[-1] + 1), length - (ranks - rank))
+        ends.append(end)
+    return tuple(end - start for start, end in pairwise(ends))
 
 
-def shard_range(length: int, ranks: int, rank: int) -> range:
+def sizes_in(groups: MeshGroups, length: int) -> tuple[int, ...]:
+    """Return the number of tokens on each rank of a context group, by the shares of its ranks."""
+    return shard_sizes(length, groups.context_size, groups.shares)
+
+
+def shard_range(length: int, ranks: int, rank: int, shares: Shares | None = None) -> range:
     """Return the global positions of one rank's tokens, for the sizes of `shard_sizes`."""
-    sizes = shard_sizes(length, ranks)
+    sizes = shard_sizes(length, ranks, shares)
     start = sum(sizes[:rank])
     return range(start, start + sizes[rank])
 
@@ -94,7 +117,7 @@ def gather(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 def own_shard(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     """Return this rank's shard of a full tensor. Forward: slice. Backward: padding with zeros."""
-    own = shard_range(x.shape[dim], groups.context_size, groups.context_rank)
+    own = shard_range(x.shape[dim], groups.context_size, groups.context_rank, groups.shares)
     return x.narrow(dim, own.start, len(own)).contiguous()
 
 
@@ -108,6 +131,22 @@ def gather_uneven(x: Tensor, dim: int, groups: MeshGroups) -> Tensor:
     dim %= x.ndim
     sizes = [n for (n,) in all_gather_ints([x.shape[dim]], group=groups.context)]
     return gather(x, dim, sizes, groups.name)
+
+
+def compare_shares(groups: MeshGroups) -> None:
+    """Check that all ranks of a context group were given the same shares.
+
+    Ranks: all of the context group. Raises: PeerMismatchError, on all of them.
+    """
+    if groups.context is None:
+        return
+    by_rank = all_gather_ints([*(groups.shares or [1] * groups.context_size)], group=groups.context)
+    for rank, other in enumerate(by_rank):
+        if other != by_rank[0]:
+            raise PeerMismatchError(
+                f"shares must be equal on all ranks of a context group, but rank {rank} was given {other} and rank 0 "
+                f"{by_rank[0]}"
+            )
 
 
 def _by_rank(sizes: list[int], ranks: int) -> list[list[int]]:

@@ -62,7 +62,7 @@ def check_unchanged(function: Callable[..., Any], copied: Copied) -> None:
     code: Any = function.__code__
     changed = sorted((set(code.co_names) - set(dir(builtins))) ^ copied.steps)
     if changed:
-        raise incompatible(package, f"{name}, of which lightning_cp has a copy, has changed in {', '.join(changed)}")
+        raise incompatible(package, f"{name} has changed in {', '.join(changed)}; lightning_cp has a copy of it")
 
 
 def source_digest(function: Callable[..., Any]) -> str:

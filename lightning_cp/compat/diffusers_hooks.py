@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -45,6 +47,19 @@ def hooks_of(module: Any) -> Iterator[tuple[HookKind | None, Any]]:
 def has_hook(module: Any, kind: HookKind) -> bool:
     """Return True if a module, or a module inside it, has a diffusers hook of this kind."""
     return any(found == kind for inner in module.modules() for found, _ in hooks_of(inner))
+
+
+def register_block_subclass(kind: type, subclass: type) -> None:
+    """Let diffusers' hooks find a subclass of a transformer block (FSDP makes one) like the block's own class."""
+    helpers = sys.modules.get("diffusers.hooks._helpers")
+    registry = None if helpers is None else helpers.TransformerBlockRegistry
+    if registry is None or subclass is kind:
+        return
+    try:
+        metadata = registry.get(kind)
+    except ValueError:  # no block that hooks know
+        return
+    registry.register(subclass, copy.copy(metadata))
 
 
 def _kind_of(kind: type) -> HookKind | None:

@@ -14,11 +14,11 @@ class PrivateUse(NamedTuple):
     """A name of an object of another package. The tested versions are those of its package, in `versions.TESTED`.
 
     Attributes:
-        feature: what needs it: a parallel model, a parallel pipeline, the strategies for Fabric or the Trainer, or the
+        feature: user of it: a parallel model, a parallel pipeline, the strategies for Fabric or the Trainer, or the
             benchmark.
         owner: module, or "module:class" or "module:function", that has the name or sets it.
         name: the attribute, method, class or variable.
-        purpose: what it is used for, as the end of "used to …".
+        purpose: reason for using it; completes "used to …".
     """
 
     feature: Feature
@@ -132,6 +132,12 @@ _PIPELINE = [
         "diffusers.hooks.layer_skip:LayerSkipConfig",
         skip_attention_scores=_RANDOM_GUIDANCE,
         dropout=_RANDOM_GUIDANCE,
+    ),
+    *_uses(
+        "pipeline",
+        "diffusers.hooks._helpers:TransformerBlockRegistry",
+        get="let guiders skip sharded blocks",
+        register="let guiders skip sharded blocks",
     ),
     *_uses("pipeline", "diffusers.pipelines.pag.pag_utils:PAGMixin", set_pag_applied_layers="refuse PAG pipelines"),
 ]

@@ -11,7 +11,7 @@ TESTED = {
     "torch": ("2.11.0", "2.14.1"),
     "lightning": ("2.6.0", "2.6.6"),
     "diffusers": ("0.42.1", "0.42.1"),
-    "accelerate": ("1.15.0", "1.15.0"),
+    "accelerate": ("1.0.0", "1.15.0"),
 }
 
 
@@ -24,7 +24,7 @@ def incompatible(package: str, problem: str) -> IncompatibleVersionError:
 
     Args:
         package: name of the package, a key of `TESTED`.
-        problem: what is missing or has changed, with its full name.
+        problem: full name of the missing or changed object.
     """
     oldest, newest = TESTED[package]
     tested = f"version {newest}" if oldest == newest else f"versions {oldest} to {newest}"

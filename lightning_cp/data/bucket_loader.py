@@ -15,7 +15,7 @@ from lightning_cp.data.workers import worker_init_fn
 
 
 class BucketedData(Protocol):
-    """A data set whose samples have several sizes."""
+    """Data set with samples of several sizes."""
 
     @property
     def buckets(self) -> Sequence[Hashable]:

@@ -35,7 +35,7 @@ class BucketBatchSampler(OrderSampler):
         leftovers: samples of a bucket that do not fill a batch at the end of an epoch are used in the next epoch
             ("carry"), left out ("drop"), or completed with samples of the same epoch ("repeat").
         shuffle: False for index order within a bucket, one bucket after another.
-        with_epoch: yield (index, epoch) pairs instead of indices, for data sets whose items depend on the epoch. A
+        with_epoch: yield (index, epoch) pairs instead of indices, for data sets with items that depend on the epoch. A
             sample that is carried over has the epoch from which it is left.
         data_rank: index of this rank's context group (`strategy.data_rank`).
         data_size: number of context groups (`strategy.data_size`).

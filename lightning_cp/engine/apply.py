@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from lightning_cp.comm.shards import compare_shares
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.config import ContextParallelConfig, ParallelConfig, context_config
@@ -25,7 +27,9 @@ from lightning_cp.plans import REGISTERED, refusal, registered_plan
 __all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "parallelize", "remove_context_parallel"]
 
 
-def apply_context_parallel(module: nn.Module, parallel_config: object, plan: object = None) -> None:
+def apply_context_parallel(
+    module: nn.Module, parallel_config: object, plan: object = None, *, shares: Sequence[float] | None = None
+) -> None:
     """Make `module` context-parallel: its forward takes and returns whole tensors on every rank.
 
     The model may be compiled before or after, as a whole or block by block. Processors, blocks and adapters may be
@@ -36,6 +40,8 @@ def apply_context_parallel(module: nn.Module, parallel_config: object, plan: obj
         module: any module; diffusers' transformers of `lightning_cp.plans.REGISTERED` need no plan.
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         plan: a `lightning_cp.plans.Plan`, or a dict in diffusers' `_cp_plan` format.
+        shares: for unequal devices, a positive weight for each rank of the context group, in rank order: [2, 1] gives
+            the first rank two thirds of the tokens (and of the heads, with Ulysses). None: equal.
     Gradient: each rank computes the whole loss. Each parameter's gradient, averaged over the ranks of the context
         group, equals the gradient in one process. (DDP and FSDP average over all ranks.)
     Ranks: all of the context group; every later forward and backward too.
@@ -43,8 +49,9 @@ def apply_context_parallel(module: nn.Module, parallel_config: object, plan: obj
         ValueError: the class has no plan, the plan does not fit, the module is already parallel (by lightning_cp or by
             diffusers), or the degrees do not fit the world size. The module is unchanged then.
         TypeError: an argument has the wrong type.
+        PeerMismatchError: the ranks of the context group were given different shares.
     """
-    parallelize(module, context_config(parallel_config), plan)
+    parallelize(module, context_config(parallel_config), plan, shares=shares)
 
 
 def parallelize(
@@ -54,12 +61,14 @@ def parallelize(
     *,
     kernel: str = "auto",
     check_peers: str = "sampled",
+    shares: Sequence[float] | None = None,
 ) -> Installed:
     """Do what `apply_context_parallel` does, with more settings.
 
     Args:
         kernel: name of the attention kernel.
         check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
+        shares: see `apply_context_parallel`.
     Returns: the state of the parallel model.
     """
     if not isinstance(module, nn.Module):
@@ -73,11 +82,12 @@ def parallelize(
     if plan is None:
         raise PlanError(no_plan(type(module)))
     rules = compile_rules(module, plan)
-    groups = groups_for(config)
+    groups = groups_for(config, shares)
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
     session = Session(groups, config, rules, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
+    compare_shares(groups)
     installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
     installed.put_on()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model

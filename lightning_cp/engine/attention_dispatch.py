@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from lightning_cp.attention import attend_across
 from lightning_cp.comm.shards import gather
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
+from lightning_cp.engine.patch_attention import attend_in_patches
 from lightning_cp.engine.segments import attend_by_segments
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
@@ -148,6 +149,16 @@ class AttentionDispatcher:
                 f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
                 "`mask(...)`"
             )
+        kernel = kernel_for(session, backend)
+        if session.current().evaluation is not None:
+            return attend_in_patches(
+                *(query, key, value, mask, self._split_kind(sizes)),
+                sizes=sizes,
+                causal=causal,
+                scale=scale,
+                session=session,
+                kernel=kernel,
+            )
         out = attend_across(
             *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
             causal=causal,
@@ -156,7 +167,7 @@ class AttentionDispatcher:
             lengths=sizes,
             groups=session.groups.name,
             config=session.config,
-            kernel=kernel_for(session, backend),
+            kernel=kernel,
         )
         assert isinstance(out, Tensor), "return_lse is off"
         return out
@@ -202,6 +213,11 @@ class AttentionDispatcher:
             return call.sizes(kind.queries), [keys] * call.groups.context_size
         return call.sizes(kind.queries), call.sizes(kind.queries if kind.keys is None else kind.keys)
 
+    def _split_kind(self, sizes: Sizes) -> Attention | None:
+        """Return the first kind of attention over split keys that has these sizes."""
+        split = [kind for kind in self.kinds or () if kind.keys != LOCAL and not kind.ragged]
+        return next((kind for kind in split if self._lengths(kind, 0) == sizes), None)
+
     def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
         """Check that token counts distinguish this call from other kinds of attention on every rank.
 
@@ -226,8 +242,9 @@ class AttentionDispatcher:
             return False
         modalities = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
         is_joint = len([s for s in modalities if self.session.current().lengths.get(s)]) > 1
-        own = sizes[1][self.session.groups.context_rank]
-        return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == sum(sizes[1])
+        own, call = sizes[1][self.session.groups.context_rank], self.session.current()
+        whole = sum(call.lengths.get(modality, 0) for modality in modalities)
+        return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == whole
 
     def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
         """Convert a mask made for local queries and keys to a key mask, or to a query mask over all keys."""

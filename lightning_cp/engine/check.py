@@ -94,6 +94,7 @@ def check_plan(
     *,
     tolerance: float = _TOLERANCE,
     training: bool = False,
+    shares: Sequence[float] | None = None,
 ) -> PlanCheck:
     """Run forward and backward of `module` in one process and context-parallel, and compare the results.
 
@@ -104,7 +105,7 @@ def check_plan(
     Args:
         module: model of any class; small, because every rank also runs it unsharded.
         inputs: arguments of the forward, by name or in order; the same on all ranks.
-        parallel_config, plan: see `apply_context_parallel`.
+        parallel_config, plan, shares: see `apply_context_parallel`.
         tolerance: largest relative error that passes; see `Difference`.
         training: run in training mode, for models that compute something else there. The model must have no dropout:
             its random masks would differ.
@@ -114,10 +115,10 @@ def check_plan(
     Raises: all errors of `apply_context_parallel`, and of the context-parallel model's forward and backward.
     """
     config = context_config(parallel_config)
-    groups = groups_for(config)
+    groups = groups_for(config, shares)
     model = _prepared(module, groups).train(training)
     alone = _run(model, inputs)
-    apply_context_parallel(model, config, plan)
+    apply_context_parallel(model, config, plan, shares=shares)
     outputs, gradients = _run(model, inputs)
     if groups.context is not None:
         average_in_place([x for x in gradients.values() if x is not None], groups.context)

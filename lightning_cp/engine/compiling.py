@@ -69,6 +69,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         halos=halos,
         needed=plan.needed,
         leading=plan.leading,
+        patches=plan.patches,
         unplanned=tuple(_unplanned(module, known)),
         local=tuple(path for path, kinds in found.items() if not kinds),
         unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),

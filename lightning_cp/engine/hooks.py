@@ -67,7 +67,7 @@ class ModelHook(EngineHook):
         given = self.before(module, args, kwargs)
         session = self.session
         outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
-        session.call = Call(session.groups, session.peers)
+        session.call = Call(session.groups, session.peers, session.evaluation)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:

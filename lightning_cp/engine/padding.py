@@ -1,4 +1,4 @@
-"""Pad short texts to one token per rank, for model classes that fail on an empty text shard."""
+"""Pad short texts to one token per rank and patch, for model classes that fail on an empty text shard."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_cp.plans import Pad
 
 @dataclass(eq=False)
 class PadHook(EngineHook):
-    """Hook before the model: pads texts with fewer tokens than ranks, and masks the padding."""
+    """Hook before the model: pads texts with fewer tokens than shards, and masks the padding."""
 
     session: Session
     signature: Any  # signature of the model's forward
@@ -33,9 +33,10 @@ class PadHook(EngineHook):
         given, changed = bound.arguments, False
         for pad in self.pads:
             tokens, mask = given.get(pad.tokens), given.get(pad.mask)
-            if not isinstance(tokens, Tensor) or not 0 <= tokens.shape[1] < self.session.groups.context_size:
+            shards = self.session.current().num_shards
+            if not isinstance(tokens, Tensor) or not 0 <= tokens.shape[1] < shards:
                 continue
-            missing = self.session.groups.context_size - tokens.shape[1]
+            missing = shards - tokens.shape[1]
             if mask is None:
                 mask = torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device)
             given[pad.tokens] = F.pad(tokens, (0, 0, 0, missing))

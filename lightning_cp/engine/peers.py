@@ -83,6 +83,10 @@ class PeerCheck:
         """Return a new check with the same settings, for a deep copy of the model."""
         return PeerCheck(self._groups, self._names, self._check_peers)
 
+    def of_groups(self, groups: MeshGroups) -> PeerCheck:
+        """Return a new check with the same settings for the ranks of other groups."""
+        return PeerCheck(groups, self._names, self._check_peers)
+
     @property
     def is_on(self) -> bool:
         """True if any forward may be compared."""

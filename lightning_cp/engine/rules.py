@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lightning_cp.plans import Attention, Modalities, Pad, Spec
+from lightning_cp.plans import Attention, Modalities, Pad, Patches, Spec
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ class Rules:
         processor.
     local: paths of modules in blocks that the plan marks LOCAL: their attention is not replaced.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
+    patches: how the model is computed in patches; None: it cannot be.
     """
 
     arguments: tuple[Arguments, ...]
@@ -76,6 +77,7 @@ class Rules:
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
     local: tuple[str, ...] = ()
+    patches: Patches | None = None
 
     @property
     def blocks(self) -> frozenset[str]:

@@ -72,7 +72,7 @@ class BypassHook(EngineHook):
 
     def before(self, module: nn.MultiheadAttention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         call, query = self.session.call, args[0] if args else kwargs.get("query")
-        if call is None or call.groups.context is None or not isinstance(query, Tensor) or query.ndim != 3:
+        if call is None or not call.is_split or not isinstance(query, Tensor) or query.ndim != 3:
             return
         tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
         if any(shares[rank] == tokens for shares in candidates(call)) and tokens not in call.whole:

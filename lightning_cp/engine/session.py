@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from lightning_cp.comm.shards import shard_sizes
+from lightning_cp.comm.shards import sizes_in
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.engine.rules import Rules
 from lightning_cp.errors import ShapeError
@@ -33,10 +34,12 @@ class Call:
         met: values of `key` for which this forward exchanged sizes and found them unambiguous.
         block: name of the last block (or other planned module) that was entered.
         unplanned: shapes of that block's tensor arguments that the plan does not mention, for errors.
+        evaluation: the evaluation that this forward is a part of, if the model is computed in patches.
     """
 
     groups: MeshGroups
     peers: PeerCheck
+    evaluation: Evaluation | None = None
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
@@ -46,25 +49,58 @@ class Call:
     block: str = ""
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of a sequence: one for each rank and patch."""
+        return self.groups.context_size * (1 if self.evaluation is None else self.evaluation.patches)
+
+    @property
+    def is_split(self) -> bool:
+        """True if this forward has only some of the tokens: other ranks or other patches have the rest."""
+        return self.groups.context_size > 1 or (self.evaluation is not None and self.evaluation.patch is not None)
+
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
         return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
 
     def shares(self, modality: str) -> tuple[int, ...]:
         """Return each rank's tokens of one modality; zeros if its length is unknown (no references were passed)."""
+        return self.parts(modality)[1:-1]
+
+    def parts(self, modality: str) -> tuple[int, ...]:
+        """Return how a modality's tokens are divided: those before the current patch, each rank's, those after it.
+
+        Without patches there are no tokens before and after.
+        """
         rows, length = self.rows.get(modality), self.lengths.get(modality, 0)
-        if not rows:
-            return shard_sizes(length, self.groups.context_size)
-        return tuple(n * (length // rows) for n in self.row_lengths(modality))
+        tokens = length // rows if rows else 1
+        return tuple(n * tokens for n in self._parts(rows or length))
 
     def row_lengths(self, modality: str) -> tuple[int, ...]:
         """Return each rank's rows of a modality that is split between rows."""
-        return shard_sizes(self.rows[modality], self.groups.context_size)
+        return self._parts(self.rows[modality])[1:-1]
+
+    def _parts(self, length: int) -> tuple[int, ...]:
+        patch = range(length) if self.evaluation is None else self.evaluation.tokens(length)
+        return (patch.start, *sizes_in(self.groups, len(patch)), length - patch.stop)
 
     def sizes(self, modalities: Modalities) -> list[int]:
         """Return each rank's number of tokens, summed over `modalities`."""
         each = [self.shares(modality) for modality in modalities]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
+
+    def ranges(self, modalities: Modalities) -> list[tuple[range, ...]]:
+        """Return, for each rank, the positions of its tokens in the concatenation of the whole modalities."""
+        start = 0
+        found: list[list[range]] = [[] for _ in range(self.groups.context_size)]
+        for modality in modalities:
+            before, *shares, _ = self.parts(modality)
+            first = start + before
+            for rank, length in enumerate(shares):
+                found[rank].append(range(first, first + length))
+                first += length
+            start += self.lengths.get(modality, 0)
+        return [tuple(ranges) for ranges in found]
 
     def define(self, modality: str, length: int, *, everywhere: bool, name: str) -> None:
         """Set the global length of a modality, and start to compare this forward's arguments between ranks.
@@ -73,15 +109,16 @@ class Call:
         Raises: ShapeError: the length is not a multiple of the modality's rows, or `everywhere` is set and the group
             has more ranks than the modality has tokens (rows).
         """
-        size, rows = self.groups.context_size, self.rows.get(modality)
+        size, rows = self.num_shards, self.rows.get(modality)
         if rows is not None and length % rows:
             raise ShapeError(f"{name} holds {length} {modality} tokens, which do not divide into {rows} rows")
         if everywhere and (length if rows is None else rows) < size:
             what = f"{length} {modality} tokens" if rows is None else f"{rows} rows (or frames) of {modality} tokens"
+            patches = "" if self.evaluation is None else f"{self.evaluation.patches} patches on each of "
             raise ShapeError(
-                f"{name} holds {what}, fewer than the {size} ranks of the context group "
+                f"{name} holds {what}, fewer than {patches}the {self.groups.context_size} ranks of the context group "
                 f"(ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}): "
-                "use lower degrees or a longer sequence"
+                f"use lower degrees{', fewer patches' if patches else ''} or a longer sequence"
             )
         self.lengths[modality] = length
         if not torch.compiler.is_compiling():
@@ -98,6 +135,7 @@ class Session:
 
     Attributes:
         call: the forward under way; None outside.
+        evaluation: for a model that is computed in patches: the evaluation under way.
         rules: the plan, compiled for the model.
         kernel: name of the attention kernel; "auto" follows diffusers' backend settings, by default a free choice.
         backends: diffusers' registry of backends; None for other models.
@@ -120,6 +158,7 @@ class Session:
     backends: Any = None
     forwards: int = 0
     call: Call | None = None
+    evaluation: Evaluation | None = None
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
@@ -132,6 +171,16 @@ class Session:
         return Session(
             self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
         )
+
+    def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
+        """Compute the following forwards with other degrees, over the same ranks.
+
+        Ranks: all of the context group. Raises: PeerMismatchError: see `PeerCheck.finish`.
+        """
+        if groups is not self.groups:
+            self.peers.finish()
+            self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
+            self.settled.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy

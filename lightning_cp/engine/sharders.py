@@ -112,3 +112,11 @@ class OutputHook(EngineHook):
                 "context group: use lower degrees or a longer sequence"
             )
         return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
+
+
+def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run a module's argument hooks without the module: they define the lengths of modalities."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, ArgumentHook):
+            owner.before(module, args, kwargs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.shards import gather, shard_sizes
+from lightning_cp.comm.shards import gather, sizes_in
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
@@ -100,8 +100,8 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
         return x
     _learn(n, spec, name=name, session=session)
     rank, local = call.groups.context_rank, call.sizes(spec.modalities)[call.groups.context_rank]
-    parts = [_local(call, s) if s in spec.local else call.shares(s) for s in spec.modalities]
-    ranks = [0 if s in spec.local else rank for s in spec.modalities]
+    parts = [_local(call, s) if s in spec.local else call.parts(s) for s in spec.modalities]
+    ranks = [0 if s in spec.local else rank + 1 for s in spec.modalities]
     whole = sum(map(sum, parts))
     if spec.folded and whole and n % whole == 0:
         batch = x.reshape(*x.shape[:dim], -1, whole, *x.shape[dim + 1 :])
@@ -184,8 +184,11 @@ def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor
     if x.shape[-2] != whole:
         return x
     query_mask = narrow(
-        x, x.ndim - 2, [call.shares(modality) for modality in spec.modalities], [rank] * len(spec.modalities)
+        x, x.ndim - 2, [call.parts(modality) for modality in spec.modalities], [rank + 1] * len(spec.modalities)
     )
+    if call.evaluation is not None:  # buffered keys are in the order of the sequence
+        call.evaluation.check_order(spec.modalities, name)
+        return query_mask
     return query_mask if len(spec.modalities) == 1 else query_mask[..., _order_of_keys(call, spec)]
 
 
@@ -210,14 +213,14 @@ def check_dim(x: Tensor, spec: Split, name: str) -> None:
         )
 
 
-def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], ranks: Sequence[int]) -> Tensor:
-    """Concatenate one rank's slice of each segment of `x`. Gradient: backward pads with zeros.
+def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Sequence[int]) -> Tensor:
+    """Concatenate one slice of each segment of `x`. Gradient: backward pads with zeros.
 
-    Args: segments: for each segment, the number of tokens of each rank. ranks: for each segment, the rank to slice.
+    Args: segments: for each segment, the number of tokens of each slice. chosen: for each segment, the slice to take.
     """
     pieces, start = [], 0
-    for sizes, rank in zip(segments, ranks, strict=True):
-        pieces.append(x.narrow(dim, start + sum(sizes[:rank]), sizes[rank]))
+    for sizes, index in zip(segments, chosen, strict=True):
+        pieces.append(x.narrow(dim, start + sum(sizes[:index]), sizes[index]))
         start += sum(sizes)
     return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
 
@@ -232,7 +235,12 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
             f"{name} has {x.shape[spec.dim]} tokens in dim {spec.dim}, expected this rank's {own} of "
             f"{' + '.join(spec.modalities)}"
         )
-    return gather(x, spec.dim % x.ndim, [n for s in spec.modalities for n in call.shares(s)], call.groups.name)
+    dim = spec.dim % x.ndim
+    gathered = gather(x, dim, [n for s in spec.modalities for n in call.shares(s)], call.groups.name)
+    if call.evaluation is None:
+        return gathered
+    parts = [call.parts(modality) for modality in spec.modalities]
+    return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 
 def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
@@ -258,5 +266,5 @@ def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: 
     check_dim(value, spec, name)
     call, n = session.current(), value.shape[spec.dim]
     call.define(str(int(n)), n, everywhere=False, name=name)
-    sizes = shard_sizes(n, call.groups.context_size)
+    sizes = sizes_in(call.groups, n)
     return narrow(value, spec.dim % value.ndim, [sizes], [call.groups.context_rank])

@@ -54,9 +54,9 @@ class UnplannedAttention:
 
     def _check(self, key: Tensor, value: Tensor, keys: int) -> None:
         call = self.session.call
-        if call is None or not call.lengths or call.groups.context is None:
+        if call is None or not call.lengths or not call.is_split:
             return
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or call.groups.context is None:
             # Compared with the counts of all ranks, so that all ranks take the same decision.
             split = any(keys in shares for shares in candidates(call)) and keys not in call.whole
         else:

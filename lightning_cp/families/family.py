@@ -80,7 +80,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class TextStorage:
-    """How text is stored and batched.
+    """Rules for storing and batching text.
 
     Args:
         form: `padded`: all positions as the encoder returns them. `zeros`: cut at the true length, and filled with
@@ -90,6 +90,8 @@ class TextStorage:
         sequences: names of the stored tensors with a position dim, [length, dim].
         others: names of the stored tensors without one (pooled embeddings), [dim].
         mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
+        sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
+            captions cannot be dropped: there is no text of the empty caption that fits all samples.
     """
 
     form: Literal["padded", "zeros", "masked"]
@@ -97,6 +99,7 @@ class TextStorage:
     sequences: tuple[str, ...] = ("prompt_embeds",)
     others: tuple[str, ...] = ()
     mask: str = "prompt_mask"
+    sees_media: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -138,7 +141,7 @@ class InputOptions:
 
 
 class Family(ABC):
-    """What differs between model families: encodings, the transformer's arguments, and its output. No random numbers.
+    """Properties of a model family: encodings, the transformer's arguments, and its output. No random numbers.
 
     An object is bound to one pipeline's configs by `facts`, which can be written to a file: training then needs
     neither the VAE nor the text encoders. `stored` below is a batch, see `StoredBatch`. `encode_text` and
@@ -185,13 +188,13 @@ class Family(ABC):
     @property
     @abstractmethod
     def text(self) -> TextStorage:
-        """How text is stored and batched."""
+        """Return the rules for storing and batching text."""
 
     @abstractmethod
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
         """Encode captions with the pipeline's text encoders. Returns: one stored sample per caption.
 
-        Args: media: pictures that belong to the text, for families whose text encoder sees them.
+        Args: media: pictures that belong to the text, if the text encoder sees them.
         """
 
     def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
@@ -199,7 +202,7 @@ class Family(ABC):
 
         A sample has "latents", not normalised, and "latents_std" if the objective draws from the VAE's distribution.
 
-        Args: media: "pixels" [b, 3, f, h, w] in [-1, 1], f = 1 for pictures; and what else the family conditions on.
+        Args: media: "pixels" [b, 3, f, h, w] in [-1, 1], f = 1 for pictures. Also conditions of this family.
         Raises: FamilyError: the model does not take this size, see `check_size`.
         """
         pixels = media["pixels"]
@@ -232,6 +235,10 @@ class Family(ABC):
     def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
         """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
         self.grid.check(height=height, width=width, frames=frames)
+
+    def reference_size(self, *, height: int, width: int) -> tuple[int, int]:
+        """Return height and width that references of samples of this size are loaded with. Default: the same."""
+        return height, width
 
     def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
         """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.

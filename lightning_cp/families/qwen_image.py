@@ -73,7 +73,9 @@ class QwenImage(Family):
 
     @override
     def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
-        latents = stored_latents(stored, noise)
+        return self._normalised(stored_latents(stored, noise))
+
+    def _normalised(self, latents: Tensor) -> Tensor:
         mean, std = (per_channel(self.facts[name], latents) for name in ("latents_mean", "latents_std"))
         return (latents - mean) / std
 

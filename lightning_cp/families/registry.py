@@ -17,6 +17,8 @@ _OURS = {  # name of the family -> its module and class, imported when first nee
     "cogvideox_image_to_video": ("cogvideox", "CogVideoXImageToVideo", "CogVideoXImageToVideoPipeline"),
     "sd3": ("sd3", "StableDiffusion3", "StableDiffusion3Pipeline"),
     "qwen_image": ("qwen_image", "QwenImage", "QwenImagePipeline"),
+    "qwen_image_edit": ("qwen_image_edit", "QwenImageEdit", "QwenImageEditPipeline"),
+    "qwen_image_edit_plus": ("qwen_image_edit", "QwenImageEditPlus", "QwenImageEditPlusPipeline"),
 }
 _REGISTERED: dict[str, type[Family]] = {}  # by the family's name
 
@@ -59,7 +61,7 @@ def family_class(pipeline: type) -> type[Family]:
 
 
 def load_family(name: str, facts: Facts) -> Family:
-    """Rebuild a family from its `name` and `facts`, for example from the file beside a stored data set.
+    """Rebuild a family from its `name` and `facts`, for example from the file next to a stored data set.
 
     Raises: FamilyError: there is no family of this name.
     """

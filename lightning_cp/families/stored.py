@@ -56,6 +56,10 @@ class StoredBatch:
         """Return a copy in pinned memory. PyTorch's DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
+    def samples(self, start: int, stop: int) -> StoredBatch:
+        """Return the batch of samples `start` to `stop - 1`."""
+        return StoredBatch({name: x[start:stop] for name, x in self.tensors.items()}, self.empty)
+
     def without_text(self, dropped: Tensor, text: TextStorage) -> StoredBatch:
         """Return the batch with the empty caption in place of some samples' text.
 

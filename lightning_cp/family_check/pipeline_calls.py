@@ -1,4 +1,4 @@
-"""Run a pipeline with a transformer whose forward is recorded or replaced."""
+"""Run a pipeline, and record or replace the forward of its transformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_cp.patching import Around, intercept_method, set_attribute, undo_
 
 @dataclass
 class Recording:
-    """What happened during a pipeline call.
+    """Record of a pipeline call.
 
     Attributes:
         calls: keyword arguments of each call of a transformer, in order.
@@ -35,7 +35,7 @@ class Recording:
 
 
 def transformers_of(pipe: Any, components: Components) -> list[nn.Module]:
-    """Return the pipeline's transformers; some pipelines have two, of which one may be missing.
+    """Return the pipeline's transformers; some pipelines have two, and one of them may be missing.
 
     Raises: FamilyError: all are missing.
     """
@@ -63,7 +63,7 @@ def call(
 
     Args:
         answer: called in place of the transformers with their keyword arguments; None: the transformers run.
-        seed: of the generator that the pipeline draws its noise from.
+        seed: seed of the generator of the pipeline's noise.
         settings: arguments of the call.
     """
     pixels = media["pixels"]

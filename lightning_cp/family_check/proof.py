@@ -19,7 +19,7 @@ class Proof:
         name: capture, oracle, batch or topology, with its variant.
         error: largest error, relative to the largest expected value.
         tolerance: largest error that passes.
-        found: what differs most, for the reader; empty if nothing does.
+        found: description of the largest difference; empty if there is none.
     """
 
     name: str

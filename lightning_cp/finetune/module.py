@@ -15,7 +15,7 @@ from typing_extensions import override
 from lightning_cp.data import bucket_loader
 from lightning_cp.families import Family, StoredBatch
 from lightning_cp.finetune.validation import Validation
-from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.objectives import MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 _BATCHES = "lightning_cp.batches"
@@ -33,9 +33,9 @@ class _OneStep(list[int]):
 class FineTuning(LightningModule):
     """Fine-tune a transformer on stored samples, alone or with a strategy of lightning_cp.
 
-    Logs "loss" and, in Lightning's validation, "val_loss". Noise, times and the order of the data depend on the seed
-    and the number of batches only, so a run that is resumed at another number of ranks continues exactly. Checkpoints
-    hold the weights that are trained.
+    Logs "loss", "sigma" (the mean noise level) and, in Lightning's validation, "val_loss". Noise, times and the order
+    of the data depend on the seed and the number of batches only, so a run that is resumed at another number of ranks
+    continues exactly. Checkpoints hold the weights that are trained.
 
     Args:
         transformer: diffusers transformer, with or without adapters (`add_lora`).
@@ -44,6 +44,8 @@ class FineTuning(LightningModule):
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
+        micro_batch_size: gradient accumulation: most samples that a rank passes through the transformer at once; None:
+            all of its samples. Unlike with Lightning's `accumulate_grad_batches`, losses and weights stay the same.
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
@@ -58,6 +60,7 @@ class FineTuning(LightningModule):
         optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
         data: Any = None,
         batch_size: int = 1,
+        micro_batch_size: int | None = None,
         num_workers: int = 0,
         held_out: Any = None,
         quantiles: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
@@ -69,13 +72,49 @@ class FineTuning(LightningModule):
         self.batches = 0
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
+        self._micro_batch_size, self._has_gradients = micro_batch_size, False
+        if micro_batch_size is not None and micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1, or None")
 
     @override
     def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
-        loss = self.objective.loss(self.transformer, self.family, batch, step=self.batches)
+        first = self.objective.first_index(self.transformer, batch)
+        *others, last = micro_batches(
+            self.objective, self.family, batch, size=self._micro_batch_size, step=self.batches, first_index=first
+        )
+        self._has_gradients = bool(others)
+        if others:
+            self._check_accumulation()
+            for optimizer in self.trainer.optimizers:
+                optimizer.zero_grad()
+        values = []
+        for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
+            values.append(self.loss(part))
+            self.trainer.strategy.backward(values[-1][0], None)
+        values.append(self.loss(last))
         self.batches += 1
-        self.log("loss", loss, prog_bar=True, batch_size=len(batch), sync_dist=True)  # the mean over data ranks
-        return loss
+        for name, parts in zip(("loss", "sigma"), zip(*values, strict=True), strict=True):
+            mean = torch.stack([x.detach() for x in parts]).sum()
+            self.log(name, mean, prog_bar=name == "loss", batch_size=len(batch), sync_dist=True)  # over data ranks
+        return values[-1][0]
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Zero the gradients, unless `training_step` did: the Trainer calls this after it and before its backward."""
+        if not self._has_gradients:
+            super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def loss(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return loss and mean sigma of a micro-batch, both times its `share`. Override it to change the loss."""
+        return part.loss(self.transformer)
+
+    def _check_accumulation(self) -> None:
+        """Raises: ValueError: Lightning accumulates gradients too."""
+        if self.trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"micro_batch_size={self._micro_batch_size} does not work with Trainer(accumulate_grad_batches="
+                f"{self.trainer.accumulate_grad_batches}): leave one of them out"
+            )
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:

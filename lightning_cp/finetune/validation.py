@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -17,6 +16,7 @@ from lightning_cp.data.bucket_order import bucket_members
 from lightning_cp.families import Family, Sample, StoredBatch, collate
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.objectives import Objective
+from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, Ranks
 
 
@@ -47,10 +47,11 @@ class HeldOutData(ValidationData):
     Args:
         cache: the cache.
         rows: indices of the rows in `cache.rows`, for instance from `split_validation`.
+        lengths: see `LatentData`.
     """
 
-    def __init__(self, cache: LatentCache, rows: Sequence[int]) -> None:
-        self.cache, self.rows = cache, tuple(rows)
+    def __init__(self, cache: LatentCache, rows: Sequence[int], *, lengths: Sequence[int] = ()) -> None:
+        self.cache, self.rows, self.lengths = cache, tuple(rows), tuple(lengths)
         self._text = cache.family().text
 
     @property
@@ -67,7 +68,7 @@ class HeldOutData(ValidationData):
 
     def collate(self, samples: Sequence[Sample]) -> StoredBatch:
         """Join samples to a batch, without the empty caption: validation drops no captions."""
-        return collate(samples, self._text)
+        return collate(samples, self._text, lengths=self.lengths)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Validation:
         Raises: RuntimeError: the ranks have different validation sets.
         """
         sums = torch.zeros(len(self.quantiles) + 1, dtype=torch.float64)  # the last one counts samples
-        with _evaluating(transformer):
+        with evaluating(transformer):
             for first, members, is_counted in self._batches(data_shard):
                 stored = self.data.collate([self.data[i] for i in members]).to(ranks.device)
                 clean = self.family.clean(stored)
@@ -211,15 +212,3 @@ def _hash(seed: int, name: str) -> bytes:
 def _step(p: float) -> int:
     """Return a step that training never has: negative, and different for every quantile."""
     return -int(np.float64(p).view(np.int64))
-
-
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Set eval mode inside the context, and restore the mode of every submodule after it."""
-    were_training = [inner for inner in module.modules() if inner.training]
-    module.eval()
-    try:
-        yield
-    finally:
-        for inner in were_training:
-            inner.training = True

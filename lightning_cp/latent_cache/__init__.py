@@ -5,7 +5,7 @@ Training reads a `LatentCache` through `LatentData`.
 """
 
 from lightning_cp.latent_cache.cache import LatentCache
-from lightning_cp.latent_cache.dataset import LatentData
+from lightning_cp.latent_cache.dataset import LatentData, text_lengths
 from lightning_cp.latent_cache.fingerprint import Fingerprint, check_fresh, differences, fingerprint_of
 from lightning_cp.latent_cache.folder import PreparedCache, prepare_cache
 from lightning_cp.latent_cache.index import CacheIndex
@@ -25,4 +25,5 @@ __all__ = [
     "differences",
     "fingerprint_of",
     "prepare_cache",
+    "text_lengths",
 ]

@@ -82,9 +82,9 @@ class LatentCache:
         return self._contents.texts[hash].caption
 
     @property
-    def empty_text(self) -> Sample:
-        """Text tensors of the empty caption."""
-        return self.text(self.index.empty_caption)
+    def empty_text(self) -> Sample | None:
+        """Text tensors of the empty caption; None if the text encoder saw the media: no text then fits all samples."""
+        return None if self.index.empty_caption is None else self.text(self.index.empty_caption)
 
     def family(self) -> Family:
         """Return the model family, bound to the stored facts. Raises: FamilyError: it is not registered."""

@@ -92,7 +92,7 @@ def check_contents(folder: Path, contents: Contents, index: CacheIndex) -> dict[
     missing = sorted(captions.keys() - contents.texts.keys())
     if missing:
         raise CacheError(f"{folder} has no text {missing[0]}, a caption of sample {ascii(captions[missing[0]])[:100]}")
-    if index.empty_caption not in contents.texts:
+    if index.empty_caption is not None and index.empty_caption not in contents.texts:
         raise CacheError(f"{folder} has no text of the empty caption, {index.empty_caption}")
     by_shard = defaultdict[str, list[Row]](list)
     rows: Iterable[Row] = (*contents.media, *contents.texts.values())

@@ -14,6 +14,15 @@ from lightning_cp.families import Sample, StoredBatch, collate
 from lightning_cp.latent_cache.cache import LatentCache
 
 
+def text_lengths(longest: int) -> tuple[int, ...]:
+    """Return few numbers of positions to pad texts to, for `LatentData(lengths=...)`: 64, 128, ... up to `longest`.
+
+    A text is then padded to less than twice its length, or to 64.
+    """
+    doubled = [64 << n for n in range(max(0, longest - 1).bit_length()) if 64 << n < longest]
+    return (*doubled, longest)
+
+
 class LatentData(Dataset[Sample]):
     """Samples of a cache, with one of their captions chosen at random in each epoch.
 
@@ -56,7 +65,7 @@ class LatentData(Dataset[Sample]):
 
     @property
     def buckets(self) -> list[tuple[int, int, int]]:
-        """Size (frames, height, width) of every item, for a sampler whose batches have one size each."""
+        """Size (frames, height, width) of every item, for a sampler that draws batches of one size."""
         rows = self.cache.rows
         sizes = [(row.frames, row.height, row.width) for row in rows]
         return [sizes[row] for row in self._row_of]

@@ -18,7 +18,7 @@ from lightning_cp.errors import CacheError, StaleCacheError
 from lightning_cp.families import Components
 
 Fingerprint = dict[str, str]
-"""What encoded a cache: names such as "vae.weights" and "package.torch", with hashes or readable values."""
+"""Identity of a cache's encoders: names such as "vae.weights" and "package.torch", with hashes or readable values."""
 
 _SAMPLED = 256  # elements of each tensor
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "ftfy")
@@ -48,7 +48,7 @@ def fingerprint_of(pipe: Any, components: Components | Iterable[str], settings: 
 
     Args:
         pipe: a pipeline with its weights loaded.
-        components: the family's components, of which text and media count; or names.
+        components: the family's components (text and media encoders count), or names.
         settings: plain values that the samples depend on: sizes, dtype, crop, maximum lengths.
     Returns: plain strings by name, for `CacheIndex`.
     Raises: CacheError: a component's weights are not in memory, or its kind is unknown.

@@ -25,8 +25,8 @@ class PreparedCache:
 
     Args:
         folder: the folder.
-        index: what the cache is.
-        contents: what earlier runs stored.
+        index: description of the cache.
+        contents: rows that earlier runs stored.
     """
 
     def __init__(self, folder: Path, index: CacheIndex, contents: Contents, lock: FolderLock) -> None:
@@ -62,7 +62,7 @@ def prepare_cache(folder: str | Path, index: CacheIndex) -> PreparedCache:
 
     Args:
         folder: folder of the cache; it may be missing or empty.
-        index: what the cache will be. To continue, family, facts and fingerprint must be equal.
+        index: description of the cache. To continue, family, facts and fingerprint must be equal.
     Returns: the locked cache. Wait for it (a barrier) on the other ranks.
     Raises:
         StaleCacheError: the folder has a cache of other weights, settings or package versions.
@@ -113,7 +113,7 @@ def _continued(folder: Path, new: CacheIndex) -> CacheIndex:
 
 def _identity(index: CacheIndex) -> dict[str, str]:
     facts = {f"facts.{name}": json.dumps(value, sort_keys=True, default=repr) for name, value in index.facts.items()}
-    return {"family": index.family, "empty_caption": index.empty_caption, **index.fingerprint, **facts}
+    return {"family": index.family, "empty_caption": index.empty_caption or "", **index.fingerprint, **facts}
 
 
 def _recovered(path: Path) -> RowsFile:

@@ -26,14 +26,15 @@ _PACKAGES = ("lightning-cp", "torch", "diffusers", "safetensors")
 
 @dataclass(frozen=True)
 class CacheIndex:
-    """What a cache is.
+    """Description of a cache.
 
     Args:
         family: `name` of the model family.
         facts: the family's `facts`.
         fingerprint: result of `fingerprint_of`.
         settings: plain settings of the run that made the cache, for information.
-        empty_caption: hash of the caption that replaces dropped captions.
+        empty_caption: hash of the caption that replaces dropped captions; None if texts depend on the media, and
+            captions cannot be dropped.
         planned_samples: number of samples that the run will store, for messages about an unfinished cache; None if
             unknown.
         cache_id: random name, also in every shard and rows file; kept when a run continues.
@@ -44,7 +45,7 @@ class CacheIndex:
     facts: Facts
     fingerprint: Mapping[str, str]
     settings: Mapping[str, Any] = field(default_factory=dict)
-    empty_caption: str = field(default_factory=lambda: caption_hash(""))
+    empty_caption: str | None = field(default_factory=lambda: caption_hash(""))
     planned_samples: int | None = None
     cache_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     versions: Mapping[str, str] = field(
@@ -149,7 +150,7 @@ _INDEX_FIELDS: Checks = {
     "facts": (_is_dict, "a JSON object"),
     "fingerprint": (_are_strings, "a JSON object of strings"),
     "settings": (_is_dict, "a JSON object"),
-    "empty_caption": _STRING,
+    "empty_caption": (lambda value: value is None or _is_string(value), "a string that is not empty, or null"),
     "planned_samples": (lambda value: value is None or _is_count(value), "an integer or null"),
     "cache_id": _STRING,
     "versions": (_are_strings, "a JSON object of strings"),

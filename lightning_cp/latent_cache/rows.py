@@ -64,7 +64,7 @@ class TextRow:
         hash: see `caption_hash`.
         caption: the text.
         length: number of stored positions.
-        media_id: id of the sample that the text was encoded with, for families whose text depends on the media.
+        media_id: id of the sample that the text was encoded with, if the text encoder sees the media.
         shard: file that holds the tensors.
     """
 
@@ -82,7 +82,7 @@ class TextRow:
 
 @dataclass(frozen=True, slots=True)
 class ShardRow:
-    """One shard, whose rows precede it. Args: cache: the id of the cache."""
+    """One shard; its rows precede it in the file. Args: cache: the id of the cache."""
 
     shard: str
     size_bytes: int

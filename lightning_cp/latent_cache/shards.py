@@ -22,7 +22,7 @@ from lightning_cp.families import Sample
 from lightning_cp.latent_cache.rows import ShardRow
 
 TEMPORARY = ".tmp"
-"""How the names of unfinished files begin, also those of safetensors."""
+"""Prefix of the names of unfinished files, also in safetensors."""
 Layout = dict[str, dict[str, tuple[str, tuple[int, ...]]]]  # key of the sample -> tensor name -> dtype and shape
 _DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),

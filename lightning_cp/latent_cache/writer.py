@@ -38,7 +38,7 @@ class CacheWriter:
 
     Tensors are collected in memory, up to `shard_bytes` for media and as many for texts. A shard is flushed to disk
     and renamed before its rows are written: a killed run loses only what was not yet in a shard. All ranks see the
-    same `done_ids` and `done_texts`: what was stored when rank 0 prepared the cache.
+    same `done_ids` and `done_texts`: the samples and texts stored when rank 0 prepared the cache.
 
     Args:
         folder: the cache.

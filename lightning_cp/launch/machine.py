@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,24 @@ class Machine:
     def max_cpu_ranks(self) -> int:
         """Largest accepted number of CPU ranks; more are assumed to be a mistake."""
         return max(16, 4 * self.cores)
+
+
+def free_memory_bytes(accelerator: str) -> int | None:
+    """Return the free memory of one process, of the CPU or of the first GPU; None if it cannot be read."""
+    if accelerator == "cpu":
+        try:
+            lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        except (OSError, StopIteration, ValueError):
+            return None
+    answer = subprocess.run(
+        [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info(0)[0])"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return int(answer.stdout) if answer.returncode == 0 else None
 
 
 def count_gpus() -> int:

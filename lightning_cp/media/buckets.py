@@ -36,8 +36,7 @@ def default_buckets(
     No bucket has more pixels than `height` x `width`, so that all fit the memory that this size needs.
 
     Args:
-        height: with `width` the largest area, and itself a bucket.
-        width: likewise.
+        height, width: size with the largest area, in pixels; it is a bucket, too.
         frames: number of frames, or several: each bucket exists once for each. Add 1 to train on images, too.
         aspects: width / height of the buckets; the inverse of each is added.
     Raises: FamilyError: sizes that are not on the grid; names the nearest that are.
@@ -88,7 +87,7 @@ def nearest_bucket(
 
     Args:
         frames_available: number of frames of the video at the wanted rate; 1 for images.
-        height: of the video or image, in pixels; likewise `width`.
+        height, width: size of the video or image, in pixels.
     Raises: MediaError: all buckets have more frames.
     """
     fitting = [bucket for bucket in buckets if bucket.frames <= frames_available]

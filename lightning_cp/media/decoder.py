@@ -30,7 +30,7 @@ class Frame:
 
     Args:
         time_s: presentation time from the first frame of the video.
-        duration_s: how long it is shown; 0 if the file does not say.
+        duration_s: time for which it is shown; 0 if the file does not say.
         picture: PyAV's frame.
     """
 

@@ -11,17 +11,26 @@ from lightning_cp.media.source import Entry, Skipped, Source, is_image, is_video
 from lightning_cp.media.table import TABLE_SUFFIXES
 from lightning_cp.media.text import is_unicode, lines_of, read_text
 
+_REFERENCE = ".reference"  # end of a reference's name, before the suffix
+
 
 def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     """Find the images and videos in a folder and below it, sorted by path; hidden files are left out.
 
-    Raises: DataError: a folder or a caption file cannot be read.
+    `a.reference.png` is the reference of `a.png`.
+
+    Raises: DataError: a folder or a caption file cannot be read, or a file has two references.
     """
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for files in _walk(folder, frozenset(), skipped):
+        references = _references([file for file in files if is_image(file)])
+        files = [file for file in files if file not in references.values()]
         media = [file for file in files if is_image(file) or is_video(file)]
         stems = {file.stem for file in media}
+        for name, file in references.items():
+            if name not in stems:
+                skipped.append(Skipped(file, f"a reference, but no image or video is called {name}"))
         texts = {file.stem: file for file in files if file.suffix.lower() == ".txt"}
         for file in files:
             reason = _refusal(file, stems)
@@ -30,7 +39,8 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
             elif file in media:
                 captions = _captions(texts[file.stem]) if file.stem in texts else ()
                 path = file.relative_to(folder).as_posix()
-                entries.append(Entry(Source(path, file, captions), path, where=str(file)))
+                source = Source(path, file, captions, reference=references.get(file.stem))
+                entries.append(Entry(source, path, where=str(file)))
     return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
 
 
@@ -53,6 +63,19 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped
     for path in paths:
         if os.path.isdir(path):
             yield from _walk(path, above | {identity}, skipped)
+
+
+def _references(images: list[Path]) -> dict[str, Path]:
+    """Return the references of a folder by the name of the media. Raises: DataError: two are of the same media."""
+    found: dict[str, Path] = {}
+    for file in images:
+        name = file.stem.removesuffix(_REFERENCE)
+        if name == file.stem:
+            continue
+        if name in found:
+            raise DataError(f"{file} and {found[name].name} are both references of {name}: keep one of them")
+        found[name] = file
+    return found
 
 
 def _refusal(file: Path, stems: set[str]) -> str | None:

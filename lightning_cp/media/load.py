@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -41,16 +41,19 @@ def load_media(
     fps: float | None = None,
     max_upscale: float = MAX_UPSCALE,
     background: Color = WHITE,
+    reference_size: Callable[..., tuple[int, int]] | None = None,
 ) -> LoadedMedia:
     """Read a source, choose its bucket with `nearest_bucket`, and crop and resize it with `fit`.
 
-    The reference is cropped and resized to the height and width of the same bucket.
+    The reference is cropped and resized, too.
 
     Args:
         buckets: one, or several to choose from.
         fps: frames per second of clips; None: the rate of the video.
         max_upscale: largest factor of enlargement.
         background: colour behind transparent pixels of images, 0 to 255.
+        reference_size: returns height and width of the reference from those of the bucket (`Family.reference_size`);
+            None: the same.
     Raises: MediaError: the file, or its reference, cannot be used; names the file and the reason. No other exception
         leaves this function but MemoryError.
     """
@@ -65,7 +68,10 @@ def load_media(
         if source.reference is not None:
             with failures_of(source.reference):
                 image = read_image(source.reference, background=background).unsqueeze(1)
-                reference, _ = fit(image, Bucket(1, bucket.height, bucket.width), max_upscale=max_upscale)
+                height, width = bucket.height, bucket.width
+                if reference_size is not None:
+                    height, width = reference_size(height=height, width=width)
+                reference, _ = fit(image, Bucket(1, height, width), max_upscale=max_upscale)
     return LoadedMedia(fitted, bucket, crop, rate, reference)
 
 

@@ -32,7 +32,7 @@ def choose_frames(frames: Iterator[Frame], span: Span, *, frame_s: float) -> Ite
 
     Args:
         frames: in the order of presentation, from a time at or before the start.
-        frame_s: how long a frame is shown if it does not say.
+        frame_s: duration of frames that have none in the file.
     """
     if span.fps is None:
         return _consecutive(frames, span, frame_s)

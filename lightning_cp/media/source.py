@@ -21,7 +21,7 @@ class Source:
             relative to the folder or table, and the range of a clip.
         file: the image or video.
         captions: one or more; ("",) to train with the empty caption.
-        repeats: how often an epoch has this source.
+        repeats: number of times that an epoch has this source.
         start_s: start of the clip in seconds from the first frame; 0 for images.
         end_s: end of the clip in seconds from the first frame, excluded; None: to the end of the video.
         reference: an image that belongs to the sample, for models that edit images.
@@ -51,7 +51,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Sources:
-    """What a folder or table holds.
+    """Content of a folder or table.
 
     Args:
         sources: in the order of the table, or sorted by path.

@@ -30,7 +30,7 @@ def find_sources(
     """Find the images and videos of a folder or table, with their captions.
 
     Folder: all images and videos in it and below it, without hidden files. The captions of `a/b.mp4` are the non-empty
-    lines of `a/b.txt`. Links to folders are followed.
+    lines of `a/b.txt`, and `a/b.reference.png` is its reference. Links to folders are followed.
 
     Table: a `.csv` file with a header, or a `.jsonl` file with one object per line. Columns or keys: `file`, relative
     to the table's folder; `caption`, or `captions`, a JSON list; optional `repeats`, `reference`, and the range of a
@@ -40,7 +40,7 @@ def find_sources(
         path: a folder, or a table.
         captions: `required`: skip files without a caption; `optional`: give them the empty caption.
         clips: `first`: one source per video, or per range in the table. `all`: cut each into as many consecutive clips
-            of `clip_frames` as it has; what remains at the end is left out. Videos are then opened to read their
+            of `clip_frames` as it has, without the frames that remain at the end. Videos are then opened to read their
             duration.
         clip_frames: frames of a clip with `clips=all`.
         fps: frames per second of a clip with `clips=all`; None: the video's rate.

@@ -24,7 +24,7 @@ class VideoInfo:
 
     Args:
         width: in pixels as shown: upright, with square pixels.
-        height: likewise.
+        height: in pixels as shown.
         fps: frames per second, on average if the rate varies.
         duration_s: duration of the video stream.
         frames: number of frames; None if the file does not store it.
@@ -59,7 +59,7 @@ def probe(file: str | Path) -> VideoInfo:
             duration_s = float(stream.duration * stream.time_base)
         else:
             duration_s = (container.duration or 0) / 1e6
-        if duration_s <= 0 or fps <= 0 or container.format.name == "mpeg":  # whose duration is FFmpeg's guess
+        if duration_s <= 0 or fps <= 0 or container.format.name == "mpeg":  # FFmpeg guesses its duration
             fps, duration_s = _measured(file, fps)
         return VideoInfo(width, height, fps, duration_s, stream.frames or None)
 
@@ -93,8 +93,8 @@ def read_clip(
 ) -> Tensor:
     """Read consecutive frames of a video as RGB, upright, with square pixels.
 
-    With `fps`, frame i is the frame whose presentation time is nearest to `start_s + i / fps`, the earlier one if two
-    are equally near; so videos with a variable rate keep their speed. The clip ends where the last frame of the video
+    With `fps`, frame i is the one presented nearest to `start_s + i / fps`, the earlier one if two
+    are equally near. Videos with a variable rate keep their speed. The clip ends where the last frame of the video
     is no longer shown.
 
     Args:

@@ -3,6 +3,7 @@
 from lightning_cp.objectives.density import Density, LogitNormal, Uniform
 from lightning_cp.objectives.diffusion import Diffusion
 from lightning_cp.objectives.flow import FlowMatching
+from lightning_cp.objectives.micro_batch import MicroBatch, micro_batches
 from lightning_cp.objectives.objective import Noised, Objective, objective_for
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "Diffusion",
     "FlowMatching",
     "LogitNormal",
+    "MicroBatch",
     "Noised",
     "Objective",
     "Uniform",
+    "micro_batches",
     "objective_for",
 ]

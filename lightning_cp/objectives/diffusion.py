@@ -42,6 +42,11 @@ class Diffusion(Objective):
         return torch.full((len(clean),), time, dtype=torch.int64, device=clean.device)
 
     @override
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        levels = torch.tensor(family.objective.alphas_cumprod, dtype=torch.float32, device=times.device)
+        return (1 - levels[times]).sqrt()
+
+    @override
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         defaults = family.objective
         if defaults.prediction == "flow":

@@ -21,7 +21,7 @@ def call_unrounded(transformer: nn.Module, arguments: dict[str, Any]) -> Any:
     """Return `transformer(**arguments)`, with every argument in the dtype that it has here.
 
     `fabric.setup(transformer)` returns a module that casts all floating-point arguments to the precision's dtype. Times
-    would be rounded: bfloat16 tells only about half of 1000 times apart. The arguments therefore pass it in one opaque
+    would be rounded: bfloat16 has about 500 values for 1000 times. The arguments therefore pass it in one opaque
     object, and a hook of the module that was set up takes them out.
     """
     if not is_wrapped(transformer):

@@ -58,6 +58,10 @@ class FlowMatching(Objective):
         return torch.full((len(clean),), sigma, dtype=torch.float32, device=clean.device)
 
     @override
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        return times
+
+    @override
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         if family.objective.prediction != "flow":
             raise ValueError(f"{family.name} predicts {family.objective.prediction}: train it with Diffusion")

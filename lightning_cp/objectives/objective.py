@@ -90,14 +90,14 @@ class Objective(ABC):
     ) -> Tensor:
         """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
 
-        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample whose
-        mask is 0 everywhere has loss 0.
+        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
+        mask 0 everywhere has loss 0.
 
         Args:
             times: time of each sample, as `times_at` returns them; None: drawn.
         Other arguments: see `loss`.
         """
-        first = self._first(transformer, stored, first_index)
+        first = self.first_index(transformer, stored) if first_index is None else first_index
         noised = self.noised(family, stored, step=step, first_index=first, times=times)
         guidances = (self.guidance, family.objective.guidance, 1.0)
         guidance = next(value for value in guidances if value is not None)
@@ -155,13 +155,16 @@ class Objective(ABC):
         """
 
     @abstractmethod
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        """Return sigma, the factor of the noise in the noisy latents, at each time: float32 [b], from 0 to 1."""
+
+    @abstractmethod
     def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
         """Return the noisy latents and the target, both like `clean`."""
 
     @staticmethod
-    def _first(transformer: nn.Module, stored: StoredBatch, first_index: int | None) -> int:
-        if first_index is not None:
-            return first_index
+    def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
+        """Return the index of a batch's first sample in the global batch: data rank times batch size."""
         for module in transformer.modules():  # it may be inside DDP, peft, Fabric or a compiler's wrapper
             installed = installed_on(module)
             if installed is not None:

@@ -1,16 +1,22 @@
 """Sample with diffusers pipelines on several ranks: distribute tokens, CFG branches and prompts."""
 
-from lightning_cp.pipelines.apply import parallel_pipeline, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 from lightning_cp.pipelines.components import load_pipeline
+from lightning_cp.pipelines.follow import Leader, follow
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split
+from lightning_cp.pipelines.results import ClipWithSound
 from lightning_cp.pipelines.stage_times import StageTimes
+from lightning_cp.pipelines.state import parallel_pipeline, use_degrees
 
 __all__ = [
+    "ClipWithSound",
+    "Leader",
     "StageTimes",
     "cfg_merge",
     "cfg_split",
+    "follow",
     "gather",
     "load_pipeline",
     "parallel_pipeline",
@@ -20,4 +26,5 @@ __all__ = [
     "sampling_ranks",
     "split",
     "unparallelize_pipeline",
+    "use_degrees",
 ]

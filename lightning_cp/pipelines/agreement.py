@@ -17,7 +17,9 @@ from lightning_cp.mesh import MeshGroups
 _RANDOM = "generator"
 
 
-def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) -> None:
+def sync_rng_and_check_inputs(
+    arguments: Mapping[str, Any], sample: MeshGroups, state: Mapping[str, Any] | None = None
+) -> None:
     """Refuse unequal arguments of a pipeline call, and set the random states of all ranks to those of the first rank.
 
     Random states: each `torch.Generator` in the argument `generator`, and torch's default generators of the CPU and of
@@ -27,14 +29,16 @@ def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) 
     Args:
         arguments: arguments of the call, by name.
         sample: ranks that share the sample.
+        state: other values that must be equal on these ranks, by name.
     Ranks: all ranks of `sample`. Raises: PeerMismatchError, on all of these ranks, with the argument's name.
     """
     if sample.context is None:
         return
     generators = _generators(arguments.get(_RANDOM))
     is_first = sample.context_rank == 0
-    local = {
-        "arguments": dict(_digests("", {name: x for name, x in arguments.items() if name != _RANDOM})),
+    compared = {name: x for name, x in arguments.items() if name != _RANDOM} | dict(state or {})
+    local: dict[str, Any] = {
+        "arguments": dict(_digests("", compared)),
         "generators": [x.device.type for x in generators],
         "states": [x.get_state() for x in generators] if is_first else None,
         "default": _default_states() if is_first else None,
@@ -50,8 +54,8 @@ def sync_rng_and_check_inputs(arguments: Mapping[str, Any], sample: MeshGroups) 
                 "of this group, compared with its rank 0): pass the same arguments on these ranks. To sample many "
                 "different prompts, use lightning_cp.pipelines.sample_prompts"
             )
-    for generator, state in zip(generators, first["states"], strict=True):
-        generator.set_state(state)
+    for generator, random_state in zip(generators, first["states"], strict=True):
+        generator.set_state(random_state)
     _set_default_states(first["default"])
 
 

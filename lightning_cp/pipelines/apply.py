@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
-from lightning_cp.engine.apply import Installed, parallelize, remove_context_parallel
+from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches, branches_for
-from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method, undo_all
-from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
-from lightning_cp.pipelines.calls import arguments_by_name, only_one_shows_progress
+from lightning_cp.mesh import branches_for
+from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
+from lightning_cp.pipelines.adapters import allow_hotswap
+from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
-from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.degrees import declared_degrees
+from lightning_cp.pipelines.patch_calls import StepClock, check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
@@ -31,45 +29,37 @@ from lightning_cp.pipelines.placement import (
     rank_device,
     shard_layers,
 )
-from lightning_cp.pipelines.stages import Setting, Stages, follow_stages, make_stages
+from lightning_cp.pipelines.stages import Setting, follow_stages, make_stages
+from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.votes import Votes
+from lightning_cp.pipelines.wrappers import (
+    device_properties,
+    over_branches,
+    synchronized,
+    vote_before,
+    with_resolved_tensors,
+)
+from lightning_cp.shares import show_shares
 
-_INSTALLED = "_lightning_cp"
 _log = logging.getLogger("lightning_cp")
 
 
-@dataclass(eq=False)
-class ParallelPipeline:
-    """State of a parallel pipeline.
-
-    Attributes:
-        ranks: groups of ranks that share a sample, a CFG branch or tokens.
-        transformers: installed transformers, by component name.
-        decoders: names of the autoencoders that encode and decode in parallel.
-        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
-        shard: names of the components with weights sharded over ranks (FSDP2).
-        stages: device placement by stage; None for the setting "together".
-        undo: functions that restore the pipeline, to be called last to first.
-    """
-
-    ranks: Branches
-    transformers: dict[str, Installed]
-    decoders: tuple[str, ...]
-    calls: BranchCalls
-    shard: tuple[str, ...] = ()
-    stages: Stages | None = None
-    undo: list[Undo] = field(default_factory=list)
-
-
 def parallelize_pipeline(
-    pipe: Any,
+    pipeline: Any,
+    /,
     parallel_config: object,
     *,
     cfg: int = 1,
+    degrees: Mapping[str, Mapping[str, int]] | None = None,
+    pipe: int | Sequence[int] = 1,
+    patches: int = 1,
+    warmup: int = 1,
     vae: bool | Literal["auto"] = "auto",
     shard: Sequence[str] = (),
     stages: Setting = "together",
     kernel: str = "auto",
     check_peers: str = "sampled",
+    shares: Sequence[float] | None = None,
 ) -> None:
     """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
 
@@ -77,13 +67,23 @@ def parallelize_pipeline(
     default random states (used if no generator is given) are set to those of the first of these ranks. Other arguments
     must be equal, and are compared. Every rank returns the whole result and runs the callbacks.
 
-    World size = data x cfg x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
+    World size = data x cfg x pipe x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
+
+    With `patches` above 1, later steps reuse keys of the previous step, so the result differs from one process'. It
+    depends on `patches` and `warmup` only, and one process computes it too. With patches=1 it is exact.
 
     Args:
-        pipe: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts of
-            Wan).
+        pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
+            of Wan).
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel. 2 for classifier-free guidance.
+        degrees: other degrees that a call may use (`use_degrees`), by name: {"guided": {"ring": 2, "cfg": 2}}. Degrees
+            left out are 1. Each must use as many ranks per sample as `parallel_config` and `cfg`; with a sharded
+            transformer `cfg` must be the same. Not with `pipe`, `patches` or `shares`.
+        pipe: number of stages that the transformer's blocks are divided into, each on other ranks; or the number of
+            blocks of each stage. A rank keeps the weights of its blocks only. This cannot be undone.
+        patches: number of patches of a step (PipeFusion). Stages compute different patches at the same time.
+        warmup: number of first steps that compute the whole sequence, for each branch of guidance.
         vae: True: encode and decode in parallel. "auto": if the autoencoder's class supports it. False: do not.
         shard: names of components to shard over ranks layer by layer (FSDP2), for pipelines that do not fit on one
             device. They are moved to the rank's device layer by layer. This cannot be undone.
@@ -94,52 +94,81 @@ def parallelize_pipeline(
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies.
+        shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
+            first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
+            context groups use the same. None: equal.
     Ranks: the whole world.
     Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
         unless layers were already sharded: it then raises at every call.
     """
     check_private_uses("pipeline")
-    components = components_of(pipe)
-    if parallel_pipeline(pipe) is not None:
-        raise PlanError(f"{type(pipe).__name__} is already context-parallel: call unparallelize_pipeline first")
+    components = components_of(pipeline)
+    if parallel_pipeline(pipeline) is not None:
+        raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
-    found = transformers_of(pipe, components)
-    refuse_processor_swaps(pipe)
-    ranks = branches_for(config, cfg)
+    num_stages = check_patches(pipe, patches, warmup)
+    found = transformers_of(pipeline, components)
+    refuse_processor_swaps(pipeline)
+    ranks = branches_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
-    staged = make_stages(pipe, stages, components, found, rank_device(ranks))
+    votes = Votes(type(pipeline).__name__, ranks.control)
+    staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
 
     def check() -> None:
-        check_placement(pipe, components, found, shard=layers, stages=stages)
-        check_guiders(pipe, ranks)
+        check_placement(pipeline, components, found, shard=layers, stages=stages)
+        check_guiders(pipeline, ranks)
 
     check()
+    if degrees and (num_stages > 1 or patches > 1 or shares is not None):
+        raise ValueError(f"degrees={sorted(degrees)} cannot be combined with pipe, patches or shares")
+    sharded = next((name for name in layers if name in found), None)
+    chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
     undo: list[Undo] = []
     try:
         installed = {}
         for name, module in found.items():
-            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers)
+            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        calls = BranchCalls(type(pipe).__name__, ranks)
-        undo += [intercept_calls(found[name], _over_branches(calls, one)) for name, one in installed.items()]
-        scheduler = components.get("scheduler")
-        if ranks.cfg > 1 and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
-            undo.append(intercept_method(scheduler, "step", _with_resolved_tensors))
+        calls, clock, scheduler = BranchCalls(type(pipeline).__name__, ranks), StepClock(), components.get("scheduler")
+        in_patches = make_patch_calls(installed, ranks, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
+        for one in in_patches.values():
+            undo += one.install()
+        calls.pending.before_settle = votes.check
+        undo += [
+            intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
+            for name, one in installed.items()
+        ]
+        undo += [allow_hotswap(module) for module in found.values() if hasattr(module, "load_lora_adapter")]
+        if in_patches and hasattr(scheduler, "step"):
+            undo.append(intercept_method(scheduler, "step", clock.before_step))
+        shares_branches = any(x.branches.cfg > 1 for x in chosen.values())
+        if shares_branches and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
+            undo.append(intercept_method(scheduler, "step", with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
+        undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
         if staged is not None:
             follow_stages(staged, undo)
-        undo.append(intercept_calls(pipe, _synchronized(pipe, calls, staged, check), **_device_properties(staged)))
-        undo.append(only_one_shows_progress(pipe, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-        shard_layers(layers, components, found, ranks)  # last: cannot be undone
+        state = ParallelPipeline(
+            *(ranks, installed, decoders, calls, votes, chosen),
+            shard=tuple(layers),
+            stages=staged,
+            patch_calls=in_patches,
+            undo=undo,
+        )
+        undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
+        undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
+        shard_layers(layers, components, found, ranks)  # last, as the next: cannot be undone
+        for one in in_patches.values():
+            one.release()
     except BaseException as error:
         undo_all(undo)
-        mark_unusable(pipe, layers, error)
+        mark_unusable(pipeline, layers, error)
         raise
     if staged is not None:
         staged.offload_all()
-    pipe.__dict__[_INSTALLED] = ParallelPipeline(ranks, installed, decoders, calls, tuple(layers), staged, undo)
-    _describe(pipe, config)
+    pipeline.__dict__[INSTALLED] = state
+    _describe(pipeline, config)
 
 
 def unparallelize_pipeline(pipe: Any) -> None:
@@ -152,57 +181,13 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"shard={list(installed.shard)}: sharded weights cannot be gathered in place: "
             f"load the {type(pipe).__name__} again"
         )
+    if any(one.stage is not None for one in installed.patch_calls.values()):
+        raise PlanError(
+            f"pipe={installed.ranks.pipe}: this rank has freed the blocks of other stages: load the "
+            f"{type(pipe).__name__} again"
+        )
     undo_all(installed.undo)
-    del pipe.__dict__[_INSTALLED]
-
-
-def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
-    """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
-    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(_INSTALLED)
-    return found
-
-
-def _over_branches(calls: BranchCalls, installed: Installed) -> Around:
-    """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
-
-    def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if calls.is_active and calls.branches.cfg > 1:
-            return calls.call(installed.module, call, args, kwargs)
-        if not calls.is_active:
-            installed.session.peers.compare_next_in_full()
-        return call(*args, **kwargs)
-
-    return around
-
-
-def _with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return call(*resolve_all(args), **resolve_all(kwargs))
-
-
-def _synchronized(pipe: Any, calls: BranchCalls, stages: Stages | None, check: Callable[[], None]) -> Around:
-    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
-    signature = inspect.signature(type(pipe).__call__)
-
-    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        given = arguments_by_name(signature, args, kwargs)
-        check()
-        sync_rng_and_check_inputs(given, calls.branches.sample)
-        calls.begin(may_start_late=guidance_may_start_late(pipe, given))
-        try:
-            with nullcontext() if stages is None else stages.call(given):
-                return resolve_all(call(*args, **kwargs))
-        finally:
-            calls.end()
-
-    return around
-
-
-def _device_properties(stages: Stages | None) -> dict[str, Any]:
-    """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
-    if stages is None:
-        return {}
-    device = property(lambda pipe: stages.device)
-    return {"device": device, "_execution_device": device}
+    del pipe.__dict__[INSTALLED]
 
 
 def _check_started() -> None:
@@ -219,7 +204,9 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
     assert installed is not None, "it has just been made parallel"
     ranks = installed.ranks
     if (ranks.data_rank, ranks.sample.context_rank) == (0, 0):
-        degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × ring {config.ring} × ulysses {config.ulysses}"
+        stages = f"pipe {ranks.pipe} × " if ranks.pipe > 1 else ""
+        degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
+        degrees += show_shares(ranks.context.shares)
         names = ", ".join([*installed.transformers, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

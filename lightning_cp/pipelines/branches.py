@@ -9,39 +9,22 @@ process.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.comm.transforms import refuse_tangents
-from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatten
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split, is_repeated
+from lightning_cp.pipelines.forms import Form, key_of, taken_apart
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split, is_repeated
 
 _MAX_INCOMPLETE_EXCHANGES = 2
-_TENSOR = object()  # placeholder for a tensor in _Form.rest
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Form of a transformer's result: its tree structure, the layout of its tensors, and its other leaves."""
-
-    spec: TreeSpec
-    layout: Layout
-    device: torch.device
-    rest: list[Any]
-
-    def filled(self, tensors: Sequence[Tensor]) -> Any:
-        """Build a result of this form from `tensors`."""
-        pieces = iter(tensors)
-        return tree_unflatten([next(pieces) if x is _TENSOR else x for x in self.rest], self.spec)
 
 
 @dataclass(eq=False)
@@ -62,7 +45,7 @@ class BranchCalls:
     name: str
     branches: Branches
     pending: PendingGathers = field(init=False)
-    forms: dict[Any, _Form] = field(default_factory=dict)
+    forms: dict[Any, Form] = field(default_factory=dict)
     incomplete_exchanges: int = 0
     shared: int = 0
     is_active: bool = False
@@ -91,6 +74,10 @@ class BranchCalls:
         own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
         return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
+    def use(self, branches: Branches) -> None:
+        """Distribute the following calls over other groups."""
+        self.branches = self.pending.branches = branches
+
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0
@@ -104,18 +91,15 @@ class BranchCalls:
     def _assign_to_branch(
         self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = (id(module), _shapes((args, kwargs)), _autocast((args, kwargs)))
+        key = (id(module), key_of((args, kwargs)))
         form, turn = self.forms.get(key), len(self.pending.results) % self.branches.cfg
         if form is not None and turn != self.branches.cfg_rank:
-            buffers = [torch.empty(piece.shape, dtype=piece.dtype, device=form.device) for piece in form.layout]
-            return form.filled(self.pending.lazy_tensors(buffers, turn))
-        leaves, spec = tree_flatten(compute(*args, **kwargs))
-        tensors = [x for x in leaves if isinstance(x, Tensor)]
+            return form.filled(self.pending.lazy_tensors(form.empty(), turn))
+        found, tensors = taken_apart(compute(*args, **kwargs))
         if form is None:
-            rest = [_TENSOR if isinstance(x, Tensor) else x for x in leaves]
-            form = self.forms[key] = _Form(spec, layout_of(tensors), tensors[0].device, rest)
+            form = self.forms[key] = found
             return form.filled(self.pending.lazy_tensors(tensors, None))
-        assert layout_of(tensors) == form.layout, "arguments of equal shapes give results of equal shapes"
+        assert found.layout == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
 
     def _count_exchange(self, calls: int) -> None:
@@ -152,20 +136,3 @@ def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _tensors(values: Any) -> list[Tensor]:
     return list(of_type(Tensor, values))
-
-
-def _shapes(values: Any) -> tuple[tuple[object, ...], str]:
-    """Return a key that determines the result's shapes: tensor shapes and dtypes, other values, tree structure."""
-    leaves, spec = tree_flatten(values)
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves), repr(spec)
-
-
-def _autocast(values: Any) -> tuple[Any, ...]:
-    """Return the autocast dtypes by device type, where autocast is on: they also determine the result's dtypes."""
-    kinds = sorted({x.device.type for x in _tensors(values)})
-    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in on)
-
-
-def _plain(value: Any) -> str:
-    return repr(value) if isinstance(value, (int, float, str, type(None))) else type(value).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -17,13 +18,20 @@ from lightning_cp.vae import parallelize_vae
 
 
 def load_pipeline(
-    source: str, dtype: Any, *, setting: str = "source", without: Sequence[str] = (), kind: type | None = None
+    source: str,
+    dtype: Any,
+    *,
+    setting: str = "source",
+    without: Sequence[str] = (),
+    given: Mapping[str, nn.Module] = MappingProxyType({}),
+    kind: type | None = None,
 ) -> Any:
     """Load a pipeline from a folder or from the Hub.
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
         without: names of components that are not loaded; they are None. (diffusers loads those with a default anyway.)
+        given: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
     """
@@ -31,7 +39,7 @@ def load_pipeline(
 
     loaded: Any = kind or DiffusionPipeline
     try:
-        return loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without))
+        return loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **given)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise

@@ -26,6 +26,7 @@ from lightning_cp.nest import of_type, replace
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
 _LATER = (aten("_to_copy"), _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.add, _aten.sub, _aten.rsub)
+_JOINS = (_aten.stack, _aten.cat)  # of the samples of one branch; also deferred
 
 
 @dataclass
@@ -43,12 +44,14 @@ class PendingGathers:
     Attributes:
         branches: CFG, context and data groups of this rank.
         on_settle: called after each exchange with its number of transformer calls.
+        before_settle: called before each exchange.
         results: tensors of the pending calls, in call order.
         later: deferred operators, each with the tensor that takes its result.
     """
 
     branches: Branches
     on_settle: Callable[[int], None] = lambda calls: None
+    before_settle: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
@@ -68,6 +71,7 @@ class PendingGathers:
         if not results:
             return
         self.results, self.later = [], []
+        self.before_settle()
         _exchange(results, self.branches)
         for held, function in later:
             held.copy_(function())
@@ -117,6 +121,10 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         lazy = list(of_type(LazyTensor, (args, kwargs)))
         pending = lazy[0].pending
+        if pending.results and func.overloadpacket in _JOINS and "out" not in kwargs:
+            joined = func(*replace(Tensor, _shape_only, args), **kwargs)
+            held = torch.empty(joined.shape, dtype=joined.dtype, device=lazy[0].device)
+            return pending.compute_later(partial(func, *replace(Tensor, _snapshot, args), **kwargs), held)
         if pending.results and len(lazy) == 1:
             if func.is_view:
                 args, kwargs = _held((args, kwargs))
@@ -160,6 +168,10 @@ def _held(values: Any) -> Any:
 def _snapshot(x: Tensor) -> Tensor:
     """Return a lazy tensor's buffer, or a copy of another tensor: it may be changed before the operator runs."""
     return x.held if isinstance(x, LazyTensor) else x.clone()
+
+
+def _shape_only(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

@@ -13,13 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of
+from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of, register_block_subclass
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
+from lightning_cp.pipelines.adapters import adapter_parameters
 
-_NEED_FULL_WEIGHTS = ("load_lora_adapter", "add_adapter", "fuse_lora", "unfuse_lora", "compile_repeated_blocks")
+_NEED_FULL_WEIGHTS = (
+    *("load_lora_adapter", "load_adapter", "add_adapter", "fuse_lora", "unfuse_lora"),
+    "compile_repeated_blocks",
+)
 
 
 def is_vae(module: object) -> bool:
@@ -175,8 +179,8 @@ def shard_layers(
 
     A transformer is sharded over its context group, because these ranks run the same blocks at the same time. Other
     components are sharded over all ranks that share a sample. Weights outside the layers (embeddings, projections) stay
-    whole, and so do weights in another dtype than the main dtype of their layer (fp32 norms). Each component is then
-    moved to the rank's device.
+    whole, and so do adapters and weights in another dtype than the main dtype of their layer (fp32 norms). Each
+    component is then moved to the rank's device.
     """
     for name, layers in found.items():
         groups = ranks.context if name in transformers else ranks.sample
@@ -186,7 +190,10 @@ def shard_layers(
         mesh = _mesh_over(groups, device.type)
         for layer in layers:
             # Every layer is a root FSDP module, which by default is not resharded after its forward.
-            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=_other_dtypes(layer))
+            whole = _other_dtypes(layer) | adapter_parameters(layer)  # adapters can then be changed as in one process
+            kind = type(layer)
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+            register_block_subclass(kind, type(layer))
         components[name].to(device)
         _refuse_changes(name, components[name])
 
@@ -238,4 +245,5 @@ def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:
 def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
     assert groups.context is not None, "only several ranks shard weights"
     ranks = dist.get_process_group_ranks(groups.context)
-    return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("shard",))
+    # peft knows by this name that layers compute with whole weights.
+    return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("fsdp",))

@@ -13,13 +13,15 @@ import torch.distributed as dist
 from PIL import Image
 
 from lightning_cp.comm.shards import shard_range
-from lightning_cp.errors import PlanError
+from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.apply import parallel_pipeline
+from lightning_cp.pipelines.results import samples_of
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
 _TEXT = {"prompt", "attention"}
+_LYRICS = "lyrics"
 
 
 def sample_prompts(
@@ -30,6 +32,7 @@ def sample_prompts(
     per_call: int = 1,
     write: Callable[[int, Any], None] | None = None,
     collect: bool = True,
+    sound: bool = False,
     **inputs: Any,
 ) -> list[Any]:
     """Call a parallel pipeline with every prompt; each data group samples its share (shares may be uneven).
@@ -45,36 +48,91 @@ def sample_prompts(
         per_call: prompts per call of the pipeline; must be 1 with images, videos, masks or audio.
         write: called with (prompt index, sample) once per prompt, on one rank, as soon as the sample is ready.
         collect: True: every rank returns all samples. False: each rank returns the samples of its data group.
-        inputs: all other arguments of the pipeline, the same for every prompt.
+        sound: return clips of pipelines that also make a sound (LTX-2) as `ClipWithSound`.
+        inputs: all other arguments of the pipeline, the same for every prompt; `lyrics` may be a list with one text per
+            prompt.
     Returns: samples in prompt order: entries of the first field of the pipeline's result.
     Ranks: the whole world.
-    Raises: ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
+    Raises: CallFailedError: another rank has failed; its data group stops, the others finish their prompts first.
+        ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
         that is not parallel; a result without one entry per prompt.
     """
     installed = parallel_pipeline(pipe)
     if installed is None:
         raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    found: list[Any] = []
+    error: Exception | None = None
+    try:
+        for samples in _sampled(
+            pipe, installed, prompts, inputs, seed=seed, per_call=per_call, write=write, sound=sound
+        ):
+            found += samples
+    except Exception as raised:
+        if installed.votes.broken is not None:
+            raise
+        error = raised
+    _raise_on_all(error, installed.ranks)
+    return _gather_samples(found, installed.ranks) if collect else found
+
+
+def _sampled(
+    pipe: Any,
+    installed: ParallelPipeline,
+    prompts: Sequence[Any] | Path,
+    inputs: Mapping[str, Any],
+    *,
+    seed: int,
+    per_call: int,
+    write: Callable[[int, Any], None] | None,
+    sound: bool,
+) -> Iterator[list[Any]]:
+    """Sample the share of this rank's data group; yield the samples of each call.
+
+    An error on one rank of the group ends this on all of them: they vote after each call of the pipeline.
+    """
+    ranks = installed.ranks
+    with installed.votes.call():
+        prompt_argument = _check_inputs(pipe, inputs)
+        texts = read_prompts(prompts)
+        inputs = {**inputs, **_lyrics(pipe, inputs, len(texts))}
+        _check_calls(installed, len(texts), per_call, inputs)
+    for first, batch in _batches(texts, share_of(len(texts), ranks), per_call):
+        with installed.votes.call():
+            generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
+            given = _for_each(inputs, range(first, first + len(batch)))
+            result = pipe(**{prompt_argument: batch}, generator=generators, **given)
+            samples = samples_of(pipe, result, len(batch), sound=sound)
+            for i, sample in enumerate(samples):
+                if write is not None and ranks.sample.context_rank == 0:
+                    write(first + i, sample)
+        yield samples
+
+
+def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs: Mapping[str, Any]) -> None:
+    """Raises: ValueError: the number of prompts per call is not valid with these inputs or stages."""
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
-    prompt_argument = _check_inputs(pipe, inputs)
     _check_media(inputs, per_call)
-    texts, ranks = read_prompts(prompts), installed.ranks
-    share, most_per_group = share_of(len(texts), ranks), -(-len(texts) // ranks.data_size)
+    groups = installed.ranks.data_size
+    most_per_group = -(-count // groups)
     if installed.stages is not None and installed.stages.setting == "release" and most_per_group > per_call:
         raise ValueError(
-            f"stages='release' allows a single call, but {len(texts)} prompts over {ranks.data_size} data groups need "
-            f"several: use per_call={most_per_group}, or stages='offload'"
+            f"stages='release' allows a single call, but {count} prompts over {groups} data groups need several: use "
+            f"per_call={most_per_group}, or stages='offload'"
         )
-    found: list[Any] = []
-    for first, batch in _batches(texts, share, per_call):
-        generators = [torch.Generator().manual_seed(seed + first + i) for i in range(len(batch))]
-        result = pipe(**{prompt_argument: batch}, generator=generators, **_for_each(inputs, len(batch)))
-        samples = _samples(pipe, result, len(batch))
-        for i, sample in enumerate(samples):
-            if write is not None and ranks.sample.context_rank == 0:
-                write(first + i, sample)
-        found += samples
-    return _gather_samples(found, ranks) if collect else found
+
+
+def _raise_on_all(error: Exception | None, ranks: Branches) -> None:
+    """Raise an error of any data group on all ranks, once each group has finished or failed. Ranks: the world."""
+    errors: list[Any] = [None]
+    if dist.is_initialized() and ranks.data_size > 1:
+        errors *= dist.get_world_size()
+        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise CallFailedError(f"rank {rank} failed in sample_prompts: {text}")
 
 
 def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
@@ -147,29 +205,31 @@ def _is_media(name: str, value: Any) -> bool:
     return isinstance(first, Image.Image) or (is_media_name and value is not None)
 
 
-def _for_each(inputs: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the inputs for `count` prompts; repeat a negative prompt, since many pipelines need one per prompt."""
-    return {
-        name: [value] * count if name.startswith("negative_prompt") and isinstance(value, str) else value
+def _lyrics(pipe: Any, inputs: Mapping[str, Any], count: int) -> dict[str, list[str]]:
+    """Return lyrics for each prompt, for pipelines that sing. Raises: ValueError: a list without one per prompt."""
+    argument = inspect.signature(type(pipe).__call__).parameters.get(_LYRICS)
+    if argument is None:
+        return {}
+    lyrics = inputs.get(_LYRICS, argument.default)
+    if isinstance(lyrics, str):
+        return {_LYRICS: [lyrics] * count}
+    if not isinstance(lyrics, (list, tuple)) or len(lyrics) != count:
+        raise ValueError(f"lyrics={lyrics!r} must be one text for all prompts, or a list with one for each of {count}")
+    return {_LYRICS: list(lyrics)}
+
+
+def _for_each(inputs: Mapping[str, Any], prompts: range) -> dict[str, Any]:
+    """Return the inputs for some of the prompts; repeat a negative prompt, since many pipelines need one per prompt."""
+    given = {
+        name: [value] * len(prompts) if name.startswith("negative_prompt") and isinstance(value, str) else value
         for name, value in inputs.items()
     }
+    return given | ({_LYRICS: inputs[_LYRICS][prompts.start : prompts.stop]} if _LYRICS in inputs else {})
 
 
 def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, list[str]]]:
     for first in range(share.start, share.stop, size):
         yield first, texts[first : min(first + size, share.stop)]
-
-
-def _samples(pipe: Any, result: Any, count: int) -> list[Any]:
-    """Return the entries of the result's first field. Raises: ValueError: their number is not `count`."""
-    name, values = ("entries", result[0]) if isinstance(result, tuple) else next(iter(result.items()))
-    samples = list(values)
-    if len(samples) != count:
-        raise ValueError(
-            f"{type(pipe).__name__} returned {len(samples)} {name} for {count} prompts, not one per prompt: use "
-            f"{'per_call=1' if count > 1 else 'another output_type'}, or call the pipeline directly"
-        )
-    return samples
 
 
 def _gather_samples(found: list[Any], ranks: Branches) -> list[Any]:

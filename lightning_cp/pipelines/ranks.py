@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from lightning_cp.comm.shards import gather_uneven, own_shard
@@ -9,7 +11,7 @@ from lightning_cp.config import check_degree, context_config
 from lightning_cp.mesh import Branches, branches_for
 
 
-def sampling_ranks(parallel_config: object, *, cfg: int = 1) -> Branches:
+def sampling_ranks(parallel_config: object, *, cfg: int = 1, shares: Sequence[float] | None = None) -> Branches:
     """Return this rank's groups in a world of data x cfg x ring x ulysses ranks.
 
     Sizes and indices: `ranks.cfg` and `ranks.cfg_rank` for branches of guidance, `ranks.data_size` and
@@ -18,13 +20,14 @@ def sampling_ranks(parallel_config: object, *, cfg: int = 1) -> Branches:
     Args:
         parallel_config: `ContextParallelConfig` or `ParallelConfig`, lightning_cp's or diffusers'.
         cfg: CFG degree: number of groups that compute branches of guidance in parallel.
+        shares: weight of each rank of a context group, for unequal devices; None: equal.
     Ranks: the whole world. Raises: ValueError: the degrees do not fit the world size.
     """
-    return branches_for(context_config(parallel_config), check_degree("cfg", cfg, default=1))
+    return branches_for(context_config(parallel_config), check_degree("cfg", cfg, default=1), shares=shares)
 
 
 def split(x: Tensor, dim: int, ranks: Branches) -> Tensor:
-    """Return this rank's shard of a whole tensor along `dim`. Shards may be uneven; longer shards come first.
+    """Return this rank's shard of a whole tensor along `dim`. Shards may be uneven.
 
     Gradient: a slice; backward pads with zeros.
     """

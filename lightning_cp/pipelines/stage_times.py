@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_cp.patching import Undo, intercept_calls, undo_all
-from lightning_cp.pipelines.apply import parallel_pipeline
+from lightning_cp.pipelines.state import parallel_pipeline
 
 
 @dataclass(eq=False)

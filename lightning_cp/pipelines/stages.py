@@ -47,6 +47,7 @@ class Stages:
         components: modules by name.
         stages: stage by component name. Components without an entry may be called at any time (a safety checker) and
             are never freed.
+        experts: transformers that compute different steps (both of Wan); "offload" keeps only one on the device.
         current: current stage; None between calls.
         released: names of the components with freed weights.
     """
@@ -56,8 +57,10 @@ class Stages:
     device: torch.device
     components: Mapping[str, nn.Module]
     stages: Mapping[str, Stage]
+    experts: tuple[str, ...] = ()
     current: Stage | None = None
     released: list[str] = field(default_factory=list)
+    _expert: str | None = None
 
     @contextmanager
     def call(self, arguments: Mapping[str, Any]) -> Iterator[None]:
@@ -96,13 +99,19 @@ class Stages:
                 f"{self.pipeline} calls {name} after its stage, when its weights were already freed "
                 "(stages='release'): use stages='offload'"
             )
+        if self.setting == "offload" and name in self.experts and name != self._expert:
+            for other in self.experts:
+                if other != name:
+                    self._offload(other)
+            _empty_cache(self.device)
+            self._expert = name
         self._to_device(name)
         if all(x.device == self.device for x in of_type(Tensor, values)):
             return values
         return replace(Tensor, lambda x: x.to(self.device), values)
 
     def _begin(self, stage: Stage) -> None:
-        self.current = stage
+        self.current, self._expert = stage, None
         for name in self.components:
             other = self.stages.get(name)
             if self.setting == "offload" and other is not stage:
@@ -144,9 +153,9 @@ def make_stages(
             modules[name] = module
     order = getattr(pipe, "model_cpu_offload_seq", None)
     stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
-    return Stages(
-        type(pipe).__name__, setting, at, modules, {name: stage for name, stage in stages.items() if stage is not None}
-    )
+    known = {name: stage for name, stage in stages.items() if stage is not None}
+    switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
+    return Stages(type(pipe).__name__, setting, at, modules, known, tuple(transformers) if switches else ())
 
 
 def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:

@@ -4,7 +4,7 @@ The window is a full mask [tokens, tokens], and each rank keeps its rows. With f
 of the backend instead, set only if the number of keys exceeds the window size.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, mask, split
+from lightning_cp.plans.plan import LOCAL, Plan, mask, patches, split
 
 PLANS = {
     "AceStepTransformer1DModel": Plan(
@@ -19,5 +19,6 @@ PLANS = {
         gather={"layers.-1": split(1, "audio")},
         main="audio",
         refused_backends={"flash": "with it the model makes no mask, and leaves its window to the backend"},
+        patches=patches("audio"),
     ),
 }

@@ -3,7 +3,7 @@
 The rotary tables of each axis stay whole; the position indices of the tokens are split.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "AllegroTransformer3DModel": Plan(
@@ -16,5 +16,6 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
+        patches=patches("image"),
     ),
 }

@@ -1,6 +1,6 @@
 """AnyFlow: like Wan, with two timesteps per frame, so modulation is per token, in the blocks and after them."""
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "AnyFlowTransformer3DModel": Plan(
@@ -13,5 +13,6 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"blocks.-1": split(1, "image")},
+        patches=patches("image"),
     ),
 }

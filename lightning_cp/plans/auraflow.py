@@ -1,6 +1,6 @@
 """AuraFlow: joint attention; register tokens precede the text, and single blocks get one tensor of both shards."""
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 PLANS = {
     "AuraFlowTransformer2DModel": Plan(
@@ -9,5 +9,6 @@ PLANS = {
             "single_transformer_blocks": {},
         },
         gather={"proj_out": split(1, "image")},
+        patches=patches("text", "image"),
     ),
 }

@@ -3,7 +3,7 @@
 ConsisID adds cross-attention of the video to face tokens between the blocks; it needs no communication.
 """
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 _ARGUMENTS = {
     "hidden_states": split(1, "image"),
@@ -20,9 +20,11 @@ PLANS = {
             },
         },
         gather={"proj_out": split(1, "image")},
+        patches=patches("text", "image"),
     ),
     "ConsisIDTransformer3DModel": Plan(
         blocks={"transformer_blocks": _ARGUMENTS},
         gather={"norm_final": split(1, "text", "image")},  # the model then drops the text by its global length
+        patches=patches("text", "image"),
     ),
 }

@@ -3,7 +3,7 @@
 `CogView4TrainingAttnProcessor` takes the masks of both modalities from `attention_kwargs`.
 """
 
-from lightning_cp.plans.plan import Attention, Plan, split
+from lightning_cp.plans.plan import Attention, Plan, patches, split
 
 PLANS = {
     "CogView3PlusTransformer2DModel": Plan(
@@ -11,6 +11,7 @@ PLANS = {
             "transformer_blocks": {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")},
         },
         gather={"proj_out": split(1, "image")},
+        patches=patches("text", "image"),
     ),
     "CogView4Transformer2DModel": Plan(
         blocks={

@@ -3,7 +3,7 @@
 With one timestep per frame, modulation is per token and is split. With one per sample, it has no token dim.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 _MODULATION = {"embedded_timestep": split(1, "image", ndim=3), "temb": split(1, "image", ndim=3)}
 
@@ -22,5 +22,6 @@ PLANS = {
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         required={"encoder_hidden_states": "without text its cross-attention would attend to the split video"},
+        patches=patches("image"),
     ),
 }

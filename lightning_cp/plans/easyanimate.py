@@ -1,6 +1,6 @@
 """EasyAnimate: joint attention over [text | video] without a mask; rotary positions for the video only."""
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 PLANS = {
     "EasyAnimateTransformer3DModel": Plan(
@@ -13,5 +13,6 @@ PLANS = {
         },
         gather={"proj_out": split(1, "image")},
         unused=("transformer_blocks.-1.attn1.to_add_out.*", "transformer_blocks.-1.txt_ff.*"),
+        patches=patches("text", "image"),
     ),
 }

@@ -1,6 +1,6 @@
 """ERNIE-Image: one modality of image and text, [tokens, batch, ...]; modulation is already expanded to every token."""
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 PLANS = {
     "ErnieImageTransformer2DModel": Plan(
@@ -13,5 +13,6 @@ PLANS = {
             },
         },
         gather={"final_linear": split(0, "image")},
+        patches=patches("image"),
     ),
 }

@@ -6,7 +6,7 @@ text, image and reference images each attend only to themselves.
 
 from dataclasses import replace
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, patches, split
 
 INPUTS = {
     "hidden_states": split(1, "image"),
@@ -19,6 +19,7 @@ FLUX = Plan(
     inputs={**INPUTS, "joint_attention_kwargs": MASK},
     blocks={"transformer_blocks": {}, "single_transformer_blocks": {}},
     gather={"proj_out": split(1, "image")},
+    patches=patches("text", "image"),
 )
 _CONTROLNET = {
     "controlnet_block_samples": split(1, "image"),
@@ -55,11 +56,13 @@ PLANS = {
         gather={"proj_out": split(1, "image")},
         needed=("text", "reference"),
         unused=("*image_cond*",),
+        patches=patches("text", "image", "reference", stages=False),
     ),
     "ChromaTransformer2DModel": replace(
         FLUX,
         inputs={**INPUTS, **_CONTROLNET, "attention_mask": split(1, "text", "image")},
         attention={"attn": (Attention(("text", "image"), mask="outer"), _ADAPTER)},
+        patches=None,
     ),
     "LongCatImageTransformer2DModel": replace(FLUX, inputs=INPUTS),
     "OvisImageTransformer2DModel": FLUX,

@@ -5,7 +5,7 @@ The blocks and the last norm locate the image by its number of tokens. The last 
 
 from dataclasses import replace
 
-from lightning_cp.plans.plan import LOCAL, Plan, Spec, count, split
+from lightning_cp.plans.plan import LOCAL, Plan, Spec, count, patches, split
 
 _ARGUMENTS: dict[str, Spec] = {
     "original_context_length": count("image"),  # listed first: all other tokens are history
@@ -19,6 +19,7 @@ _HELIOS = Plan(
     attention={"attn1": ("history", "image"), "attn2": LOCAL},
     gather={"proj_out": split(1, "image")},
     unused=("patch_short.*", "patch_mid.*", "patch_long.*"),
+    patches=patches("history", "image"),
 )
 
 PLANS = {

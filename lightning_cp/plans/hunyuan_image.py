@@ -1,6 +1,6 @@
 """HunyuanImage: joint attention with a mask over [image | text]; the text refiner runs on the whole text."""
 
-from lightning_cp.plans.plan import Pad, Plan, split
+from lightning_cp.plans.plan import Pad, Plan, patches, split
 
 _ARGUMENTS = {
     "hidden_states": split(1, "image"),
@@ -14,5 +14,6 @@ PLANS = {
         blocks={"transformer_blocks": _ARGUMENTS, "single_transformer_blocks": _ARGUMENTS},
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_attention_mask"),),
+        patches=patches("image", "text"),
     ),
 }

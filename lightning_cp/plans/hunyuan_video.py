@@ -4,7 +4,7 @@ With `token_replace` the first frame's tokens have separate modulation, so they 
 history before the video and drops it after the last block. HunyuanVideo 1.5 builds its mask from per-token values.
 """
 
-from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, split
+from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, patches, split
 
 _TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
 
@@ -33,14 +33,17 @@ PLANS = {
                 blocks=_blocks("first_frame", "image", num_tokens=count("first_frame")),
                 gather={"proj_out": split(1, "first_frame", "image")},
                 pads=_TEXT,
+                patches=patches("first_frame", "image", "text"),
             ),
         },
+        patches=patches("image", "text"),
     ),
     "HunyuanVideoFramepackTransformer3DModel": Plan(
         blocks=_blocks("image"),
         gather={"single_transformer_blocks.-1": (split(1, "image"), None)},
         needed=("text",),
         pads=_TEXT,
+        patches=patches("image", "text"),
     ),
     "HunyuanVideo15Transformer3DModel": Plan(
         blocks={

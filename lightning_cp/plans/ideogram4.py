@@ -3,7 +3,7 @@
 The output of the last block is gathered, because per-token timesteps modulate the final layer too.
 """
 
-from lightning_cp.plans.plan import Plan, mask, split
+from lightning_cp.plans.plan import Plan, mask, patches, split
 
 PLANS = {
     "Ideogram4Transformer2DModel": Plan(
@@ -16,5 +16,6 @@ PLANS = {
             },
         },
         gather={"layers.-1": split(1, "image")},
+        patches=patches("image"),
     ),
 }

@@ -3,7 +3,7 @@
 Rotary positions: in Edit for the image, and optionally the text; in Edit Plus for the image only, one set per sample.
 """
 
-from lightning_cp.plans.plan import Plan, mask, split
+from lightning_cp.plans.plan import Plan, mask, patches, split
 
 _TOKENS = {"hidden_states": split(1, "image"), "encoder_hidden_states": split(1, "text")}
 _UNUSED = ("double_blocks.-1.attn.txt_attn_proj.*", "double_blocks.-1.txt_mlp.*")
@@ -13,6 +13,7 @@ PLANS = {
         blocks={"double_blocks": {**_TOKENS, "image_rotary_emb": (split(0, "image"), split(0, "text"))}},
         gather={"proj_out": split(1, "image")},
         unused=_UNUSED,
+        patches=patches("image", "text"),
     ),
     "JoyImageEditPlusTransformer3DModel": Plan(
         blocks={
@@ -24,5 +25,6 @@ PLANS = {
         },
         gather={"proj_out": split(1, "image")},
         unused=_UNUSED,
+        patches=patches("image", "text"),
     ),
 }

@@ -3,7 +3,7 @@
 Kandinsky 6 also has an audio modality; video and audio attend to each other.
 """
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, patches, split
 
 _NABLA = "NABLA attention picks blocks of keys by means over the whole video"
 
@@ -13,6 +13,7 @@ PLANS = {
         attention={"self_attention": ("image",), "cross_attention": LOCAL},
         gather={"visual_transformer_blocks.-1": split(1, "image")},
         refused={"sparse_params": _NABLA},
+        patches=patches("image"),
     ),
     "Kandinsky6Transformer3DModel": Plan(
         blocks={
@@ -37,5 +38,6 @@ PLANS = {
             "visual_transformer_blocks.*.*_cross_attention.*",
             "visual_transformer_blocks.*.*_modulation.*",
         ),
+        patches=patches("image", "audio"),
     ),
 }

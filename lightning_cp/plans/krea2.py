@@ -1,6 +1,6 @@
 """Krea 2: text and image are one modality, with a key mask. Text layers are fused before the blocks, on whole text."""
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 PLANS = {
     "Krea2Transformer2DModel": Plan(
@@ -12,5 +12,6 @@ PLANS = {
             },
         },
         gather={"transformer_blocks.-1": split(1, "image")},
+        patches=patches("image"),
     ),
 }

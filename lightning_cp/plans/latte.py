@@ -4,7 +4,7 @@ Patches are split, so temporal attention is local. In temporal blocks patches ar
 the timesteps.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "LatteTransformer3DModel": Plan(
@@ -15,5 +15,6 @@ PLANS = {
         attention={"temporal_transformer_blocks.attn1": LOCAL, "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         unused=("temporal_transformer_blocks.*",),
+        patches=patches("image"),
     ),
 }

@@ -3,7 +3,7 @@
 Gathered before the long skip connection, which adds the input of the first block.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "LongCatAudioDiTTransformer": Plan(
@@ -18,5 +18,6 @@ PLANS = {
         gather={"blocks.-1": split(1, "audio")},
         main="audio",
         unused=("latent_embed.*", "latent_cond_embedder.*"),
+        patches=patches("audio"),
     ),
 }

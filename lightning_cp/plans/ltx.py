@@ -1,6 +1,6 @@
 """LTX-Video: self-attention over the video, cross-attention on replicated, masked text."""
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "LTXVideoTransformer3DModel": Plan(
@@ -14,5 +14,6 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
+        patches=patches("image"),
     ),
 }

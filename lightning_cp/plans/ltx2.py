@@ -4,7 +4,7 @@ The model's arguments are split, so that per-token timesteps are embedded on sha
 part of LTX-2; it has audio parameters but never uses them.
 """
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, patches, split
 
 _VIDEO = {"hidden_states": split(1, "image"), "video_rotary_emb": split(-2, "image")}
 _CACHE = "its keys of other frames are on every rank, beside a shard of this window's"
@@ -55,5 +55,6 @@ PLANS = {
             "transformer_blocks.*.prompt_scale_shift_table",
         ),
         refused={"kv_cache": _CACHE, "kv_cache_mode": _CACHE},
+        patches=patches("image"),
     ),
 }

@@ -3,7 +3,7 @@
 Lumina 2 packs each sample as one sequence [text | image]. Packing and the refiners run whole, before the blocks.
 """
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, patches, split
 
 _ARGUMENTS = {
     "hidden_states": split(1, "image"),
@@ -12,12 +12,15 @@ _ARGUMENTS = {
 }
 
 PLANS = {
-    "Lumina2Transformer2DModel": Plan(blocks={"layers": _ARGUMENTS}, gather={"norm_out": split(1, "image")}),
+    "Lumina2Transformer2DModel": Plan(
+        patches=patches("image"), blocks={"layers": _ARGUMENTS}, gather={"norm_out": split(1, "image")}
+    ),
     "LuminaNextDiT2DModel": Plan(
         blocks={"layers": _ARGUMENTS},
         attention={"attn1": Attention(("image",), mask="keys"), "attn2": LOCAL},
         gather={"norm_out": split(1, "image")},
         unused=("pad_token",),
         refused={"cross_attention_kwargs.base_sequence_length": "it scales attention by the tokens of one rank"},
+        patches=patches("image"),
     ),
 }

@@ -3,7 +3,7 @@
 In Music 3 the timestep is the first audio token. The text refiner of H3 runs whole, before the blocks.
 """
 
-from lightning_cp.plans.plan import Plan, split
+from lightning_cp.plans.plan import Plan, patches, split
 
 PLANS = {
     "MiniMaxH3Transformer3DModel": Plan(
@@ -17,10 +17,12 @@ PLANS = {
         arguments={"norm_out": {"timestep_indices": split(0, "packed")}},
         gather={"proj_out": split(1, "packed"), "audio_proj_out": split(1, "packed")},
         main="packed",
+        patches=patches("packed"),
     ),
     "MiniMaxMusic3Transformer1DModel": Plan(
         blocks={"transformer_blocks": {"hidden_states": split(1, "audio"), "rotary_emb": split(0, "audio")}},
         gather={"transformer_blocks.-1": split(1, "audio")},
         main="audio",
+        patches=patches("audio"),
     ),
 }

@@ -1,6 +1,6 @@
 """OmniGen: one modality of text, input images, time and image, with a full mask (text causal, images bidirectional)."""
 
-from lightning_cp.plans.plan import Plan, mask, split
+from lightning_cp.plans.plan import Plan, mask, patches, split
 
 PLANS = {
     "OmniGenTransformer2DModel": Plan(
@@ -13,5 +13,6 @@ PLANS = {
         },
         gather={"norm": split(1, "image")},
         unused=("embed_tokens.*", "patch_embedding.input_image_proj.*"),
+        patches=patches("image"),
     ),
 }

@@ -1,6 +1,6 @@
 """PixArt and DiT: self-attention over the image; PixArt adds cross-attention on replicated text."""
 
-from lightning_cp.plans.plan import LOCAL, Plan, split
+from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "PixArtTransformer2DModel": Plan(
@@ -8,9 +8,11 @@ PLANS = {
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         required={"encoder_hidden_states": "without text its cross-attention would attend to the split image"},
+        patches=patches("image"),
     ),
     "DiTTransformer2DModel": Plan(
         blocks={"transformer_blocks": {"hidden_states": split(1, "image")}},
         gather={"proj_out_2": split(1, "image")},
+        patches=patches("image"),
     ),
 }

@@ -155,6 +155,24 @@ class Pad:
 
 
 @dataclass(frozen=True)
+class Patches:
+    """How a model is computed in patches of its tokens (`engine/patches.py`).
+
+    Attributes:
+        order: order of the modalities' tokens in attention over several of them.
+        stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
+    """
+
+    order: Modalities
+    stages: bool = True
+
+
+def patches(*order: str, stages: bool = True) -> Patches:
+    """Short form of `Patches(order, stages)`."""
+    return Patches(order, stages)
+
+
+@dataclass(frozen=True)
 class Plan:
     """Context-parallel rules for one model class.
 
@@ -188,6 +206,7 @@ class Plan:
         refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
             of a dict or an attribute.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
+        patches: how the model is computed in patches; None: it cannot be.
         variants: other plans, by (config entry, value).
     """
 
@@ -207,6 +226,7 @@ class Plan:
     required: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
+    patches: Patches | None = None
     variants: Mapping[tuple[str, object], Plan] = field(default_factory=dict)
 
     @property

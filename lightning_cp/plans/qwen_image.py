@@ -1,6 +1,6 @@
 """QwenImage: joint attention with a text mask; separate position tables for image and text."""
 
-from lightning_cp.plans.plan import Pad, Plan, split
+from lightning_cp.plans.plan import Pad, Plan, patches, split
 
 PLANS = {
     "QwenImageTransformer2DModel": Plan(
@@ -17,5 +17,6 @@ PLANS = {
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_hidden_states_mask"),),
         unused=("transformer_blocks.-1.*",),
+        patches=patches("text", "image"),
     ),
 }

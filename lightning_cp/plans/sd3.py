@@ -2,7 +2,7 @@
 
 With an IP-Adapter the image attends to [image | picture], where picture is the adapter's image prompt, also split."""
 
-from lightning_cp.plans.plan import Attention, Plan, split
+from lightning_cp.plans.plan import Attention, Plan, patches, split
 
 _ADAPTER = Attention(("image",), ("image", "picture"))
 
@@ -21,5 +21,6 @@ PLANS = {
             "attn2": (Attention(("image",)), _ADAPTER),
         },
         gather={"proj_out": split(1, "image")},
+        patches=patches("image", "text"),
     ),
 }

@@ -3,7 +3,7 @@
 The modulation after the blocks is computed for the whole video, so the video is gathered before it.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, mask, split
+from lightning_cp.plans.plan import LOCAL, Plan, mask, patches, split
 
 PLANS = {
     "SkyReelsV2Transformer3DModel": Plan(
@@ -17,5 +17,6 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"blocks.-1": split(1, "image")},
+        patches=patches("image"),
     ),
 }

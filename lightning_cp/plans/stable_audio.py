@@ -4,7 +4,7 @@ Version 1 has one extra token, here part of the audio modality. Version 3 has me
 the inpainting input has audio tokens only. Attention in version 3 is differential: the difference of two attentions.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, count, split
+from lightning_cp.plans.plan import LOCAL, Plan, count, patches, split
 
 PLANS = {
     "StableAudioDiTModel": Plan(
@@ -18,6 +18,7 @@ PLANS = {
         attention={"attn1": ("audio",), "attn2": LOCAL},
         gather={"proj_out": split(1, "audio")},
         main="audio",
+        patches=patches("audio"),
     ),
     "StableAudio3DiTModel": Plan(
         blocks={
@@ -35,5 +36,6 @@ PLANS = {
             "transformer_blocks.*.to_local_embed.*",
         ),
         main="audio",
+        patches=patches("memory", "audio"),
     ),
 }

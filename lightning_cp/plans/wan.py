@@ -5,7 +5,7 @@ a second stack of blocks over control tokens, as many as the video has. The face
 frame, so it runs on the whole video.
 """
 
-from lightning_cp.plans.plan import LOCAL, Plan, Whole, split
+from lightning_cp.plans.plan import LOCAL, Plan, Whole, patches, split
 
 _TOKENS = {"hidden_states": split(1, "image"), "rotary_emb": split(1, "image")}
 _ATTENTION = {"attn1": ("image",), "attn2": LOCAL}
@@ -16,6 +16,7 @@ _WAN = Plan(
     blocks={"blocks": {**_TOKENS, "temb": split(1, "image", ndim=4)}},
     attention=_ATTENTION,
     gather=_OUTPUT,
+    patches=patches("image"),
 )
 
 PLANS = {
@@ -25,11 +26,13 @@ PLANS = {
         blocks={"vace_blocks": {**_TOKENS, "control_hidden_states": split(1, "image")}, "blocks": _TOKENS},
         attention=_ATTENTION,
         gather=_OUTPUT,
+        patches=patches("image", stages=False),
     ),
     "WanAnimateTransformer3DModel": Plan(
         blocks={"blocks": _TOKENS},
         whole={"face_adapter.*": Whole({"hidden_states": split(1, "image")}, split(1, "image"))},
         attention=_ATTENTION,
         gather=_OUTPUT,
+        patches=patches("image"),
     ),
 }

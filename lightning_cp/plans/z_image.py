@@ -4,7 +4,7 @@ In omni mode a per-token mask, split with the tokens, separates noisy tokens fro
 the final layer, which needs the whole mask, and not at the last block, because a ControlNet may add to its output.
 """
 
-from lightning_cp.plans.plan import Plan, Whole, split
+from lightning_cp.plans.plan import Plan, Whole, patches, split
 
 PLANS = {
     "ZImageTransformer2DModel": Plan(
@@ -19,5 +19,6 @@ PLANS = {
         },
         whole={"all_final_layer.*": Whole({"x": split(1, "image")})},
         gather={},
+        patches=patches("image"),
     ),
 }

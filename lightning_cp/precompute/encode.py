@@ -59,7 +59,7 @@ def encode_sources(
     """Encode media that the cache does not have; files that cannot be used are skipped.
 
     Args:
-        sources: of this rank, or of its group.
+        sources: media files of this rank or of its group.
         workers: threads that read and decode files while the VAE encodes.
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
@@ -73,7 +73,7 @@ def encode_sources(
         if isinstance(loaded, tuple):
             media, row = loaded
             try:
-                (sample,) = family.encode_media(pipe, _tensors(media))
+                (sample,) = family.encode_media(pipe, batch_of_one(media))
             except FamilyError as error:  # the family does not take this size, or needs a reference
                 failure = MediaError(f"{source.file}: {error}")
             else:
@@ -96,8 +96,8 @@ def captions_of(sources: Sequence[Source]) -> list[str]:
     return list(dict.fromkeys(["", *(caption for source in sources for caption in source.captions)]))
 
 
-def _tensors(media: LoadedMedia) -> Media:
-    """Return a batch of one."""
+def batch_of_one(media: LoadedMedia) -> Media:
+    """Return media as families take them."""
     given = {"pixels": media.pixels[None]}
     if media.reference is not None:
         given["reference"] = media.reference[None]

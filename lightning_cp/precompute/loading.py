@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import CacheError, MediaError
+from lightning_cp.families import Family
 from lightning_cp.latent_cache import MediaRow, caption_hash
 from lightning_cp.media import Bucket, LoadedMedia, Source, load_media
 from lightning_cp.precompute.hashes import FileHashes, state_of
@@ -32,6 +33,7 @@ class Loader:
         folder: the cache, for errors.
         fps: frames per second of clips; None: the file's.
         max_upscale: largest factor of enlargement.
+        family: family of the pipeline; None: one that encodes texts alone and loads references at the samples' size.
     """
 
     root: Path
@@ -40,6 +42,7 @@ class Loader:
     folder: Path
     fps: float | None = None
     max_upscale: float = 1.5
+    family: Family | None = None
     hashes: FileHashes = field(default_factory=FileHashes)
 
     def load(self, source: Source) -> Loaded:
@@ -50,7 +53,13 @@ class Loader:
             if source.id in self.done:
                 check_unchanged(self.done[source.id], row, self.folder)
                 return None
-            media = load_media(source, buckets_for(source, self.buckets), fps=self.fps, max_upscale=self.max_upscale)
+            media = load_media(
+                source,
+                buckets_for(source, self.buckets),
+                fps=self.fps,
+                max_upscale=self.max_upscale,
+                reference_size=None if self.family is None else self.family.reference_size,
+            )
             if state_of(source) != before:
                 raise MediaError(f"{source.file}: changed while it was read")
         except MediaError as error:
@@ -61,12 +70,12 @@ class Loader:
 
     def _row(self, source: Source) -> dict[str, Any]:
         """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""
-        inside = source.file.is_relative_to(self.root)
+        inside, contents = source.file.is_relative_to(self.root), self.hashes.of(source)
         return {
             "id": source.id,
             "source": str(source.file.relative_to(self.root) if inside else source.file),
-            "source_hash": self.hashes.of(source),
-            **caption_fields(source),
+            "source_hash": contents,
+            **caption_fields(source, contents, self.family),
         }
 
 
@@ -98,14 +107,22 @@ def load_all(
                 future.cancel()
 
 
-def caption_fields(source: Source) -> dict[str, Any]:
-    """Return the fields of a row that hold captions."""
-    return {"captions": tuple(caption_hash(caption) for caption in source.captions), "repeats": source.repeats}
+def caption_fields(source: Source, contents: str, family: Family | None) -> dict[str, Any]:
+    """Return the fields of a row that hold captions. Args: contents: the row's `source_hash`."""
+    seen = media_id(source, contents) if family is not None and family.text.sees_media else None
+    return {"captions": tuple(caption_hash(caption, seen) for caption in source.captions), "repeats": source.repeats}
+
+
+def media_id(source: Source, contents: str) -> str:
+    """Return the name of a source's media in `caption_hash`; other contents have another name."""
+    return f"{source.id} {contents}"
 
 
 def check_unchanged(stored: MediaRow, row: Mapping[str, Any], folder: Path) -> None:
     """Raise CacheError if a stored sample has other contents, captions or repeats. Args: row: fields to compare."""
     names = {"source_hash": "contents", "captions": "captions", "repeats": "repeats"}
+    if row.get("source_hash", stored.source_hash) != stored.source_hash:
+        del names["captions"]  # their hashes can depend on the contents
     changed = [word for name, word in names.items() if name in row and getattr(stored, name) != row[name]]
     if changed:
         raise CacheError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,14 @@ import torch
 from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
+from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
 from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
 from lightning_cp.precompute.loading import Loader, caption_fields, check_unchanged
 from lightning_cp.precompute.ranks import EncodingRanks, Report
+from lightning_cp.precompute.seen_texts import encode_seen_captions
 from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of
 from lightning_cp.precompute.terminal import progress_bar, quiet_packages
@@ -31,8 +33,9 @@ SKIPPED = "skipped.jsonl"
 
 @dataclass(frozen=True)
 class _Run:
-    """What all phases of a run use."""
+    """Objects that all phases of a run use."""
 
+    pretrained: str
     data: Path
     output: Path
     settings: PrecomputeSettings
@@ -69,14 +72,14 @@ def precompute(
     Args:
         pretrained: folder of a pipeline, or its name on the Hub.
         data: folder or table of media, see `find_sources`.
-        device: of this rank's encoders.
+        device: device of this rank's encoders.
         ranks: from `EncodingRanks.of_world`; None: one process.
         progress: show progress bars on rank 0.
     Ranks: the whole world; the media must be readable and the cache writable on every rank. An exception on one rank
         is raised on all of them.
     Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
     """
-    run = _Run(data, output, settings, device, ranks or EncodingRanks(), progress)
+    run = _Run(pretrained, data, output, settings, device, ranks or EncodingRanks(), progress)
     found = run.ranks.on_first(lambda: _find(run))
     with quiet_packages(progress):
         with run.ranks.phase():
@@ -114,10 +117,10 @@ def _find(run: _Run) -> Sources:
 
 def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Sequence[Bucket]) -> Precomputed:
     """Encode what the cache does not have. Ranks: the whole world."""
-    settings, ranks, captions = run.settings, run.ranks, captions_of(found.sources)
-    with run.phase("captions", len(captions), pipe, family.components.text) as (writer, report):
-        mine = captions[ranks.rank :: ranks.size]
-        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
+    settings, ranks = run.settings, run.ranks
+    root = run.data if run.data.is_dir() else run.data.parent
+    loader = Loader(root, buckets, {}, run.output, settings.fps, settings.max_upscale, family)
+    captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
     with (
@@ -126,20 +129,41 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Seque
     ):
         if ranks.groups is not None:
             stack.callback(parallelize_vae(pipe.vae, ranks.groups))
-        root = run.data if run.data.is_dir() else run.data.parent
-        loader = Loader(root, buckets, writer.done_ids(), run.output, settings.fps, settings.max_upscale)
         result = encode_sources(
             pipe,
             family,
             found.sources[ranks.data_rank :: ranks.data_size],
             writer,
-            loader=loader,
+            loader=replace(loader, done=writer.done_ids()),
             workers=settings.workers,
             stop_on_bad=settings.on_bad == "error",
             ranks=ranks,
             report=report,
         )
     return _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+
+
+def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> int:
+    """Encode the texts that the cache does not have. Ranks: the whole world. Returns: number of distinct texts."""
+    settings, ranks, encoding = run.settings, run.ranks, family.components.text
+    if family.text.sees_media:
+        with run.phase("captions", len(found.sources), pipe, encoding) as (writer, report):
+            encode_seen_captions(
+                pipe,
+                family,
+                found.sources[ranks.rank :: ranks.size],
+                writer,
+                loader=loader,
+                stop_on_bad=settings.on_bad == "error",
+                ranks=ranks,
+                report=report,
+            )
+        return sum(len(set(source.captions)) for source in found.sources)
+    captions = captions_of(found.sources)
+    with run.phase("captions", len(captions), pipe, encoding) as (writer, report):
+        mine = captions[ranks.rank :: ranks.size]
+        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
+    return len(captions)
 
 
 @contextmanager
@@ -159,11 +183,14 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
 
     def prepare() -> None:
         fingerprint = fingerprint_of(pipe, names, _identity(run.settings))
-        values = {name: _plain(value) for name, value in asdict(run.settings).items()}
+        values: dict[str, Any] = {name: _plain(value) for name, value in asdict(run.settings).items()}
+        values[SETTING] = describe_files(run.pretrained, names)
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
+        if family.text.sees_media:
+            index = replace(index, empty_caption=None)
         with _disk_errors(run.output):
             made.append(prepare_cache(run.output, index))
-        _check_stored(made[0], sources, run.output)
+        _check_stored(made[0], sources, run.output, family)
 
     try:
         run.ranks.on_first(prepare)
@@ -191,7 +218,7 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _check_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path) -> None:
+def _check_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path, family: Family) -> None:
     """Raise CacheError if the cache has samples that are not in the data, or that have other captions now."""
     wanted = {source.id: source for source in sources}
     others = [row.id for row in prepared.contents.media if row.id not in wanted]
@@ -201,14 +228,14 @@ def _check_stored(prepared: PreparedCache, sources: Sequence[Source], output: Pa
             "cache, or choose another output"
         )
     for row in prepared.contents.media:
-        check_unchanged(row, caption_fields(wanted[row.id]), output)
+        check_unchanged(row, caption_fields(wanted[row.id], row.source_hash, family), output)
 
 
-def _result(found: Sources, captions: Sequence[str], parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
+def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
     encoded = sum(count for count, _ in parts)
     skipped = (*found.skipped, *(one for _, some in parts for one in some))
     number = len(found.sources) + len(found.skipped)
-    return Precomputed(number, encoded, number - encoded - len(skipped), len(captions), skipped)
+    return Precomputed(number, encoded, number - encoded - len(skipped), captions, skipped)
 
 
 def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed) -> None:

@@ -13,7 +13,7 @@ from lightning_cp.media import Skipped
 
 @dataclass(frozen=True, kw_only=True)
 class PrecomputeSettings:
-    """How media are encoded.
+    """Settings for encoding media.
 
     Args:
         captions: `required`: media without a caption are skipped; `optional`: they get the empty caption.
@@ -29,7 +29,7 @@ class PrecomputeSettings:
         vae_ranks: number of ranks that encode one picture or clip together.
         workers: threads of each rank that read files.
         shard_bytes: approximate size of a shard.
-        on_bad: what to do with a file that cannot be used: skip, error.
+        on_bad: treatment of a file that cannot be used: skip, error.
         sheet: number of samples on the contact sheet; 0: none.
     """
 
@@ -52,13 +52,13 @@ class PrecomputeSettings:
 
 @dataclass(frozen=True)
 class Precomputed:
-    """What a run did. `found` is the sum of `encoded`, `stored` and the number of `skipped`.
+    """Result of a run. `found` is the sum of `encoded`, `stored` and the number of `skipped`.
 
     Attributes:
         found: number of sources.
         encoded: samples that this run encoded.
         stored: samples that an earlier run had stored.
-        captions: distinct captions, with the empty one.
+        captions: distinct captions, with the empty one; if the text encoder sees the media, captions of all samples.
         skipped: files that could not be used.
     """
 

@@ -51,6 +51,9 @@ class ContextParallelMixin:
             "sampled": also samples of every later forward, in the background, and a difference is raised in the next
             forward; "always": in full, in every forward; "off": never.
         stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
+        shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
+            [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use
+            the same. FSDP shards weights evenly. None: equal.
         timeout: timeout of collectives.
         start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
             DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
@@ -76,6 +79,7 @@ class ContextParallelMixin:
         kernel: str = "auto",
         check_peers: str = "sampled",
         stall_s: float | None = 60.0,
+        shares: Sequence[float] | None = None,
         timeout: timedelta = timedelta(minutes=5),
         start_method: str | None = None,
         whole_world: str | None = None,

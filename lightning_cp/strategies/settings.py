@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
 from lightning_cp.rules import Either, Number, OneOf, Rule
+from lightning_cp.shares import check_shares
 
 T = TypeVar("T")
 
@@ -41,6 +42,7 @@ class StrategySettings:
     kernel: str = "auto"
     check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
     stall_s: float | None = _field(60.0, Either(OneOf((None,)), Number(above=0, infinite=True)))
+    shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         check_degree("ring", self.ring, default=1)
@@ -58,7 +60,7 @@ class StrategySettings:
             value = getattr(self, name)
             if not rule.passes(value):
                 raise ValueError(f"{name}={value!r} must be {rule.describe().replace('null', 'None')}")
-        _ = self.config
+        check_shares(self.shares, ring=self.config.ring, ulysses=self.config.ulysses)
 
     @cached_property
     def config(self) -> ContextParallelConfig:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_cp.comm.shards import gather_uneven, own_shard
+from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
@@ -24,6 +24,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import Plan, refusal, registered_plan
+from lightning_cp.shares import show_shares
 from lightning_cp.strategies.settings import StrategySettings
 
 
@@ -79,7 +80,8 @@ class ContextParallel:
 
     def set_up(self) -> MeshGroups:
         """Build the process groups. Ranks: the whole world."""
-        self.groups = groups_for(self.config)
+        self.groups = groups_for(self.config, self.settings.shares)
+        compare_shares(self.groups)
         return self.groups
 
     def watch(self, *, host: str, timeout: timedelta | None) -> None:
@@ -101,10 +103,9 @@ class ContextParallel:
         selected = self._selected(module)
         if selected:
             self.initialized_groups()
+        settings = {name: getattr(self.settings, name) for name in ("kernel", "check_peers", "shares")}
         installed = [
-            installed_on(inner)
-            or parallelize(inner, self.config, plan, kernel=self.settings.kernel, check_peers=self.settings.check_peers)
-            for inner, plan in selected
+            installed_on(inner) or parallelize(inner, self.config, plan, **settings) for inner, plan in selected
         ]
         self.checks.update(one.session.peers for one in installed)
         return installed
@@ -161,6 +162,7 @@ class ContextParallel:
         groups = self.initialized_groups()
         world = groups.data_size * groups.context_size
         line = f"{world} ranks = data {groups.data_size} × ring {self.ring} × ulysses {self.ulysses}"
+        line += show_shares(groups.shares)
         for one in installed:
             blocks = sum(len(rule.paths) for rule in one.rules.arguments if rule.is_block)
             line += f"; {class_of(one.module).__name__}: {blocks} blocks, kernel {self._kernel_of(one.module)}"

@@ -1,6 +1,6 @@
 """Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed.
 
-`LazyTensor` (pipelines/lazy_tensor.py) cannot take their place: it is a tensor whose shape, dtype and device are known
+`LazyTensor` (pipelines/lazy_tensor.py) cannot take their place: its shape, dtype and device are known
 from an earlier call, and a tile's result has a shape, a memory format and a feature cache that only its rank knows.
 """
 

@@ -29,8 +29,8 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
       bitwise equal to that of the VAE in one process.
     - Otherwise each rank computes a shard of rows: convolutions exchange halos, norms use statistics over all rows, and
       attention uses the keys of all rows. The result differs by rounding: relative 1e-5 in float32, 1e-12 in float64
-      (1e-6 for LTX, because its norms round to float32). With too few rows per rank (usually fewer latent rows than
-      ranks) every rank computes the whole.
+      (1e-6 for LTX, because its norms round to float32). With too few rows (usually fewer than two latent rows
+      per rank) every rank computes the whole.
 
     Call `decode` and `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
@@ -133,7 +133,7 @@ class _CoderCall:
         if session.batch is not None:
             return session.batch.call(forward, args, kwargs, caches=kind.caches)
         if kind.halos:
-            least = max(1, self.reach)
+            least = max(2, self.reach)  # 2: a dim with one row looks like another dim of size 1
             return by_rows(forward, args, kwargs, groups=session.groups, least=least, step=self.step)
         session.refuse_untiled()
         return forward(*args, **kwargs)

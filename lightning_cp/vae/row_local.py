@@ -33,13 +33,14 @@ _NEW = """
 ROW_LOCAL = frozenset(" ".join((_ELEMENTWISE, _CHANNELS_OR_FRAMES, _LAYOUT, _TYPE_AND_DEVICE, _NEW)).split())
 
 
-def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Check that a function of torch may run on one rank's rows.
+def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Check that a function of torch may run on one rank's rows, if not along them (`row_dims`).
 
     A function without a tensor among its arguments may run, unless it draws random numbers. `mean` must reduce
     one dim, and `layer_norm` and `rms_norm` the last one: VAEs reduce channels or frames with them.
 
     Args: function, args, kwargs: as in `__torch_function__`.
+    Returns: its name, without underscores at its ends.
     Raises: NotImplementedError: it may need the rows of other ranks.
     """
     name = getattr(function, "__name__", str(function))
@@ -51,7 +52,7 @@ def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         elif plain in ("layer_norm", "rms_norm") and len(kwargs.get("normalized_shape", second) or ()) != 1:
             name = f"{name} over several dims"
         else:
-            return
+            return plain
     raise NotImplementedError(
         f"{name} is not known to give the same result on one rank's rows of a VAE's image as on the whole image: use "
         "vae.enable_tiling(), or leave this VAE alone (vae=False)"

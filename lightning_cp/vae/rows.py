@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
-from lightning_cp.comm.shards import gather_uneven, shard_sizes
+from lightning_cp.comm.shards import gather_uneven, sizes_in
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
+from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim
 from lightning_cp.vae.row_local import check_row_local
 from lightning_cp.vae.statistics import group_norm_of_all_rows
 
@@ -36,10 +37,36 @@ class RowShardedOps(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if func in _REPLACED:
-            return _REPLACED[func](self, func, *args, **(kwargs or {}))
-        check_row_local(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+            rows: Any = self._checked(func, *(args or kwargs.values()))
+            result = _REPLACED[func](self, func, *args, **kwargs)
+        else:
+            name = check_row_local(func, args, kwargs)
+            result = func(*args, **kwargs)
+            rows = row_dim_of_result(name, func, args, kwargs, result)
+        for x, one in [(result, rows)] if isinstance(rows, RowDim) else zip(result, rows) if rows else ():
+            set_row_dim(x, one)
+        return result
+
+    def _checked(self, func: Callable[..., Any], x: Tensor, *_: Any) -> RowDim:
+        """Return where the first argument of a replaced function has rows.
+
+        Raises: NotImplementedError: not in the dim in which the replacement expects them.
+        """
+        rows = row_dim_of(x)
+        if func is F.group_norm:
+            expected = rows is not None and rows.dim >= 2
+        elif func is F.scaled_dot_product_attention:
+            expected = rows is not None and rows.dim == x.ndim - 2
+        else:
+            expected = rows == RowDim(x.ndim + self.dim)
+        if rows is None or not expected:
+            raise NotImplementedError(
+                f"{func.__name__} of a tensor with other dims than [..., height, width] cannot be split by rows: use "
+                "vae.enable_tiling(), or leave this VAE alone (vae=False)"
+            )
+        return rows
 
     @property
     def at_end(self) -> tuple[bool, bool]:
@@ -73,17 +100,24 @@ def by_rows(
         step: rows per step. They stay on one rank, because they become one row of the result.
     Ranks: all of the context group; the result is bitwise equal on all.
     """
-    x, ranks = args[0], groups.context_size
+    x = args[0]
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     steps, rest = divmod(x.shape[dim], step)
-    if steps < ranks * least:
+    steps_by_rank = sizes_in(groups, steps)
+    if min(steps_by_rank) < least:
         return forward(*args, **kwargs)
-    sizes = [size * step for size in shard_sizes(steps, ranks)]
+    sizes = [size * step for size in steps_by_rank]
     sizes[-1] += rest
     rank = groups.context_rank
+    x_local = x.narrow(dim, sum(sizes[:rank]), sizes[rank])
+    set_row_dim(x_local, RowDim(x.ndim + dim))
     with RowShardedOps(groups, dim):
-        out = forward(x.narrow(dim, sum(sizes[:rank]), sizes[rank]), *args[1:], **kwargs)
+        out = forward(x_local, *args[1:], **kwargs)
     mine = out if isinstance(out, Tensor) else out[0]
+    if row_dim_of(mine) != RowDim(mine.ndim + dim):
+        raise NotImplementedError(
+            "the result of this VAE has its rows in another dim than its input: use vae.enable_tiling()"
+        )
     whole = gather_uneven(mine.contiguous(), dim, groups)
     return whole if isinstance(out, Tensor) else (whole, *out[1:])
 

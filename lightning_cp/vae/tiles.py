@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from lightning_cp.comm.packet import Piece
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh import MeshGroups
+from lightning_cp.shares import Shares
 from lightning_cp.vae.deferred import UnitCall
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -19,11 +21,15 @@ _MAX_DIMS = 5
 _FIELDS = 2 + 2 * _MAX_DIMS
 
 
-def owners(costs: dict[int, int], ranks: int) -> dict[int, int]:
-    """Assign units to ranks, most expensive unit first, each to the least loaded rank; equal on every rank."""
+def owners(costs: dict[int, int], ranks: int, shares: Shares | None = None) -> dict[int, int]:
+    """Assign units to ranks, most expensive unit first, each to the rank that is done with it first.
+
+    Args: shares: relative speed of each rank; None: equal. Returns: rank of each unit, the same on every rank.
+    """
+    speeds = shares or (1,) * ranks
     loads, owner = [0] * ranks, {}
     for unit in sorted(costs, key=lambda unit: (-costs[unit], unit)):
-        owner[unit] = loads.index(min(loads))
+        owner[unit] = min(range(ranks), key=lambda rank: Fraction(loads[rank] + costs[unit], speeds[rank]))
         loads[owner[unit]] += costs[unit]
     return owner
 
@@ -52,7 +58,7 @@ class TileWorker:
         costs: dict[int, int] = {}
         for call in calls:
             costs[call.unit] = costs.get(call.unit, 0) + call.tile.numel()
-        owner = owners(costs, self.groups.context_size)
+        owner = owners(costs, self.groups.context_size, self.groups.shares)
         by_rank = [[call for call in calls if owner[call.unit] == rank] for rank in range(self.groups.context_size)]
         own, failure = by_rank[self.groups.context_rank], None
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def nothing_narrowed() -> Iterator[None]:
-    """Within this, models that cast parts to float32 cast them to float64; what backward does again, too.
+    """Within this, models that cast parts to float32 cast them to float64. Backward does it again, too.
 
     (`check_plan` has a mode for it, which reaches more functions, but is off in backward.)
     """

@@ -1,4 +1,4 @@
-"""MeanFlow's loss on any transformer: a forward derivative, then the gradient of the value beside it."""
+"""MeanFlow's loss on any transformer: a forward derivative, then the gradient of the value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's own model, which knows nothing of us, and its plan in diffusers' format."""
+"""A user's own model, without our code, and its plan in diffusers' format."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class Problem:
 
     Attributes:
         mode: "ring", "ring alltoall" or "" (for degree 1 in the ring: "") with the degrees.
-        through: what the loss depends on: "out", "lse" or "both". needs: which inputs require grad.
-        slice_bytes: of K and V that "allgather" gathers at a time: 1 is a head.
+        through: the loss depends on "out", "lse" or "both". needs: inputs that require grad.
+        slice_bytes: bytes of K and V that "allgather" gathers at a time: 1 is a head.
         layout: "contiguous", "transposed" (strides of [b, h, s, d]), "sliced" (every other head) or "expanded".
     """
 
@@ -215,7 +215,7 @@ def expect(problem: Problem, given: Whole) -> Answer:
 
 
 def part_of(answer: Answer, problem: Problem, rank: int) -> Answer:
-    """What of the whole answer is this rank's."""
+    """This rank's share of the whole answer."""
     queries, keys = cut(problem, rank)
     cuts = {"q": queries, "k": keys, "v": keys}
     grads = {
@@ -247,7 +247,7 @@ def squared_errors(actual: Answer, expected: Answer) -> dict[str, float]:
 
 
 def check_exact(rank: int, world: int, problems: list[Problem], limit: float = 1e-10) -> list[str]:
-    """On every rank: solve each problem; what is wrong, in words. A problem that raises ends the list."""
+    """On every rank: solve each problem. Returns: errors, in words. A problem that raises ends the list."""
     wrong = []
     for problem in problems:
         given = whole(problem)

@@ -1,4 +1,4 @@
-"""Which batches ranks read: context peers the same, data groups different ones, one group those of one process."""
+"""Batches that ranks read: context peers the same, data groups different ones, one group those of one process."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _seen_by_fabric(ours: Fabric, loader: Any, seed: int) -> list[list[int]]:
 
 
 def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) -> tuple[list[Any], list[Any]]:
-    """Two epochs in one process, then with ranks whose random numbers differ but for those of the first."""
+    """Two epochs in one process, then with ranks that have other random numbers than the first."""
     present_rank(rank, world)
     if flavour == "trainer":
         alone = Trainer(accelerator="cpu", devices=1, strategy="auto", max_epochs=2, **QUIET)
@@ -131,8 +131,8 @@ def _one_group(rank: int, world: int, flavour: str, kind: str, sharded: bool) ->
         ("trainer", "weighted", 2, False),
         ("trainer", "generator", 2, False),
         ("fabric", "in order", 3, True),
-        ("fabric", "shuffled", 2, False),
-        ("fabric", "buckets", 2, False),
+        pytest.param("fabric", "shuffled", 2, False, marks=pytest.mark.full),
+        pytest.param("fabric", "buckets", 2, False, marks=pytest.mark.full),
         ("fabric", "generator", 3, False),
     ],
 )

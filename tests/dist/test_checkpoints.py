@@ -135,7 +135,7 @@ def test_a_checkpoint_is_read_at_any_other_degree_mode_and_sharding(
 
 
 def _straight_and_resumed(rank: int, world: int, folder: Path, kind: str, how: dict[str, Any]) -> list[bool]:
-    torch.manual_seed(rank // 2)  # context peers alike
+    torch.manual_seed(rank // 2)  # context peers get equal ones
     fabric, state = _start(rank, world, kind, {"ring": 2})
     torch.manual_seed(7 + rank // 2)
     with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:

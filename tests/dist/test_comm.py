@@ -1,4 +1,4 @@
-"""How chunks go round and gradients find home, and packets for every rank."""
+"""Chunks and gradients around the ring, and packets for every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.harness import RankPool
 
 
 def _chunk(owner: int) -> list[torch.Tensor]:
-    """Of another size for each owner, one of them empty."""
+    """Chunks of another size for each owner, one of them empty."""
     return [torch.full((owner, 3), owner + 0.5), torch.full((2, owner), owner, dtype=torch.float64)]
 
 

@@ -1,4 +1,4 @@
-"""What attention sends, when, and what it keeps: counted, against the docstring of `context_parallel_attention`."""
+"""Bytes that attention sends and keeps, and when: counted, against the docstring of `context_parallel_attention`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES = [(3, 3, 1), (3, 1, 3), (4, 2, 2), (6, 3, 2), (6, 2, 3)]
 
 @dataclass
 class Traffic:
-    """What one rank sent to others."""
+    """Messages that one rank sent to others."""
 
     ring_exchanges: int = 0
     ring_bytes: int = 0
@@ -222,7 +222,7 @@ def test_the_next_chunk_is_under_way_while_this_one_is_computed(run_ranks: RankP
         middle = ["send", "grads", "send", "wait"]  # step 1: the first share has nothing to wait for
         later = ["send", "grads", "wait", "send", "wait"]
         last = ["grads", "wait", "send"] if world > 2 else ["grads", "send"]
-        # the rest of our own chunk is computed while the last sum comes home
+        # the rest of our own chunk is computed while the last sum is received
         assert backward.log == [*first, *middle, *later * (world - 3), *last, "grads", "wait"]
 
 
@@ -308,7 +308,7 @@ def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, rotat
 
 
 def test_ulysses_keeps_what_it_exchanged_for_backward(run_ranks: RankPool) -> None:
-    """As much as the local tensors: q, k, v, out and lse of all tokens and a third of the heads."""
+    """Bytes of the local tensors: q, k, v, out and lse of all tokens and a third of the heads."""
     for names, bytes_ in run_ranks(3, _saved, _problem(1, 3)):
         assert names == ["other"] * 6
         assert bytes_ == B * S * ((2 * H + 2 * G) * D + H) * 4 + (1 + 3 * 3) * 8

@@ -1,4 +1,4 @@
-"""What people do with a context-parallel model beside plain training: LoRA, autocast, inference, kernels, copies."""
+"""Uses of a context-parallel model besides plain training: LoRA, autocast, inference, kernels, copies."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_the_backend_of_the_environment_selects_our_kernel(backend: str, said: s
 
 
 def _neighbours(rank: int, world: int) -> None:
-    """Of three models of one class, one is parallel; a deep copy of it is, too."""
+    """One of three models of one class is parallel, and a deep copy of it is, too."""
     parallel, single, arguments = wan().build(), wan().build(), wan().arguments()
     expected, gradients = outcome(single, arguments)
     apply_context_parallel(parallel, ContextParallelConfig(ring_degree=world))
@@ -326,7 +326,7 @@ def test_their_parallelism_and_ours_refuse_each_other(run_ranks: RankPool) -> No
 
 
 def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tuple[int, int, int]:
-    """How many exchanges of sizes, around the ring and of Ulysses a forward makes inside the model."""
+    """Numbers of exchanges of sizes, around the ring and of Ulysses in a forward, inside the model."""
     model, arguments = TINY[name].build(), TINY[name].arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses))
     model(**arguments)
@@ -370,7 +370,7 @@ def test_cross_attention_on_replicated_keys_sends_nothing(run_ranks: RankPool) -
 
 
 def _slips_by(rank: int, world: int) -> None:
-    """A block whose forward, set on the instance, no longer calls its attention across ranks."""
+    """A block with a forward, set on the instance, that does not call its attention across ranks."""
     model, arguments = wan().build(), wan().arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
     model.blocks[1].forward = lambda hidden_states, *_: hidden_states

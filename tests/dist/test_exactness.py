@@ -117,7 +117,10 @@ def test_each_mode_is_tried_with_every_mask_and_kind_of_lengths(place: int) -> N
     assert len({x.layout for x in tried}) == len({x.through for x in tried}) == 3
 
 
-@pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(by_default, ROTATED))
+@pytest.mark.parametrize(
+    ("world", "ring", "ulysses", "rotate"),
+    full_unless(lambda world, *mode: world != 4 and by_default(world, *mode), ROTATED),
+)
 def test_results_and_gradients_are_exact_for_all_lengths_and_masks(
     run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str
 ) -> None:
@@ -162,7 +165,7 @@ def test_non_contiguous_inputs_and_any_that_need_gradients_are_exact(
 
 
 def _corners(ring: int, ulysses: int) -> Iterator[Problem]:
-    """Where a mask's kind cannot be told from one rank alone: all keys on one rank, a single query on another."""
+    """One rank alone cannot determine the kind of a mask: all keys on one rank, a single query on another."""
     world = ring * ulysses
     one_holds_all = tuple(6 * (i == world - 1) for i in range(world))
     single_query = (1,) + (3,) * (world - 1)

@@ -1,4 +1,4 @@
-"""What a parallel, sharded run exports is what plain diffusers loads."""
+"""Plain diffusers loads the exports of a parallel, sharded run."""
 
 from __future__ import annotations
 

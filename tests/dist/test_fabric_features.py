@@ -1,4 +1,4 @@
-"""What a Fabric script does beside plain steps: names, meshes, precision, accumulation, loaders, random numbers."""
+"""Steps of a Fabric script besides plain training: names, meshes, precision, accumulation, loaders, random numbers."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_weights_are_loaded_once_and_on_replicas_too(run_ranks: RankPool, tmp_pa
 def _peaks(rank: int, world: int, folder: Path, stream: bool) -> tuple[float, float, float]:
     """Peaks of host memory while loading, above what was held before, in bytes.
 
-    Returns: of anonymous memory (the process's own), of all resident memory (with mapped pages of the files), and
+    Returns: bytes of anonymous memory (the process's own), of all resident memory (with mapped pages of the files), and
     what is held at the end.
     """
     ours = fabric_of(rank, world, fabric.ContextParallelFSDPStrategy(ring=world))

@@ -145,7 +145,7 @@ def test_training_equals_one_process_and_the_adapter_loads_into_a_pipeline(
 
 
 def _continue(rank: int, world: int, folder: Path, file: Path, kind: type) -> tuple[bool, list[float], State]:
-    """Whether the adapter is that of the file bit for bit; losses and the adapter after one more step."""
+    """True if the adapter is that of the file bit for bit; losses and the adapter after one more step."""
     from safetensors.torch import load_file
 
     fabric = fabric_of(rank, world, kind(ring=world))

@@ -55,7 +55,9 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_cache(tmp_path_factory.mktemp("flux"), "flux")
 
 
-def _module(folder: Path, kind: type[FineTuning] = FineTuning, *, lora: bool = True) -> FineTuning:
+def _module(
+    folder: Path, kind: type[FineTuning] = FineTuning, *, lora: bool = True, micro: int | None = None
+) -> FineTuning:
     cache = LatentCache(folder / "latents")
     transformer = load_transformer(folder / "pipe", dtype=torch.float32)
     if lora:
@@ -66,6 +68,7 @@ def _module(folder: Path, kind: type[FineTuning] = FineTuning, *, lora: bool = T
         optimizer=lambda trained: torch.optim.AdamW(trained, lr=1e-2),
         data=LatentData(cache),
         batch_size=2,
+        micro_batch_size=micro,
         held_out=HeldOutData(cache, [0, 3, 5]),
         quantiles=(0.3, 0.7),
     )
@@ -83,7 +86,7 @@ def _fit(
 ) -> dict[str, Any]:
     recorded = Recorded()
     kind = settings.pop("kind", FineTuning)
-    module = _module(folder, kind, lora=settings.pop("lora", True))
+    module = _module(folder, kind, lora=settings.pop("lora", True), micro=settings.pop("micro", None))
     saves = settings.pop("saves", None)
     trainer = trainer_of(
         rank, world, _strategy(name), **{"max_steps": STEPS, "val_check_interval": 2, **settings}, callbacks=[recorded]
@@ -115,6 +118,20 @@ def test_losses_equal_one_process(
         assert found["losses"] == pytest.approx(alone["losses"], rel=1e-4)
         assert found["val"] == pytest.approx(alone["val"], rel=1e-5)
         assert found["batches"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [(3, "cp3"), pytest.param(1, "alone1", marks=pytest.mark.full), pytest.param(3, "fsdp3", marks=pytest.mark.full)],
+)
+def test_micro_batches_change_nothing(
+    world: int, name: str, flux: Path, alone: dict[str, Any], run_ranks: RankPool
+) -> None:
+    for found in run_ranks(world, _fit, name, flux, {"micro": 1}, init=False):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert found["metrics"]["sigma"] == pytest.approx(alone["metrics"]["sigma"], rel=1e-6)
+    with pytest.raises(RankFailure, match="does not work with Trainer"):
+        run_ranks(1, _fit, "alone1", flux, {"micro": 1, "accumulate_grad_batches": 2}, init=False)
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "alone1"), (2, "cp2"), pytest.param(2, "cp1", marks=pytest.mark.full)])

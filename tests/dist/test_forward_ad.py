@@ -55,14 +55,14 @@ def _problems(ring: int, ulysses: int, rotate: str) -> Iterator[Problem]:
 
 
 def _tangents(p: Problem, inputs: list[Tensor]) -> list[Tensor]:
-    """Of the whole inputs; 0 where the problem gives none."""
+    """Tangents of the whole inputs; 0 where the problem gives none."""
     generator = torch.Generator().manual_seed(11)
     found = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in inputs]
     return [x if name in p.needs else torch.zeros_like(x) for name, x in zip("qkv", found, strict=True)]
 
 
 def _expected(p: Problem) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Of the whole: out and lse, their tangents, and the gradients of q, k and v through out."""
+    """Whole results: out and lse, their tangents, and the gradients of q, k and v through out."""
     given = whole(p)
     inputs = [x.double().requires_grad_() for x in (given.q, given.k, given.v)]
     mask = given.mask

@@ -50,7 +50,7 @@ class Counted(nn.Module):
 
 
 def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
-    """Two steps of as many branches as there are ranks, whose results are read in some way between the calls."""
+    """Two steps of as many branches as there are ranks. Their results are read in some way between the calls."""
     calls = BranchCalls("a loop", _ranks(rank, world))
     model, found = Counted(), list[float]()
     x = torch.arange(6.0).view(1, 6)
@@ -103,7 +103,7 @@ def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, wor
             expected += out.flatten().tolist()
     for rank, (found, calls, shared) in enumerate(run_ranks(world, _reading, how)):
         assert found == expected
-        assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all, which tells of shapes
+        assert calls == (4 if rank == 0 else 5)  # its own of each step, and the first of all, which gives the shapes
         assert shared == 4 * world
 
 

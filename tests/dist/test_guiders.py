@@ -11,11 +11,13 @@ from diffusers import ClassifierFreeGuidance, LayerSkipConfig, PerturbedAttentio
 from diffusers.guiders import AutoGuidance
 from diffusers.hooks.layer_skip import AttentionScoreSkipFunctionMode
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.engine.attention_patch import AttentionPatch, release
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
+from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -111,14 +113,42 @@ def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, t
         pytest.param("hunyuan_image", 3, "ring", 1, marks=pytest.mark.full),
         pytest.param("hunyuan_image", 4, "ulysses", 2, marks=pytest.mark.full),
         ("z_image", 3, "ring", 1),
+        ("z_image", 2, "ring", 2),
     ],
 )
 def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: int, mode: str, cfg: int) -> None:
     for found in run_ranks(world, _tried, name, mode, cfg, timeout_s=120):
         for guider, (error, change, shared) in found.items():
             assert error < 1e-4, guider
+            features.compared("guiders that skip layers or attention", error)
             assert change > 1e-3 or guider == "plain", f"{guider} changes nothing"
             assert (shared > 0) == (cfg > 1), guider
+
+
+def _with_shards(rank: int, world: int, name: str, guider: str) -> tuple[float, float]:
+    """The error with sharded weights, and how far the result is from plain guidance's."""
+    pipe = _pipe(name, _guider(guider))
+    alone, plain = _output(pipe, name), _output(_pipe(name, _guider("plain")), name)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=["transformer"], vae=False)
+    found = [_output(pipe, name) for _ in range(2)]
+    assert any(isinstance(x, DTensor) for x in pipe.transformer.parameters())
+    return max(float((x - alone).abs().max() / alone.abs().max()) for x in found), float((plain - alone).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("name", "guider"),
+    [
+        ("hunyuan_image", "block"),
+        pytest.param("hunyuan_image", "block of the unconditional", marks=pytest.mark.full),
+        pytest.param("qwen_image", "attention scores", marks=pytest.mark.full),
+        pytest.param("z_image", "attention", marks=pytest.mark.full),
+    ],
+)
+def test_guiders_skip_layers_with_sharded_weights(run_ranks: RankPool, name: str, guider: str) -> None:
+    for error, change in run_ranks(3, _with_shards, name, guider, timeout_s=240):
+        assert error < 1e-4
+        assert change > 1e-3, f"{guider} changes nothing"
+        features.compared("guiders that skip layers, with sharded weights", error)
 
 
 def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
@@ -152,6 +182,7 @@ def _dropping(rank: int, world: int) -> str:
 
 
 def test_a_guider_that_drops_at_random_is_refused(run_ranks: RankPool) -> None:
+    features.refused("guiders that drop at random")
     for told in run_ranks(2, _dropping):
         assert told.startswith("HunyuanImagePipeline.guider: AutoGuidance has random dropout (dropout=0.25)")
 
@@ -173,6 +204,7 @@ def _refused(rank: int, world: int, name: str, cfg: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize(("name", "cfg"), [("pixart_sigma", 1), ("sana", 3), ("hunyuan_dit", 1)])
 def test_pag_pipelines_are_refused_by_name(run_ranks: RankPool, name: str, cfg: int) -> None:
+    features.refused("PAG pipelines")
     for plain, told in run_ranks(3, _refused, name, cfg):
         assert told.startswith(f"{plain.replace('Pipeline', 'PAGPipeline')} replaces attention processors in each call")
         assert f"use {plain}, or" in told

@@ -1,4 +1,4 @@
-"""Ranks whose weights differ before set-up train as one process does from rank 0's."""
+"""Ranks with different weights before set-up train as one process does from rank 0's."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _everything(model: nn.Module) -> Tensor:
 
 
 def _expected() -> Tensor:
-    """What two steps of one process make of rank 0's weights."""
+    """Rank 0's weights after two steps of one process."""
     model = Mixed(0)
     optimizer = model.configure_optimizers()
     for _ in range(2):

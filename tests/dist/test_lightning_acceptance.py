@@ -1,4 +1,4 @@
-"""What Lightning asks of its own strategies, asked of ours, on ranks: saving, loading, clipping, making, compiling."""
+"""Lightning's own tests of strategies, on ours, on ranks: saving, loading, clipping, making, compiling."""
 
 from __future__ import annotations
 

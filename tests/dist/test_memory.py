@@ -24,7 +24,7 @@ DEGREES = [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pyt
 
 
 def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
-    """Of forward and of backward."""
+    """Bytes of forward and of backward."""
     torch.manual_seed(rank)
     q, k, v = (torch.randn(1, TOKENS // world, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3))
     grad = torch.randn(1, TOKENS // world, HEADS, HEAD_DIM)
@@ -63,6 +63,7 @@ def test_a_rotation_peaks_at_two_remote_chunks(run_ranks: RankPool, world: int) 
         assert backward.peak_bytes < 1.1 * (2 * chunk + 4 * chunk + 2 * local)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_rotation_allocates_less_than_diffusers_ring(run_ranks: RankPool, world: int) -> None:
     ours, theirs = run_ranks(world, _traces, "alltoall"), run_ranks(world, _traces, "diffusers")
@@ -93,7 +94,7 @@ def test_buffers_are_used_again_by_the_next_call(run_ranks: RankPool, mode: str)
 
 
 def _step_peak(rank: int, world: int, degrees: dict[str, int]) -> int:
-    """Of a training step, beside gradients of weights; slices of heads are small, as the model is."""
+    """Bytes of a training step, without gradients of weights; slices of heads are small, as the model is."""
     torch.manual_seed(0)
     model = WanTransformer3DModel(
         num_attention_heads=8, attention_head_dim=32, num_layers=8, ffn_dim=1024, text_dim=64, freq_dim=64
@@ -126,7 +127,7 @@ def test_a_models_training_step_allocates_its_share(run_ranks: RankPool, world: 
 
 
 class _Block(nn.Module):
-    """As of a DiT; tokens are this rank's."""
+    """A block of a DiT; tokens are this rank's."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -142,7 +143,7 @@ class _Block(nn.Module):
 
 
 def _sharded_step_peak(rank: int, world: int, degree: str) -> int:
-    """Of a training step on tokens that come sharded, with the loss over this rank's."""
+    """Bytes of a training step on tokens that come sharded, with the loss over this rank's."""
     torch.manual_seed(0)
     blocks = nn.ModuleList(_Block(HEADS * HEAD_DIM) for _ in range(4))
     tokens = torch.randn(1, TOKENS // 2 // world, HEADS * HEAD_DIM)

@@ -33,7 +33,7 @@ def _halos(rank: int, world: int) -> None:
         shard = whole[:, start : start + sizes[rank]].clone().requires_grad_()
         out = halo_exchange(shard, 1, sizes, reach, groups)
         assert torch.equal(out, whole[:, first:last])
-        # The adjoint: what every rank makes of a token comes back to its owner.
+        # The adjoint: gradients of a token from all ranks are added on its owner.
         weights = [_whole(2, b - a, 3) * (r + 1) for r, (a, b) in enumerate(halo_ranges(sizes, reach))]
         (out * weights[rank]).sum().backward()
         expected = torch.zeros_like(whole)

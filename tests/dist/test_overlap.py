@@ -52,7 +52,7 @@ def test_no_transfer_of_a_rotation_is_waited_for_with_nothing_computed(run_ranks
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_slices_of_heads_are_gathered_while_others_are_computed(run_ranks: RankPool, world: int) -> None:
-    """The first while our own keys are attended to; of the gradients only the last slice's have nothing beside them."""
+    """The first while our own keys are attended to; only the last slice's gradients have nothing next to them."""
     for forward, backward in run_ranks(world, _hidden, "allgather"):
         assert len(forward) == 3
         assert min(forward) >= 1

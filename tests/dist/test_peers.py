@@ -115,7 +115,7 @@ def _plain(check_peers: str = "sampled") -> Plain:
 
 
 def _uses(rank: int, world: int, use: str) -> bool:
-    """Whether the divergence of forward 3 is raised in forward 4, in one way to use a model."""
+    """True if the divergence of forward 3 is raised in forward 4, in one way to use a model."""
     torch.manual_seed(0)
     model, bystander = _plain(), _plain()
     call: Callable[[Tensor], Any] = model
@@ -158,7 +158,7 @@ def _uses(rank: int, world: int, use: str) -> bool:
     for _ in range(3):
         call(_input())
         bystander(_input())
-    if use in ("reentrant", "replayed"):  # each of whose calls is two forwards
+    if use in ("reentrant", "replayed"):  # each of its calls is two forwards
         with pytest.raises(PeerMismatchError, match="contents of x differ in forward 7 of Plain"):
             call(_input(float(rank)))  # raised in its replay
         return True
@@ -233,7 +233,7 @@ def test_divergence_in_the_last_forward_is_raised_by_removal_which_is_done(run_r
 
 
 def _new_shapes(rank: int, world: int) -> list[str]:
-    """Shapes that change alike are no error; on the rank where they change alone it is raised before any transfer."""
+    """Shapes that change on all ranks are no error; a rank where they change alone raises before any transfer."""
     model = _plain()
     for tokens in (10, 10, 10, 8, 9, 9, 10):
         model(_input(tokens=tokens))
@@ -248,7 +248,7 @@ def test_unequal_shapes_are_raised_before_they_meet(run_ranks: RankPool) -> None
 
 
 def _regrouped(rank: int, world: int, folder: str) -> bool:
-    """A comparison is under way while its process group ends; the next group knows nothing of it."""
+    """A comparison is under way while its process group ends; the next group does not see it."""
     for turn in range(2):
         model = _plain()
         for change in (0, 0, 0, rank):

@@ -1,4 +1,4 @@
-"""What diffusers can do with a pipeline's weights and layers, beside its ranks: it works, or is refused by name."""
+"""Features of diffusers for a pipeline's weights and layers, together with ranks: it works, or is refused by name."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _groups(pipe: Any, kind: str) -> None:
 
 
 def _sequential(pipe: Any) -> None:
-    """As enable_sequential_cpu_offload(device="cpu"), whose "cpu:0" accelerate does not take for the host."""
+    """Do enable_sequential_cpu_offload(device="cpu"): accelerate does not take its "cpu:0" for the host."""
     for module in pipe.components.values():
         if isinstance(module, torch.nn.Module):
             accelerate.cpu_offload(module, CPU, offload_buffers=bool(module._parameters))
@@ -48,7 +48,7 @@ def _quantise(pipe: Any) -> None:
 
 def _load_quantised(pipe: Any) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # diffusers' next release wants another library
+        warnings.simplefilter("ignore", FutureWarning)  # diffusers' next release needs another library
         _reload(pipe, quantization_config=QuantoConfig(weights_dtype="int8"), dtype=torch.float32)
 
 
@@ -221,7 +221,7 @@ def _map(thing: Any) -> None:
 
 
 CAST: Callable[[Any], None] = WORKS["layerwise casting"]
-# name: what is turned on, settings of parallelize_pipeline, what is said
+# name: feature, settings of parallelize_pipeline, message
 REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
     "first block cache": (
         lambda pipe: pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
@@ -264,7 +264,7 @@ ONLY_BEFORE = ("device_map", "int8 and shards", "block offload and shards", "mod
 
 
 def _refusals(rank: int, world: int, name: str) -> tuple[str, str]:
-    """What is said if the feature was there before, and if it is enabled afterwards."""
+    """The messages if the feature was there before, and if it is enabled afterwards."""
     enable, settings, _ = REFUSED[name]
     pipe = _pipe("flux_true_cfg")
     enable(pipe)

@@ -15,6 +15,7 @@ from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines import apply, placement
+from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -23,7 +24,7 @@ ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 
 
 def _pipe(family: str, name: str) -> Any:
-    """Of equal weights on all ranks."""
+    """A pipeline with equal weights on all ranks."""
     torch.manual_seed(0)
     pipe = table(family)[name].make()
     pipe.set_progress_bar_config(disable=True)
@@ -42,7 +43,7 @@ def _error(got: Tensor, wanted: Tensor) -> float:
 
 
 def _storages(tensors: Any) -> dict[int, Any]:
-    """What the values of tensors (of this rank's shards) lie in, each once."""
+    """Storages of tensors (of this rank's shards), each once."""
     local = [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
     return {x.untyped_storage()._cdata: x.untyped_storage() for x in local if not x.is_meta}
 
@@ -60,7 +61,7 @@ def _live() -> list[Tensor]:
 
 
 class _Weights:
-    """Of a pipeline's components: how many bytes of the weights that they have now are still held later, by anyone."""
+    """For each component of a pipeline, how many bytes of its present weights are still held later, by anyone."""
 
     def __init__(self, pipe: Any) -> None:
         self.weak = {
@@ -97,7 +98,7 @@ def _sharded(
 
 
 def _layer_bytes(module: nn.Module) -> int:
-    """Of everything in lists of modules."""
+    """Bytes of everything in lists of modules."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList)]
     return _bytes_of({x for each in lists for x in each.parameters()})
 
@@ -124,6 +125,7 @@ def test_sharded_pipelines_give_one_process_latents(run_ranks: RankPool, kind: s
         _, context, cfg = trial
         for error, held in run_ranks(world, _sharded, *SHARDED[kind], trial, torch.float32, timeout_s=240):
             assert error <= 1e-4, f"{trial}: {error:.1e}"
+            features.compared("sharded weights (`shard=`)", error)
             for name, part in held.items():
                 over = context if name.startswith("transformer") else context * cfg
                 assert part <= 1 / over + 0.1, f"{trial}: {name}: {part:.2f} of its layers' bytes"
@@ -151,7 +153,7 @@ def test_weights_of_another_type_stay_whole(run_ranks: RankPool) -> None:
 
 
 def _refused(rank: int, world: int) -> list[str]:
-    """What is said of what cannot be spread. The pipeline works afterwards."""
+    """The errors for components that cannot be sharded. The pipeline works afterwards."""
     pipe = _pipe("flux", "flux_true_cfg")
     said = []
     for shard, cfg, ring in ((["vae"], 1, 2), ("tokenizer", 1, 2), (["transformer"], 2, 1)):
@@ -209,7 +211,7 @@ def test_a_partly_sharded_pipeline_raises_at_every_call(run_ranks: RankPool) -> 
 
 # --- stages, one after another
 
-_DEVICE = torch.device("cpu", 0)  # stands for an accelerator: weights that are not on it are not numbers
+_DEVICE = torch.device("cpu", 0)  # in place of an accelerator: weights that are not on it are not numbers
 
 
 def _on_a_device(pipe: Any) -> None:
@@ -304,16 +306,20 @@ def test_offloaded_components_are_there_in_their_stage_only(run_ranks: RankPool,
     _, ranks, cfg = STAGED[way]
     for errors, found in run_ranks(ranks * cfg, _offloaded, family, name, STAGED[way], timeout_s=240):
         assert max(errors) <= 1e-4
+        features.compared('`stages="offload"`', max(errors))
         assert {frozenset(x) for x in found["encode"]} == {frozenset(encode)}
         assert all(set(x) <= set(denoise) for x in found["denoise"])
         assert set().union(*found["denoise"]) == set(denoise)
+        if kind == "wan":
+            assert found["denoise"] == {(name,) for name in denoise}, "both experts are on the device"
+            features.compared('one expert of Wan at a time on the device (`stages="offload"`)', max(errors))
         assert found["decode"] == {("vae",)}
 
 
 def _released(
     rank: int, world: int, family: str, name: str, trial: tuple[str, int, int], shard: tuple[str, ...]
 ) -> tuple[float, dict[str, dict[str, int]], str]:
-    """The error; at each stage the bytes that live of each component's weights; what is said to a second call."""
+    """The error, the bytes of each component's weights at each stage, and the error of a second call."""
     mode, ranks, cfg = trial
     pipe = _pipe(family, name)
     alone = _output(pipe, family, name, output_type="pt")

@@ -11,7 +11,9 @@ import torch
 from PIL import Image
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines import read_prompts, sample_prompts, sampling_ranks
+from lightning_cp.pipelines.votes import Votes
 from tests.harness import RankPool
 from tests.pipelines import table
 
@@ -29,7 +31,7 @@ def _pipe(family: str, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def _with_a_negative(rank: int, world: int, family: str, name: str, per_call: int) -> list[float]:
-    """Of each sample the relative error, against one process with a list."""
+    """The relative error of each sample, against one process with a list."""
     pipe, inputs = _pipe(family, name)
     del inputs["negative_prompt"]
     alone = []
@@ -66,6 +68,53 @@ def test_a_result_that_is_not_one_a_prompt_is_refused_on_every_rank(run_ranks: R
         assert written == []
 
 
+def _full_disk(rank: int, world: int, ring: int) -> tuple[str, list[int]]:
+    pipe, inputs = _pipe("flux", "flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=ring))
+    written: list[int] = []
+
+    def write(number: int, sample: Any) -> None:
+        if number == 1:
+            raise OSError("no space left")
+        written.append(number)
+
+    with pytest.raises((OSError, CallFailedError)) as told:
+        sample_prompts(pipe, ["a cat", "a dog", "two birds", "rain"], write=write, **inputs)
+    assert len(sample_prompts(pipe, ["a cat"], **inputs)) == 1, "the next call fails"
+    return f"{type(told.value).__name__}: {told.value}", written
+
+
+@pytest.mark.parametrize(("world", "ring"), [(3, 3), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_a_rank_that_cannot_write_ends_all_ranks_with_its_error(run_ranks: RankPool, world: int, ring: int) -> None:
+    found = run_ranks(world, _full_disk, ring, timeout_s=240)
+    assert found[0] == ("OSError: no space left", [0])
+    assert found[1][0] == "CallFailedError: rank 0 failed in this call of FluxPipeline: OSError: no space left"
+    if ring < world:
+        assert found[2] == ("CallFailedError: rank 0 failed in sample_prompts: OSError: no space left", [2, 3])
+
+
+def _sung(rank: int, world: int, per_call: int) -> list[float]:
+    pipe, inputs = _pipe("ace_step", "ace_step")
+    del inputs["lyrics"]
+    prompts, lyrics = ["A cat sings.", "A dog sings."], ["Soft notes", "Loud notes"]
+    seeded = [torch.Generator().manual_seed(i) for i in range(2)]
+    alone = pipe(prompts, lyrics=lyrics, generator=seeded, **inputs)[0]
+    silent = pipe(prompts, lyrics=["", ""], generator=[torch.Generator().manual_seed(i) for i in range(2)], **inputs)[0]
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    with pytest.raises((ValueError, CallFailedError), match="one for each of 2"):
+        sample_prompts(pipe, prompts, lyrics=lyrics[:1], **inputs)
+    found = [sample_prompts(pipe, prompts, per_call=per_call, lyrics=lyrics, **inputs)]
+    found += [sample_prompts(pipe, prompts, per_call=per_call, **inputs)]
+    assert float((alone - silent).abs().max() / alone.abs().max()) > 1e-3, "the lyrics change nothing"
+    return [float((torch.stack(x) - y).abs().max() / y.abs().max()) for x, y in zip(found, (alone, silent))]
+
+
+@pytest.mark.parametrize("per_call", [2, pytest.param(1, marks=pytest.mark.full)])
+def test_lyrics_are_given_to_each_prompt(run_ranks: RankPool, per_call: int) -> None:
+    for errors in run_ranks(3, _sung, per_call, timeout_s=240):
+        assert max(errors) < 1e-4
+
+
 class Halves:
     """A pipeline that takes much, and gives one sample for two prompts."""
 
@@ -90,7 +139,7 @@ class Halves:
 
 @pytest.fixture
 def halves(monkeypatch: pytest.MonkeyPatch) -> Halves:
-    installed = SimpleNamespace(ranks=sampling_ranks(ContextParallelConfig()), stages=None)
+    installed = SimpleNamespace(ranks=sampling_ranks(ContextParallelConfig()), stages=None, votes=Votes("Halves", None))
     monkeypatch.setattr("lightning_cp.pipelines.prompts.parallel_pipeline", lambda pipe: installed)
     return Halves()
 

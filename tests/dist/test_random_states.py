@@ -1,4 +1,4 @@
-"""Random numbers of user code: alike within a context group, as seeded between groups, restored by resumed runs."""
+"""Random numbers of user code: equal within a context group, as seeded between groups, restored by resumed runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STRATEGIES: dict[str, Any] = {"cp": ContextParallelStrategy, "cp_fsdp": ContextP
 
 
 def seed_rank(rank: int) -> None:
-    """What ranks have that nobody has seeded: something else each."""
+    """Random states of ranks without a seed: different on each."""
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(1000 + rank)
 
@@ -154,11 +154,11 @@ def _check_workers(found: list[tuple[Tensor, Tensor]]) -> None:
     assert not torch.isclose(augmented[0], augmented[2]).any()
     assert len(set(augmented[0].flatten().tolist())) == augmented[0].numel()
     assert torch.equal(found[0][1], found[1][1])
-    assert torch.equal(found[0][1], found[2][1]), "groups that are seeded alike draw alike"
+    assert torch.equal(found[0][1], found[2][1]), "groups with equal seeds draw equal numbers"
 
 
 def _interrupted(rank: int, world: int, folder: str, kind: str, at: int, augments: bool) -> bool:
-    """Whether a fit that is saved and resumed draws what one that is not interrupted draws, and trains on it."""
+    """True if a fit that is saved and resumed draws what one that is not interrupted draws, and trains on it."""
     seeds = [10 * (i // 2) for i in range(world)]
     given: dict[str, Any] = {"augments": augments}
     _, straight = _trained(rank, world, kind, seeds, steps=at + 2, **given)

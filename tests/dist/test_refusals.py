@@ -1,4 +1,4 @@
-"""What cannot be computed is refused on every rank, by name, before anything can hang."""
+"""Calls that cannot be computed are refused on every rank, by name, before anything can hang."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_bad_input_on_all_ranks_is_refused_on_all_ranks(run_ranks: RankPool, mod
 def test_bad_input_on_one_rank_is_refused_on_every_rank(run_ranks: RankPool, mode: str, bad_rank: int) -> None:
     for rank, answers in enumerate(run_ranks(3, _bad_on_one, mode, bad_rank, timeout_s=40)):
         for name, (kinds, message) in answers.items():
-            # What only lengths can tell (a mask's last dim) is found after the exchange, by all.
+            # Errors that only lengths show (a mask's last dim) are found after the exchange, by all.
             late = name in ("mask columns", "mask rows", "mask rows of local keys")
             own = BAD[name][1].__name__ if name in BAD else "ShapeError"
             expected = "ShapeError" if late else own if rank == bad_rank else "PeerMismatchError"

@@ -102,7 +102,7 @@ def _added(model: Any, x: Tensor) -> None:
 
 
 def _raised(model: Any, x: Tensor) -> None:
-    """Modules whose p was 0 in the first three forwards."""
+    """Modules with p = 0 in the first three forwards."""
     for _ in range(3):
         model(x)
     _seen(model)
@@ -157,7 +157,7 @@ def check_masks(everyones: list[list[Tensor]]) -> None:
 
 
 def _replayed(rank: int, world: int, kind: str) -> bool:
-    """Whether activation checkpointing changes no gradient."""
+    """True if activation checkpointing changes no gradient."""
     torch.manual_seed(0)
     model: Any = _parallel(MODELS[kind](), world)
     gradients = []
@@ -179,7 +179,7 @@ def test_replays_drop_the_same_elements(run_ranks: RankPool, kind: str) -> None:
 
 
 def _quiet(rank: int, world: int) -> list[bool]:
-    """Whether nothing was drawn: with p = 0, in evaluation, and once the plan was taken off (but for dropout)."""
+    """True if nothing was drawn: with p = 0, in evaluation, and once the plan was taken off (but for dropout)."""
     torch.manual_seed(0)
     found = []
     for model in (_with_dropout(0.0), _with_dropout(0.5).eval()):

@@ -1,4 +1,4 @@
-"""A rank that is elsewhere while its peers wait for it: told with rank, module and collective."""
+"""A rank that is elsewhere while its peers wait for it: reported with rank, module and collective."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAP_S = 2.5
 
 
 def _told_while(step: Callable[[], object], *, world: int, after_s: float = AFTER_S) -> list[str]:
-    """What this rank's watch says during a step."""
+    """Reports of this rank's watch during a step."""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     messages: list[str] = []
     watch = watch_stalls(host="127.0.0.1", after_s=after_s, timeout_s=60, report=messages.append)
@@ -139,7 +139,7 @@ def test_a_watch_does_no_harm_to_longer_work(run_ranks: RankPool) -> None:
 
 
 def _late(rank: int, world: int) -> float:
-    """Seconds that a rank needs whose connection comes when the first rank could already have ended."""
+    """Seconds that a rank needs if its connection comes when the first rank could already have ended."""
     connect = stall.TCPStore
 
     def connect_late(*args: Any, **settings: Any) -> object:

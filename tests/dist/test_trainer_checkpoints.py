@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Trains(TrainsWan):
-    """With an optimizer that has a state."""
+    """A module with an optimizer that has a state."""
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
@@ -125,7 +125,7 @@ def test_lightnings_asynchronous_checkpoints_work_as_ever(run_ranks: RankPool, t
 
 
 def _cut_short(rank: int, world: int, folder: str, distributed: bool) -> int:
-    """What writes the second checkpoint fails half-way, on the first rank, at what it does last."""
+    """Writing the second checkpoint fails half-way, on the first rank, in its last step."""
     path, data = Path(folder) / "all.ckpt", DataLoader(Clips(2), batch_size=2)
 
     def trainer_until(steps: int) -> Trainer:

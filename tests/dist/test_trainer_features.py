@@ -1,4 +1,4 @@
-"""What a training run needs beside its steps, at ring 2 x data 2 under the Trainer."""
+"""Features of a training run besides its steps, at ring 2 x data 2 under the Trainer."""
 
 from __future__ import annotations
 

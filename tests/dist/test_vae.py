@@ -18,6 +18,7 @@ from lightning_cp import ContextParallelConfig
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups, groups_for
 from lightning_cp.vae import parallelize_vae
 from lightning_cp.vae.tiles import owners
+from tests import features
 from tests.dist.vaes import ALL, QUICK, make_vae
 from tests.harness import RankPool
 
@@ -73,7 +74,8 @@ def _compare(rank: int, world: int, name: str, mode: str, dtype: torch.dtype) ->
     return results
 
 
-def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.dtype) -> None:
+def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.dtype) -> float:
+    """Returns the largest error."""
     everyone = run_ranks(world, _compare, name, mode, dtype)
     for way in everyone[0]:
         results = [result[way] for result in everyone]
@@ -85,15 +87,16 @@ def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.d
             assert math.isclose(sum(shares), 1), f"a tile is computed by one rank: {shares}"
         assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
         assert max(shares) < 1.5 / world, f"the work is not shared: {shares}"
+    return max(result["error"] for results in everyone for result in results.values())
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> None:
-    _check(run_ranks, 3, name, "tiles", torch.float32)
+    features.compared("VAE decoded and encoded by tiles", _check(run_ranks, 3, name, "tiles", torch.float32))
 
 
 def _formats(rank: int, world: int) -> bool:
-    """Whether tiles in channels_last come to the layer after the encoder as they do alone."""
+    """True if tiles in channels_last come to the layer after the encoder as they do alone."""
     vae = make_vae("kl").to(memory_format=torch.channels_last)
     vae.enable_tiling(**ALL["kl"].tiles)
     seen: list[bool] = []
@@ -114,7 +117,7 @@ def test_tiles_keep_the_order_of_their_dims_in_memory(run_ranks: RankPool) -> No
 
 @pytest.mark.parametrize("name", QUICK)
 def test_halos_give_the_whole_within_rounding(run_ranks: RankPool, name: str) -> None:
-    _check(run_ranks, 3, name, "halos", torch.float64)
+    features.compared("VAE decoded and encoded by rows", _check(run_ranks, 3, name, "halos", torch.float64))
 
 
 @pytest.mark.full
@@ -227,3 +230,4 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
 def test_units_of_uneven_work_are_dealt_evenly() -> None:
     assert owners({1: 9, 2: 3, 3: 9, 4: 3, 5: 3, 6: 1}, 3) == {1: 0, 3: 1, 2: 2, 4: 2, 5: 2, 6: 0}
     assert owners({1: 5}, 2) == {1: 0}
+    assert owners({1: 4, 2: 4, 3: 4, 4: 4}, 2, (3, 1)) == {1: 0, 2: 0, 3: 0, 4: 1}

@@ -24,7 +24,7 @@ def install(folder: Path) -> Path:
 
 
 def options(script: Path) -> dict[str, str]:
-    """What a script asks of SLURM."""
+    """Options of a script for SLURM."""
     lines = [line.removeprefix("#SBATCH --") for line in script.read_text().splitlines() if line.startswith("#SBATCH")]
     return {name: value.strip("'\"") for name, _, value in (line.partition("=") for line in lines)}
 

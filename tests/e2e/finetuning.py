@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ def frames_of(number: int, size: tuple[int, int, int]) -> list[NDArray[np.uint8]
 
 
 def write_media(folder: Path, case: str, count: int) -> Path:
-    """Write pictures, or clips if the case's size has several frames, each with a caption."""
+    """Write pictures, or clips if the case has several frames: each with a caption, and a reference for edits."""
     size = CASES[case].size
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(count):
@@ -40,6 +41,8 @@ def write_media(folder: Path, case: str, count: int) -> Path:
         else:
             write_video(folder / f"{i}.mp4", frames)
         (folder / f"{i}.txt").write_text(f"wave number {i}\n")
+        if CASES[case].reference is not None:
+            Image.fromarray(frames_of(i + 7, size)[0]).save(folder / f"{i}.reference.png")
     return folder
 
 
@@ -49,12 +52,14 @@ def write_pipeline(folder: Path, case: str) -> Path:
     return folder
 
 
-def write_cache(folder: Path, case: str, count: int = 6) -> Path:
-    """Write a folder with `pipe`, `media` and `latents`, the cache of the media."""
-    pipe, media = write_pipeline(folder / "pipe", case), write_media(folder / "media", case, count)
+def write_cache(
+    folder: Path, case: str, count: int = 6, *, write: Callable[[Path, str, int], Path] = write_media
+) -> Path:
+    """Write a folder with `pipe`, `media` and `latents`, the cache of the media. Args: write: writes the media."""
+    pipe, media = write_pipeline(folder / "pipe", case), write(folder / "media", case, count)
     frames, height, width = CASES[case].size
     settings = PrecomputeSettings(
-        sizes=[[height, width]], frames=None if frames == 1 else frames, dtype=torch.float32, sheet=0
+        sizes=[[height, width]], frames=None if frames == 1 else frames, dtype=torch.float32, sheet=0, max_upscale=2
     )
     result = precompute(pipe, media, folder / "latents", settings=settings, device=torch.device("cpu"), progress=False)
     assert not result.skipped, result.skipped

@@ -1,4 +1,4 @@
-"""A reader's own training script, which knows nothing of context parallelism. Prints the losses."""
+"""A reader's own training script, without context parallelism. Prints the losses."""
 
 import diffusers
 import torch

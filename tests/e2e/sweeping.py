@@ -1,4 +1,4 @@
-"""A recipe whose ranks train nothing: they check their surroundings, write metrics, and fail as they are told to.
+"""A recipe with ranks that train nothing: they check their surroundings, write metrics, and fail as set to.
 
 python tests/e2e/sweeping.py -m strategy=cp ring=1,2 +fault=none,raise_0
 """
@@ -19,7 +19,7 @@ CONF = str(Path(__file__).parents[2] / "conf")
 
 
 def train(config: Any) -> None:
-    """What every rank does."""
+    """Run on every rank."""
     of_slurm = "RANK" not in os.environ
     rank = int(os.environ["SLURM_PROCID" if of_slurm else "RANK"])
     world = int(os.environ["SLURM_NTASKS" if of_slurm else "WORLD_SIZE"])

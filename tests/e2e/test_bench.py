@@ -23,8 +23,9 @@ def _bench(folder: Path, *settings: str, cold: bool = False) -> subprocess.Compl
     return warm.run(command, cwd=ROOT, timeout=300)
 
 
-def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
-    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=True)
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> None:
+    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=cold)
     assert done.returncode == 0, done.stderr
     with (tmp_path / "bench.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -44,7 +45,7 @@ def test_every_subject_is_measured_in_one_run(tmp_path: Path) -> None:
         assert by_name["one_rank", subject]["ranks"] == "2"
     alone, together = by_name["one_rank", "Ulysses"], by_name["attention", "Ulysses"]
     assert alone["sent_bytes"] == together["sent_bytes"], "it does what a rank does"
-    assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "what cannot be done is told"
+    assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "a refusal is reported"
     # K and V once forward and once backward, and their gradients
     assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
     for subject in (
@@ -71,7 +72,7 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
     for given, said in (
         (
             "workloads=[atention]",
-            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, data",
+            "workloads=['atention'] is not valid: must be some of attention, one_rank, training, sampling, shares",
         ),
         ("ranks=[1]", "ranks=[1]: must be integers of at least 2"),
         ("attention.lengths=[0]", "attention.lengths=[0]: must be integers of at least 1"),
@@ -88,6 +89,19 @@ def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:
 def _gpu_stages(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "recipes/bench.py", "bench=gpu_on_cpu", f"hydra.run.dir={folder}", *settings]
     return warm.run(command, cwd=ROOT, timeout=500)
+
+
+@pytest.mark.full
+def test_shares_by_speed_are_measured_beside_equal_ones(tmp_path: Path) -> None:
+    done = _bench(tmp_path, "workloads=[shares]")
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "bench.csv").open() as file:
+        subjects = {row["subject"]: row for row in csv.DictReader(file)}
+    for mode in ("ring allgather", "ring alltoall", "Ulysses"):
+        for shares in ("equal shares", "shares=[2,1]"):
+            row = subjects[f"{mode}, {shares}"]
+            assert not row["refused"], row["refused"]
+            assert float(row["best_s"]) > 0
 
 
 @pytest.mark.full

@@ -28,9 +28,10 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_plan_of_the_guide_is_short_and_exact(folder: Path) -> None:
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_plan_of_the_guide_is_short_and_exact(cold: bool, folder: Path) -> None:
     assert len(_GUIDE[1].splitlines()) <= 20
-    done = _check(folder, "model=my_model.py", "plan=my_model.py", "ranks=4", cold=True)
+    done = _check(folder, "model=my_model.py", "plan=my_model.py", "ranks=4", cold=cold)
     assert done.returncode == 0, done.stderr
     for told in ("MyTransformer on 4 ranks", "ring allgather", "ring alltoall", "Ulysses", "unified", "exact in every"):
         assert told in done.stdout

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness import warm
 from tests.pipelines import table
 
 _RECIPE = Path(__file__).parents[2] / "recipes" / "check_family.py"
 
 
 def _check(folder: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(_RECIPE), *settings]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+    return warm.run([sys.executable, str(_RECIPE), *settings], cwd=folder, timeout=240)
 
 
 def test_all_proofs_of_a_pipeline_pass(tmp_path: Path) -> None:

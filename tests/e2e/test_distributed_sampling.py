@@ -87,7 +87,7 @@ def _told(raised: tuple[str, str], kind: type[Exception], text: str = "") -> Non
 def _block(rank: int, world: int, folder: Path, name: str, main: bool = True) -> str:
     """Runs a block of the page as one of its processes; what spawns is called as what it spawns.
 
-    Returns: the type of error that a process ends with for want of a prompt, else "".
+    Returns: the type of error that a process ends with without a prompt, else "".
     """
     from accelerate import PartialState
 
@@ -336,7 +336,7 @@ def test_what_placement_does(run_ranks: RankPool, folder: Path) -> None:
 
 
 def _cpu_kernel(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **given: Any) -> Any:
-    """What diffusers' ring asks of a backend, which none of its own does on CPU."""
+    """diffusers' ring needs an LSE from a backend, and none of its own gives it on CPU."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
     return out.transpose(1, 2), lse.transpose(1, 2)
@@ -354,7 +354,7 @@ def _cpu_counts(kernel: bool = False) -> Iterator[None]:
 
 
 def _enabled(pipe: Any, backend: str | None = None, **degrees: Any) -> Any:
-    """With a transformer that diffusers has made parallel."""
+    """A pipeline with a transformer that diffusers has made parallel."""
     from diffusers import ContextParallelConfig
 
     pipe.transformer = _transformer()
@@ -420,7 +420,7 @@ def test_what_modes_give(run_ranks: RankPool, folder: Path, world: int) -> None:
 
 
 def _misuse(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """What is not said to either, or is said twice; ranks' states and prompts that differ."""
+    """Missing and repeated calls; ranks with different random states and prompts."""
     from lightning_cp import ContextParallelConfig, parallelize_pipeline
 
     ring = ContextParallelConfig(ring_degree=world)

@@ -23,8 +23,9 @@ def _ran(script: Path, *arguments: str, cold: bool = False) -> subprocess.Comple
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
-def test_the_doctor_tries_every_mode_and_is_content() -> None:
-    told = _ran(DOCTOR, "timeout=120", cold=True)
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_doctor_tries_every_mode_and_is_content(cold: bool) -> None:
+    told = _ran(DOCTOR, "timeout=120", cold=cold)
     assert told.returncode == 0, told.stdout + told.stderr
     assert told.stdout.count("exact") == 7
     for word in ("ring allgather", "ring alltoall", "Ulysses", "torch 2", "gloo", "auto is flash", "everything works"):
@@ -32,7 +33,7 @@ def test_the_doctor_tries_every_mode_and_is_content() -> None:
 
 
 def _sleepy(folder: Path, addition: str = "") -> Path:
-    """A doctor whose ranks, but the first, sleep."""
+    """A doctor; all its ranks but the first sleep."""
     script = folder / "doctor.py"
     sleepy = f"if rank:\n        time.sleep(60)\n    {addition}\n    generator = torch.Generator()"
     script.write_text(DOCTOR.read_text().replace("generator = torch.Generator()", sleepy))
@@ -49,7 +50,7 @@ def test_a_doctor_whose_time_runs_out_gives_no_verdict(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_problem_counts_more_than_the_time(tmp_path: Path) -> None:
-    """With 2 ranks rank 0 fails, with 3 the time runs out."""
+    """Rank 0 of 2 fails; with 3 ranks the time runs out."""
     failing = 'if rank == 0 and world == 2:\n        raise LookupError("it fails")'
     told = _ran(_sleepy(tmp_path, failing), "timeout=30")
     assert told.returncode == 1, told.stdout + told.stderr

@@ -1,4 +1,4 @@
-"""What a user sees when settings are bad or a rank fails, and that nothing is left running."""
+"""Errors that a user sees when settings are bad or a rank fails, and that nothing is left running."""
 
 import os
 import signal
@@ -182,7 +182,7 @@ def test_an_error_under_torchrun_is_printed_once_even_if_rank_zero_is_late(tmp_p
 
 @pytest.mark.full  # it waits for the first rank's word
 def test_a_rank_that_alone_fails_under_torchrun_prints_the_reason(tmp_path: Path) -> None:
-    """As one whose node has no room: the first rank does not refuse, and waits for the others."""
+    """A rank's node is full: the first rank does not refuse, and waits for the others."""
     (tmp_path / "of_1").touch()
     folder = f"run_dir={tmp_path}/of_${{oc.env:RANK}}"
     refused = run("strategy=cp", "ring=2", folder, folder=tmp_path / "run", launcher=TORCHRUN)
@@ -193,7 +193,7 @@ def test_a_rank_that_alone_fails_under_torchrun_prints_the_reason(tmp_path: Path
 
 @pytest.mark.full
 def test_ranks_that_slurm_started_join_each_other(tmp_path: Path) -> None:
-    """As srun presents them: one process a task, places in SLURM's variables, one node."""
+    """Start ranks as srun does: one process a task, places in SLURM's variables, one node."""
     folder = tmp_path / "run"
     slurm = {
         "SLURM_JOB_ID": str(10_000 + os.getpid() % 10_000),

@@ -39,3 +39,8 @@ def test_commands_and_script_run(tmp_path: Path) -> None:
     alone, two = (re.findall(r"loss (\S+)", run(tmp_path, "my_finetuning.py", ranks)) for ranks in ("1", "2"))
     assert len(alone) == 3
     assert [float(x) for x in two] == pytest.approx([float(x) for x in alone], rel=1e-4)
+    run(tmp_path, "my_pictures.py")
+    assert {path.name for path in (tmp_path / "pictures/samples").iterdir()} == {
+        "step_00000002.png",
+        "step_00000003.png",
+    }

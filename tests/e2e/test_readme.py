@@ -57,15 +57,17 @@ dist.destroy_process_group()
 
 
 def ran(
-    script: str, folder: Path, *launcher: str, cwd: Path | None = None, cold: bool = True
+    script: str, folder: Path, *launcher: str, cwd: Path | None = None, cold: bool = True, ranks: int = 1
 ) -> subprocess.CompletedProcess[str]:
     path = folder / "script.py"
     path.write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if ranks > 1:
+        return warm.run_ranks(ranks, [sys.executable, path], env=environment, cwd=folder, timeout=120)
     if not cold:
         return warm.run([sys.executable, path], env=environment, cwd=cwd, timeout=120)
     return subprocess.run(
-        [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=120
+        [sys.executable, *launcher, str(path)], env=environment, cwd=cwd, capture_output=True, text=True, timeout=240
     )
 
 
@@ -102,17 +104,17 @@ def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
     assert result.stdout.count("exact") == 1
 
 
-def test_the_diffusers_snippet_runs_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_diffusers_snippet_runs_on_two_ranks(torchrun: bool, tmp_path: Path) -> None:
     snippet = next(text for text in SNIPPETS if "apply_context_parallel(" in text)
-    result = ran(DIFFUSERS.format(snippet=snippet), tmp_path, *TORCHRUN)
+    script = DIFFUSERS.format(snippet=snippet)
+    result = ran(script, tmp_path, *TORCHRUN) if torchrun else ran(script, tmp_path, cold=False, ranks=2)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("exact") == 1
 
 
 def test_the_table_is_what_its_command_prints() -> None:
-    result = subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / "compare.py")], capture_output=True, text=True, timeout=240
-    )
+    result = warm.run([sys.executable, str(ROOT / "recipes" / "compare.py")], timeout=240)
     assert result.returncode == 0, result.stderr
     printed = [line.split(" | ") for line in result.stdout.splitlines() if line.startswith("| ")]
     shown = {line.split(" | ")[0]: line.split(" | ") for line in README.splitlines() if line.startswith("| ")}

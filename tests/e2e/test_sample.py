@@ -18,8 +18,8 @@ from tests.pipelines import table
 RECIPE = ROOT / "recipes" / "sample.py"
 
 
-def sampled(*overrides: str, folder: Path, cold: bool = False) -> Finished:
-    with started(*overrides, "progress=false", folder=folder, script=RECIPE, cold=cold) as process:
+def sampled(*overrides: str, folder: Path, progress: str = "false") -> Finished:
+    with started(*overrides, f"progress={progress}", folder=folder, script=RECIPE) as process:
         stdout, stderr = process.communicate(timeout=150)
         return Finished(process.returncode, stdout, stderr, folder)
 
@@ -30,7 +30,7 @@ def pictures(folder: Path) -> np.ndarray:
 
 
 def picture(path: Path) -> np.ndarray:
-    """Of a file, or the first frame of one: [h, w], grey."""
+    """Picture of a file, or its first frame: [h, w], grey."""
     with Image.open(path) as read:
         return np.asarray(read.convert("L")).astype(int)
 
@@ -54,7 +54,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def alone(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its samples, from one process."""
     folder = tmp_path_factory.mktemp("alone") / "out"
-    done = sampled(f"output_root={trained.parent}", folder=folder, cold=True)  # source=last
+    done = sampled(f"output_root={trained.parent}", folder=folder)  # source=last
     assert done.exit_code == 0, done.stderr
     return folder
 
@@ -81,8 +81,9 @@ def test_a_checkpoint_of_the_main_job_is_sampled_out_of_the_box(alone: Path) -> 
 def test_pictures_are_the_same_at_every_degree(
     alone: Path, trained: Path, tmp_path: Path, degrees: tuple[str, ...]
 ) -> None:
-    done = sampled(f"source={trained}", "strategy=cp", *degrees, folder=tmp_path / "out")
+    done = sampled(f"source={trained}", "strategy=cp", *degrees, folder=tmp_path / "out", progress="true")
     assert done.exit_code == 0, done.stderr
+    assert "steps: 100%" in done.stderr
     most = 40 if "precision=bf16-mixed" in degrees else 1
     assert np.abs(pictures(tmp_path / "out") - pictures(alone)).max() <= most
 
@@ -90,6 +91,7 @@ def test_pictures_are_the_same_at_every_degree(
 def test_requested_classes_are_sampled_by_data_groups_in_order(alone: Path, trained: Path, tmp_path: Path) -> None:
     options = ("prompts=[7,1,1]", "count=1", "strategy=cp", "data_parallel=2")
     done = sampled(f"source={trained}", *options, folder=tmp_path / "out")
+    assert "steps:" not in done.stderr
     assert done.exit_code == 0, done.stderr
     found = pictures(tmp_path / "out")
     assert len(found) == 3

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import torch
 
 from tests.e2e.recipe import ROOT
 from tests.e2e.test_readme import README
+from tests.harness import warm
 from tests.pipelines import table
 
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sampling.md").read_text(), re.DOTALL)
+FIRST, MANY, LOOP_BLOCK, *_ = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sampling.md").read_text(), re.DOTALL)
 PIPE = """
 import numpy as np, torch
 from diffusers import DiffusionPipeline
@@ -29,8 +29,26 @@ CALLED = f"""{PIPE}
 import os
 
 torch.manual_seed(5 + int(os.environ["RANK"]))
-{BLOCKS[0]}
+{FIRST}
 assert np.abs(video - expected).max() < 1e-4
+print("exact")
+dist.destroy_process_group()
+"""
+CALLED_OFTEN = f"""{PIPE}
+bird = dict(prompt="a bird", guidance_scale=1.0, height=32, width=48, num_inference_steps=3)
+torch.manual_seed(5)
+made(**arguments)
+expected = made(**bird).frames[0]
+import os
+import torch.distributed as dist
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+
+dist.init_process_group("gloo")
+pipe = made
+torch.manual_seed(5 + int(os.environ["RANK"]))
+{MANY}
+assert (video is None) == (dist.get_rank() > 0)
+assert video is None or np.abs(video - expected).max() < 1e-4
 print("exact")
 dist.destroy_process_group()
 """
@@ -64,7 +82,7 @@ def alone(steps=4, scale=3.0):
     return x
 
 expected = alone()
-{BLOCKS[1]}
+{LOOP_BLOCK}
 assert (sample(noise, text, no_text) - expected).abs().max() < 1e-4 * expected.abs().max()
 print("exact")
 dist.destroy_process_group()
@@ -82,20 +100,18 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("script", "ranks"),
-    [pytest.param(CALLED, 4, marks=pytest.mark.full), (IN_README, 2), pytest.param(LOOP, 4, marks=pytest.mark.full)],
-    ids=["sampling.md", "README", "own loop"],
+    [
+        pytest.param(CALLED, 4, marks=pytest.mark.full),
+        (IN_README, 2),
+        pytest.param(CALLED_OFTEN, 4, marks=pytest.mark.full),
+        pytest.param(LOOP, 4, marks=pytest.mark.full),
+    ],
+    ids=["sampling.md", "README", "many calls", "own loop"],
 )
 def test_code_of_the_docs_gives_one_processs_samples(script: str, ranks: int, pipeline: Path, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "my-pipeline").symlink_to(pipeline)
-    launcher = ("-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", "--rdzv-backend=c10d")
-    done = subprocess.run(
-        [sys.executable, *launcher, "script.py"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = warm.run_ranks(ranks, [sys.executable, "script.py"], env=environment, cwd=tmp_path, timeout=180)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("exact") == ranks

@@ -53,7 +53,7 @@ def test_a_stopped_rank_is_named_on_the_terminal(ranks: int, victim: int, tmp_pa
 
 
 def _read_until(process: subprocess.Popen[str], words: str, limit_s: float) -> str:
-    """What a process writes to stderr up to the line with these words; it is killed if they do not come in time."""
+    """Output of a process to stderr up to the line with these words; it is killed if they do not come in time."""
     assert process.stderr is not None
     timer, lines = threading.Timer(limit_s, process.kill), []
     timer.start()
@@ -91,6 +91,7 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+@pytest.mark.full  # it waits for silence on both nodes, and starts both ranks cold
 def test_two_nodes_of_which_one_is_cut_off_both_tell_of_it(nodes: tuple[str, str], tmp_path: Path) -> None:
     settings = (*SMALL, *STRATEGY, "max_steps=100000", "num_nodes=2", f"hydra.run.dir={tmp_path / 'run'}")
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What a recipe imports before it answers: `--help` and a refused setting need no heavy package."""
+"""Imports of a recipe before it answers: `--help` and a refused setting need no heavy package."""
 
 from __future__ import annotations
 
@@ -31,13 +31,18 @@ sys.exit(code)
     [
         ("train.py", "--help", 0),
         ("train.py", "ring=0", 2),
-        ("train.py", "strategy=cp ring=17", 2),
-        ("train.py", "trainer.devices=2", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("train.py", "strategy=cp ring=17", 2),
+                ("train.py", "trainer.devices=2", 2),
+                ("sample.py", "ring=0", 2),
+                ("precompute.py", "--help", 0),
+            )
+        ),
         ("sample.py", "--help", 0),
-        ("sample.py", "ring=0", 2),
         ("bench.py", "--help", 0),
         ("check.py", "--help", 0),
-        ("precompute.py", "--help", 0),
         ("precompute.py", "precompute.frames=0 model.pretrained=a/b data.path=.", 2),
         ("doctor.py", "--help", 0),
     ],

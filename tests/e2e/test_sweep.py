@@ -119,7 +119,9 @@ def test_an_interrupt_ends_the_sweep_and_every_rank(number: int, tmp_path: Path)
     assert "sweep.csv" in stdout
 
 
-@pytest.mark.parametrize(("on_error", "last"), [("continue", Status.FINISHED), ("stop", Status.SKIPPED)])
+@pytest.mark.parametrize(
+    ("on_error", "last"), [("continue", Status.FINISHED), pytest.param("stop", Status.SKIPPED, marks=pytest.mark.full)]
+)
 def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: Status, tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep("strategy=cp", "ring=1,2,3,2", f"sweep.on_error={on_error}", folder=folder, launcher=TORCHRUN)

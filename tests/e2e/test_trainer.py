@@ -42,19 +42,19 @@ model:
 """
 
 
-def losses(script: Path, *arguments: str) -> tuple[list[float], str]:
-    """What a script prints, and all that it says."""
+def losses(script: Path, *arguments: str, folder: Path | None = None) -> tuple[list[float], str]:
+    """Return the losses that a script prints, and all of its output. It runs in `folder`, or where it is."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), *arguments]
-    ran = warm.run(command, env=environment, cwd=script.parent, timeout=150)
+    ran = warm.run(command, env=environment, cwd=folder or script.parent, timeout=150)
     said = ran.stdout + ran.stderr
     assert ran.returncode == 0, said
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", ran.stdout)], said
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[float]:
-    found, _ = losses(PLAIN)
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    found, _ = losses(PLAIN, folder=tmp_path_factory.mktemp("alone"))
     assert len(found) == 8
     assert found[-1] < found[0]
     return found

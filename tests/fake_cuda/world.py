@@ -24,7 +24,7 @@ WORLD, RANK = 4, 1
 
 @contextmanager
 def fake_ranks() -> Iterator[None]:
-    """Rank 1 of a process group of 4 whose collectives send nothing."""
+    """Rank 1 of a process group of 4 with collectives that send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=WORLD)
     try:
         yield
@@ -59,7 +59,7 @@ def _merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttentio
 
 @contextmanager
 def fake_cuda() -> Iterator[CrossingRecorder]:
-    """Fake CUDA tensors on an H100, with NCCL as far as the code can tell. `.item()` and its like raise."""
+    """Fake CUDA tensors on an H100, with NCCL as the code sees it. `.item()` and its like raise."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),

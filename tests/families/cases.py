@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from lightning_cp.families import Media
 from tests.pipelines import table
+from tests.pipelines.common import loud
 
 CAPTIONS = ("a cat", "two green birds fly")
 PICTURE, VIDEO = (1, 16, 24), (5, 32, 48)
@@ -26,6 +27,7 @@ class Case:
         size: frames, height and width of the pixels.
         reference: height and width of a reference picture.
         scheduler: returns a scheduler in place of the pipeline's.
+        config: changes of the transformer's config.
     """
 
     file: str
@@ -33,6 +35,7 @@ class Case:
     size: tuple[int, int, int]
     reference: tuple[int, int] | None = None
     scheduler: Callable[[], Any] | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _published() -> Any:
@@ -80,6 +83,12 @@ CASES = {
     "cogvideox_image_1_5": Case("cogvideox", "cogvideox_image_to_video_1_5", _COG, scheduler=_published),
     "sd3": Case("sd3", "sd3", (1, 12, 20)),
     "qwen_image": Case("qwen_image", "qwen_image", (1, 24, 40)),
+    # their autoencoder makes pictures 128 times smaller, because references are enlarged to 2048 x 512
+    "qwen_image_edit": Case("qwen_image", "qwen_image_edit", (1, 512, 768), reference=(32, 8)),
+    "qwen_image_edit_plus": Case("qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8)),
+    "qwen_image_edit_plus_reference_at_time_0": Case(
+        "qwen_image", "qwen_image_edit_plus", (1, 512, 768), reference=(32, 8), config={"zero_cond_t": True}
+    ),
 }
 
 
@@ -91,6 +100,9 @@ def made(name: str, dtype: torch.dtype = torch.float32) -> Any:
     pipe = table(case.file)[case.pipe].make()
     if case.scheduler is not None:
         pipe.register_modules(scheduler=case.scheduler())
+    if case.config:
+        transformer = type(pipe.transformer).from_config({**pipe.transformer.config, **case.config})
+        pipe.register_modules(transformer=loud(transformer))
     pipe.set_progress_bar_config(disable=True)
     return pipe.to(dtype)
 

@@ -16,7 +16,7 @@ class SpoiltDigits(Digits):
         fault: nan: pixels are NaN in the batch after that; stop: StopIteration is raised.
         after: number of samples that are right.
         count: number of samples that are NaN.
-        rank: that does wrong.
+        rank: number of the rank that does wrong.
     """
 
     def __init__(self, fault: str, after: int, rank: int = -1, count: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""Pickles that run code when they are loaded: each only makes a folder, whose absence proves that it did not run."""
+"""Pickles that run code when they are loaded: each only makes a folder. Its absence proves that it did not run."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def by_memo(ran: Path) -> bytes:
 
 
 def by_popen(ran: Path) -> bytes:
-    """NEWOBJ of a class whose constructor runs a command."""
+    """NEWOBJ of a class with a constructor that runs a command."""
     command = pickle.EMPTY_LIST + pickle.MARK + text("mkdir") + text(ran) + pickle.APPENDS
     return call(name("subprocess", "Popen"), command)
 
@@ -99,7 +99,7 @@ def by_getattr(ran: Path) -> bytes:
 
 
 def by_setstate(ran: Path) -> bytes:
-    """BUILD of an object whose class gets a `__setstate__` first."""
+    """BUILD of an object; its class gets a `__setstate__` first."""
     kind = name(METADATA, "BytesStorageMetadata")
     setter = pickle.NONE + pickle.EMPTY_DICT + text("__setstate__") + name("posix", "mkdir") + pickle.SETITEM
     changed = kind + setter + pickle.TUPLE2 + pickle.BUILD

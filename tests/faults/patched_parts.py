@@ -1,6 +1,6 @@
 """Changes of a model after `apply_context_parallel`: other modules, classes and functions in every place of a block.
 
-Each change is made to a model built by `build`, whose classes are its own, so that a patch of a class touches no other.
+Each change is made to a model built by `build` with classes of its own, so that a patch of a class touches no other.
 """
 
 from __future__ import annotations

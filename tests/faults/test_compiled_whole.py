@@ -78,7 +78,7 @@ def test_a_parallel_model_compiled_as_a_whole_is_exact(
 
 
 def _peers(rank: int, world: int) -> list[str]:
-    """What is raised in six compiled forwards, in the first or the fourth of which the last rank gets another step."""
+    """Errors of six compiled forwards, in the first or the fourth of which the last rank gets another step."""
     messages = []
     for wrong in (0, 3):
         model, arguments = wan().build(), wan().arguments()

@@ -85,7 +85,7 @@ def mutated(manifest: dict[str, Any], rng: random.Random) -> dict[str, Any]:
 
 
 def attempted(folder: Path) -> Checkpoint | str:
-    """What is loaded, or what the one error says."""
+    """The loaded states, or the text of the one error."""
     try:
         return loaded(folder)
     except CheckpointError as error:
@@ -274,7 +274,7 @@ def test_a_checkpoint_is_always_found_while_another_process_saves(tmp_path: Path
         try:
             assert saving.stdout is not None
             saving.stdout.readline()
-            found = [latest_checkpoint(tmp_path) for _ in range(300)]
+            found = [latest_checkpoint(tmp_path) for _ in range(100)]
         finally:
             saving.kill()
     assert None not in found

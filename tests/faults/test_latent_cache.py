@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from lightning_cp.errors import CacheError
 from lightning_cp.latent_cache import CacheWriter, locks, prepare_cache
+from tests.harness import warm
 from tests.unit.latent_cache.made import add, check, index, make
 
 
@@ -167,9 +168,9 @@ _LIMITED = (
 
 
 def test_a_file_that_cannot_grow_is_one_error(tmp_path: Path) -> None:
-    """With shards of 300 bytes the rows file meets the limit, in the middle of a line; otherwise the shard."""
+    """The rows file meets the limit with shards of 300 bytes, in the middle of a line; otherwise the shard."""
     command = [sys.executable, "-c", _LIMITED, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = warm.run(command, timeout=120)
     assert len(ended.stdout.splitlines()) == 2, ended.stderr
     assert ended.stdout.count("free some space, then run precompute again to continue") == 2
     check(make(tmp_path / "300", 30), 30)

@@ -1,11 +1,11 @@
-"""A job on one machine listens on the loopback interface only, so that nobody on the network can join it."""
+"""A job on one machine listens on the loopback interface only, so that no other machine can join it."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections import Counter
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.comm.loopback import host_store
-from lightning_cp.launch import Job, LocalLauncher
+from tests.e2e.recipe import ROOT
 from tests.faults.listening import listening
+from tests.harness import warm
 
 TARGETS = Path(__file__).with_name("listening.py")
 LOOPBACK = {"127.0.0.1", "::1"}
@@ -23,25 +24,38 @@ LOOPBACK = {"127.0.0.1", "::1"}
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason="needs /proc/net/tcp of Linux")
 
 
+_LAUNCHES = """
+import json, sys
+from pathlib import Path
+from lightning_cp.launch import Job, LocalLauncher
+from tests.faults.listening import listening
+
+target, folder, ranks = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+result = LocalLauncher(limit_s=150).launch(Job(target, folder / "config.yaml", ranks, folder / "logs", threads=1))
+print(json.dumps([result.failure and result.failure.describe(), listening("self")]))
+"""
+
+
 def launched(function: str, folder: Path, *, ranks: int, **settings: object) -> list[Any]:
-    """What each rank wrote."""
+    """Return the results of all ranks. The launcher must not listen anywhere else than on the loopback interface."""
     OmegaConf.save(OmegaConf.create({"folder": str(folder), **settings}), folder / "config.yaml")
-    job = Job(f"{TARGETS}:{function}", folder / "config.yaml", ranks, folder / "logs", threads=1)
-    result = LocalLauncher(limit_s=150).launch(job)
-    assert result.failure is None, result.failure.describe()
+    command = [sys.executable, "-c", _LAUNCHES, f"{TARGETS}:{function}", str(folder), str(ranks)]
+    done = warm.run(command, cwd=ROOT, timeout=200)
+    assert done.returncode == 0, done.stderr
+    failure, listens = json.loads(done.stdout.splitlines()[-1])
+    assert failure is None, failure
+    assert set(listens) <= LOOPBACK
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(2, marks=pytest.mark.full)])
 def test_all_ranks_listen_on_the_loopback_interface_only(ranks: int, tmp_path: Path) -> None:
-    before = Counter(listening(os.getpid()))  # an earlier test of this process may have left a store
     found = launched("write_listening", tmp_path, ranks=ranks)
     for rank, one in enumerate(found):
         assert set(one["first"]) | set(one["again"]) <= LOOPBACK, one
         assert one["first"], "gloo listens"
         assert one["met"] == list(range(ranks))
         assert one["stores"] == (2 if rank == 0 else 0), "rank 0 has the stores of the group and the watch"
-    assert not set(Counter(listening(os.getpid())) - before) - LOOPBACK, "the launcher's"
 
 
 def test_a_rank_may_meet_at_a_port_of_its_own_and_keeps_the_interface_that_was_set(

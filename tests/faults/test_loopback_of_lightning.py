@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.recipe import ROOT
+from tests.harness import warm
 
 LOOPBACK = {"127.0.0.1", "::1"}
 SCRIPT = Path(__file__).with_name("lightning_ranks_script.py")
@@ -23,17 +24,15 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").is_file(), reason
 def ran(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the script in a clean environment."""
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    return subprocess.run(
+    return warm.run(
         [sys.executable, str(SCRIPT), *arguments, str(folder)],
         env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
         timeout=150,
     )
 
 
 def found(folder: Path, *arguments: str, **environment: str) -> list[dict[str, Any]]:
-    """What each rank wrote."""
+    """Return the results of all ranks."""
     done = ran(folder, *arguments, **environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return read(folder, int(arguments[-1]))

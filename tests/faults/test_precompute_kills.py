@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.latent_cache import LatentCache
+from tests.harness import warm
 from tests.unit.precompute.made import PICTURES, contents, encoded, pictures, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -24,6 +25,7 @@ from pathlib import Path
 import lightning_cp.precompute.run, diffusers, transformers
 from lightning_cp.precompute import EncodingRanks, encode
 from lightning_cp.families.flux import Flux
+from tests.harness import warm
 from tests.unit.precompute.made import PICTURES, encoded
 import os, time
 torch.set_num_threads(1)
@@ -50,7 +52,7 @@ def _started(pipe: Path, data: Path, out: Path, samples: int = 0) -> subprocess.
     """Start two ranks. Args: samples: return when so many are being encoded, or all are."""
     command = [sys.executable, "-c", _RANKS, str(pipe), str(data), str(out)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])}
-    process = subprocess.Popen(
+    process = warm.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True, env=environment
     )
     assert process.stdout is not None
@@ -80,7 +82,7 @@ def test_a_killed_run_loses_and_doubles_nothing(kills: int, tmp_path: Path) -> N
     for _ in range(kills):
         samples = rng.choice([0, 1, 7, 9])  # 0: while the pipeline is loaded, or captions are encoded
         run = _started(pipe, data, tmp_path / "out", samples)
-        codes.append(_ended(run, rng.uniform(0, 0.3 if samples else 4.0)))
+        codes.append(_ended(run, rng.uniform(0, 0.3 if samples else 1.0)))
         rows = (tmp_path / "out").glob("rows-*-media.jsonl")
         stored.append(sum(line.startswith('{"id"') for path in rows for line in path.read_text().splitlines()))
         time.sleep(0.05)

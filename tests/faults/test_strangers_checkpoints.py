@@ -25,7 +25,7 @@ from tests.faults import gadgets
 from tests.faults.gadgets import GADGETS, RUN_IN_PICKLE, Runs, before, call, name, saved_with, text
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-DTYPES = sorted(  # all whose tensors can be filled
+DTYPES = sorted(  # all its tensors can be filled
     {x for x in vars(torch).values() if isinstance(x, torch.dtype) and (x.is_floating_point or x.is_complex)}
     - {torch.float4_e2m1fn_x2}
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32},
@@ -67,7 +67,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def ran(tmp_path: Path) -> Iterator[Path]:
-    """What a gadget makes. Fails the test if one has run, or has changed a class."""
+    """Folders that gadgets make. Fails the test if one has run, or has changed a class."""
     classes = [x for x in vars(metadata).values() if isinstance(x, type)]
     as_they_were = [dict(vars(x)) for x in classes]
     path = tmp_path / "ran"

@@ -81,7 +81,7 @@ def _alone(weights: Tensor, indices: list[int], *, scale: float | None) -> Tenso
 
 
 def _relative_errors(module: _Overflows) -> list[tuple[float, float]]:
-    """Of the gradients in each step that counts: ours, and those of one process in the same precision."""
+    """Errors of the gradients in each step that counts: ours, and those of one process in the same precision."""
     first, second = everyones(module.seen)[::2]
     found = []
     for step in range(STEPS):

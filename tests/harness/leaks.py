@@ -1,4 +1,4 @@
-"""What a test must not leave behind: a process group, a child process, a thread, an environment variable."""
+"""Leaks of a test: a process group, a child process, a thread, an environment variable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What there is around a test."""
+    """The process's state around a test."""
 
     environment: dict[str, str]
     threads: frozenset[threading.Thread]
@@ -35,13 +35,13 @@ def running_threads() -> frozenset[threading.Thread]:
 
 
 def surroundings() -> Surroundings:
-    """What there is now."""
+    """Return the current state."""
     environment = {name: value for name, value in os.environ.items() if name not in _IGNORED}
     return Surroundings(environment, running_threads(), _children(), dist.is_initialized())
 
 
 def left_behind(before: Surroundings) -> list[str]:
-    """What there is more than before, in words; it is undone as far as possible."""
+    """List in words the leaks since `before`; it is undone as far as possible."""
     after = surroundings()
     deadline = time.monotonic() + _GRACE_S
     while (after.threads - before.threads or after.children - before.children) and time.monotonic() < deadline:

@@ -40,8 +40,6 @@ _PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imp
     "lightning.pytorch": ("lightning.pytorch.strategies", "torch.distributed.checkpoint"),
     "peft": ("peft",),
 }
-_LIBRARIES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-_ONE_THREAD = dict.fromkeys(_LIBRARIES, "1")
 
 
 class RankFailure(AssertionError):
@@ -144,20 +142,14 @@ class RankPool:
         context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
         used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
         context.set_forkserver_preload([*_PRELOADED, *used])
-        kept = {name: os.environ.get(name) for name in _ONE_THREAD}
-        os.environ.update(_ONE_THREAD)
-        try:
-            while len(self._workers) < world:
-                ours, theirs = context.Pipe()
-                log = Path(self._folder.name) / f"{time.monotonic_ns()}.log"
-                log.touch()
-                process = context.Process(target=serve, args=(theirs, str(log)))
-                process.start()
-                theirs.close()
-                self._workers.append(_Worker(process, ours, log))
-        finally:
-            for name, value in kept.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+        while len(self._workers) < world:
+            ours, theirs = context.Pipe()
+            log = Path(self._folder.name) / f"{time.monotonic_ns()}.log"
+            log.touch()
+            process = context.Process(target=serve, args=(theirs, str(log)))
+            process.start()
+            theirs.close()
+            self._workers.append(_Worker(process, ours, log))
 
 
 def _free_port() -> int:

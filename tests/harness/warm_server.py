@@ -70,7 +70,7 @@ def main() -> None:
     assert len(threads) == 1, f"{len(threads)} threads after the imports: a fork could inherit a lock of theirs"
     _serve(socket.socket(fileno=int(sys.argv[1])), standard_path)
     _fork_ranks(state)
-    _run(sys.argv)
+    _run_and_exit(lambda: _run(sys.argv))
 
 
 def _serve(connection: socket.socket, standard_path: list[str]) -> None:
@@ -150,7 +150,7 @@ def _use_environment(environment: Mapping[str, str]) -> None:
 
 @dataclass(frozen=True)
 class _State:
-    """What a launcher changes in its process and a new process does not have."""
+    """State that a launcher changes in its process and a new process does not have."""
 
     singletons: dict[Any, Any]
     resolvers: dict[str, Callable[..., Any]]
@@ -213,17 +213,34 @@ def child_was_created(process: subprocess.Popen[Any], given: Mapping[str, Any]) 
 
 def _run_rank(given: Mapping[str, Any], state: _State) -> NoReturn:
     """Run a rank's program in this fork, and end it: it must not return into the launcher's frames."""
-    code = 1
-    try:
+
+    def run() -> None:
         state.restore()
         given_streams = {0: given["p2cread"], 1: given["c2pwrite"], 2: given["errwrite"]}
         streams = {number: descriptor for number, descriptor in given_streams.items() if descriptor != -1}
         _use_streams(streams, given["start_new_session"], keep=tuple(given["pass_fds"]))
         _use_environment(given["env"])
         _run(given["args"][1:])
+
+    _run_and_exit(run)
+
+
+def _run_and_exit(program: Callable[[], None]) -> NoReturn:
+    """Run a program and end this process as the interpreter does, but without freeing every imported object.
+
+    That would take half a second: it touches all memory that the fork shares with its parent.
+    """
+    code = 1
+    try:
+        program()
         code = 0
     except SystemExit as ended:
+        if isinstance(ended.code, str):
+            print(ended.code, file=sys.stderr)
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
     except BaseException:
         traceback.print_exc()
     finally:
@@ -231,4 +248,7 @@ def _run_rank(given: Mapping[str, Any], state: _State) -> NoReturn:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
+        if code < 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
         os._exit(code)

@@ -1,4 +1,4 @@
-"""What runs in a worker process of the pool: one job after another, each in a process group of its own."""
+"""The program of the pool's worker processes: one job after another, each in a process group of its own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of it: a result (pickled), or the traceback of what was raised."""
+    """Outcome of a job: a result (pickled), or the traceback of what was raised."""
 
     result: bytes = b""
     error: str = ""

@@ -26,7 +26,7 @@ _COGVIEW = {
 
 class _Training(Tiny):
     def build(self) -> nn.Module:
-        """With the processors meant for training."""
+        """A model with the processors meant for training."""
         from diffusers.models.transformers.transformer_cogview4 import CogView4TrainingAttnProcessor
 
         model = super().build()

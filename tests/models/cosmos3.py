@@ -24,7 +24,7 @@ _CONFIG = {
 
 
 def _video(g: torch.Generator, text: int = 5) -> dict[str, Any]:
-    """A video of 3 x 2 x 3 tokens, whose first frame is given."""
+    """A video of 3 x 2 x 3 tokens. Its first frame is given."""
     tokens, noisy = 18, 12
     return {
         "input_ids": torch.randint(0, 32, (text,), generator=g),

@@ -26,7 +26,7 @@ _OVIS = {**_FLUX, "out_channels": 4}
 
 
 def tokens(g: torch.Generator, text: int = 7, *, axes: int = 3) -> dict[str, Any]:
-    """What all models of these families take."""
+    """Arguments of all models of these families."""
     return {
         "hidden_states": randn(g, 2, 15, 4),
         "encoder_hidden_states": randn(g, 2, text, 32),
@@ -47,7 +47,7 @@ def joint_mask() -> Tensor:
 
 
 def controlnet(g: torch.Generator) -> dict[str, Any]:
-    """What a ControlNet adds."""
+    """Arguments that a ControlNet adds."""
     return {
         "controlnet_block_samples": [randn(g, 2, 15, 64) for _ in range(2)],
         "controlnet_single_block_samples": [randn(g, 2, 15, 64)],

@@ -70,7 +70,7 @@ def _framepack(g: Generator) -> dict[str, Any]:
 
 
 def _one_sample(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The second sample alone, whose text is cut to what its mask keeps."""
+    """The second sample alone. Its text is cut to the length of its mask."""
     return {name: x if name.startswith("indices") else x[1:] for name, x in arguments.items()}
 
 

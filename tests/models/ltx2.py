@@ -56,7 +56,7 @@ def ltx2(g: torch.Generator, audio: int = 11) -> dict[str, Any]:
 
 
 def newer(g: torch.Generator) -> dict[str, Any]:
-    """With what came after LTX-2.0: timesteps of tokens, coordinates, keyframes, a perturbed block."""
+    """A model with the additions after LTX-2.0: timesteps of tokens, coordinates, keyframes, a perturbed block."""
     return {
         **ltx2(g),
         "encoder_hidden_states": randn(g, 2, 7, 32),

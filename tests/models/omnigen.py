@@ -35,7 +35,7 @@ def omnigen_mask(padding: int, text: int = _TEXT) -> Tensor:
 
 
 def conditioned(g: torch.Generator) -> dict[str, Any]:
-    """Text of 24 tokens, of which 9 are replaced by an image in the first sample, and 5 are padding in the second."""
+    """Text of 24 tokens; 9 of them are replaced by an image in the first sample, and 5 are padding in the second."""
     return {
         "hidden_states": randn(g, 2, 4, 6, 12),
         "timestep": TIMES,

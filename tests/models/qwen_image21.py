@@ -20,7 +20,7 @@ _CONFIG = {
 
 
 def _edit(g: torch.Generator) -> dict[str, Any]:
-    """Text, a picture of 4 x 2, text of which the second sample has padding, then the picture of 4 x 4 to be made."""
+    """Text, a picture of 4 x 2, text with padding in the second sample, then the picture of 4 x 4 to be made."""
     image = [False] * 3 + [True] * 2 + [False] * 4 + [True] * 4
     valid = torch.ones(2, 9, dtype=torch.bool)
     valid[1, 7:] = False

@@ -1,4 +1,4 @@
-"""What rides on a transformer: ControlNets, IP adapters, LoRA scales, arguments in order, outputs as a dataclass."""
+"""Extra inputs of a transformer: ControlNets, IP adapters, LoRA scales, arguments in order, outputs as a dataclass."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Control:
     Attributes:
         kind: its class.
         tiny: the transformer that it steers, with inputs.
-        inputs: its own, beside those that it shares with the transformer.
-        config: where it differs from the transformer's.
+        inputs: its own inputs, besides those that it shares with the transformer.
+        config: values that differ from the transformer's.
         fed: names of the transformer's arguments that take its outputs.
     """
 
@@ -209,7 +209,7 @@ def _flux_adapter(name: str) -> tuple[nn.Module, Inputs]:
 
 
 def _sd3_adapter(tokens: int = 5) -> tuple[nn.Module, Inputs]:
-    """With an adapter, as SD3IPAdapterMixin puts it in."""
+    """A model with an adapter that SD3IPAdapterMixin puts in."""
     from diffusers.models.attention_processor import SD3IPAdapterJointAttnProcessor2_0
     from diffusers.models.embeddings import IPAdapterTimeImageProjection
 

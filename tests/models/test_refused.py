@@ -1,4 +1,4 @@
-"""What a plan refuses is refused by name, with the reason, before anything runs. No ranks needed."""
+"""Modes that a plan refuses are refused by name, with the reason, before anything runs. No ranks needed."""
 
 from __future__ import annotations
 

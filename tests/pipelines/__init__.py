@@ -11,12 +11,12 @@ _SHARED = ("common", "media", "report", "text", "tiny", "vaes", "test_")
 
 
 def names() -> list[str]:
-    """Of the files with a table."""
+    """Names of the files with a table."""
     found = [module.name for module in pkgutil.iter_modules(__path__)]
     return [name for name in found if not name.startswith(_SHARED)]
 
 
 def table(family: str) -> dict[str, TinyPipe]:
-    """Of one file. (Each imports classes of diffusers and transformers, which takes seconds.)"""
+    """The table of one file. (Each imports classes of diffusers and transformers, which takes seconds.)"""
     found: dict[str, TinyPipe] = import_module(f"{__name__}.{family}").TINY
     return found

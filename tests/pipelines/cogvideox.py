@@ -99,7 +99,7 @@ def _image_to_video_inputs() -> dict[str, Any]:
 
 
 def _video_to_video_inputs() -> dict[str, Any]:
-    """Four steps, of which it takes two."""
+    """Two of four steps."""
     inputs = {**_inputs(), "video": video(9, 48, 80), "num_inference_steps": 4, "strength": 0.5}
     del inputs["num_frames"]
     return inputs

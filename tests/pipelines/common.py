@@ -1,4 +1,4 @@
-"""What the inputs of tiny pipelines share."""
+"""Common inputs of tiny pipelines."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ class MultistepScheduler(DPMSolverMultistepScheduler):
 
 
 class FlowMatchScheduler(FlowMatchEulerDiscreteScheduler):
-    """Where a pipeline gives it tensors of sigmas: without its warning about numpy."""
+    """A scheduler that takes tensors of sigmas without its warning about numpy."""
 
     set_timesteps = _quietly(FlowMatchEulerDiscreteScheduler.set_timesteps)

@@ -64,7 +64,7 @@ def _ltx2() -> LTX2Pipeline:
 
 
 def _newer() -> LTX2Pipeline:
-    """As LTX-2.3: a projection of text for each modality, and attention that can be left out."""
+    """LTX-2.3: a projection of text for each modality, and attention that can be left out."""
     config = {**_NEWER, "use_keyframes_abs_pos_embedding": False}
     connectors = {
         "video_connector_attention_head_dim": 16,
@@ -105,7 +105,7 @@ def _inputs() -> dict[str, Any]:
 
 
 def _guided_inputs() -> dict[str, Any]:
-    """With two more branches, one call each: without the attention of a block, and without the other modality."""
+    """A call with two more branches: without the attention of a block, and without the other modality."""
     return {
         **_inputs(),
         "stg_scale": 1.0,

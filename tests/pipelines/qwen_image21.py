@@ -12,7 +12,7 @@ from tests.pipelines.text.qwen import qwen3_vl, qwen3_vl_processor
 from tests.pipelines.tiny import TinyPipe
 
 _LATENTS = 8
-_SIZE = (96, 160)  # 6 x 10 tokens: the autoencoder makes it 16 times smaller, and a text position stands for 2 x 2
+_SIZE = (96, 160)  # 6 x 10 tokens: the autoencoder makes it 16 times smaller, and a text position is replaced by 2 x 2
 
 
 def _make() -> Any:

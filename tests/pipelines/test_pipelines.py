@@ -54,7 +54,7 @@ def _latents(pipe: Any, name: str, family: str, seed: int) -> Tensor:
 
 
 def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) -> list[tuple[float, int, str]]:
-    """Of each trial the largest relative error, and the calls that were shared out by branch; the pipeline's class."""
+    """The largest relative error of each trial, and the calls that were shared out by branch; the pipeline's class."""
     tiny = table(family)[name]
     torch.manual_seed(0)
     pipe = tiny.make()

@@ -17,7 +17,7 @@ class TinyPipe:
     Attributes:
         make: gives the pipeline, from torch's random state (its weights are equal on all ranks).
         inputs: gives the keyword arguments of a call, without `generator`. Its own random numbers are seeded.
-        guidance: how the pipeline computes branches of guidance: "batch": in one call of the transformer, "calls": in
+        guidance: computation of the guidance branches: "batch": in one call of the transformer, "calls": in
             several, "none": it has one branch.
         transformers: names of the components that run parallel.
         output: name of the field of the result that is compared.

@@ -125,7 +125,7 @@ def _video_to_video() -> WanVideoToVideoPipeline:
 
 
 def _video_to_video_inputs() -> dict[str, Any]:
-    """Four steps, of which it takes two."""
+    """Two of four steps."""
     return {
         **prompt_embeds(9, 20, 24),
         **SIZE,

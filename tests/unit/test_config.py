@@ -20,7 +20,7 @@ from lightning_cp.config import ContextParallelConfig, ParallelConfig, check_deg
 
 
 class DeviceMesh:
-    """What settings read of a mesh."""
+    """Properties of a mesh that settings read."""
 
     def __init__(self, shape: tuple[int, ...], names: tuple[str, ...] | None) -> None:
         self.shape, self.mesh_dim_names = shape, names

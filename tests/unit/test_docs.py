@@ -33,3 +33,10 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 def test_named_source_files_exist(page: str) -> None:
     for name in re.findall(r"`([a-z_]\w*(?:/\w+)*(?:\.py|\.yaml|/))`", (ROOT / page).read_text()):
         assert any((folder / name).exists() for folder in FOLDERS), f"{page} names {name}"
+
+
+def test_the_architecture_names_every_folder_and_module() -> None:
+    named = set(re.findall(r"`(\w+?)(?:\.py|/)?`", (ROOT / "docs/architecture.md").read_text()))
+    package = ROOT / "lightning_cp"
+    there = {path.stem for path in package.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert there - {"__init__", "_register"} <= named

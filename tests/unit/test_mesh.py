@@ -31,7 +31,7 @@ def _members(group: dist.ProcessGroup | None) -> list[int] | None:
 
 
 def _of_every_rank(size: int, config: Callable[[], ContextParallelConfig]) -> list[MeshGroups]:
-    """What each rank's groups say (members of the groups are checked here, while the world exists)."""
+    """Groups of each rank (members of the groups are checked here, while the world exists)."""
     everyone = []
     for rank in range(size):
         with pretended_world(rank, size):

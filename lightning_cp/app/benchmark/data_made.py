@@ -64,7 +64,7 @@ def make_pipeline(config: DictConfig, transformer: Any) -> tuple[Any, Family]:
 
 
 def media_size(config: DictConfig) -> Bucket:
-    """Return the size of media whose latents have the shape of the subject's argument."""
+    """Return the size of media that are encoded to latents with the shape of the subject's argument."""
     *_, frames, height, width = config.inputs.hidden_states
     return Bucket((frames - 1) * _VAE_STRIDE[0] + 1, height * _VAE_STRIDE[1], width * _VAE_STRIDE[2])
 

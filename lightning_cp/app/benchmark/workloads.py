@@ -30,9 +30,13 @@ from lightning_cp.attention.heads import assign_heads
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.mesh import branches_for
+from lightning_cp.patching import intercept_calls
+from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6
+_PATCHES = (4, 8)
 
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
@@ -46,7 +50,7 @@ def attention(config: DictConfig, length: int, device: torch.device) -> list[Sub
     def peer(build: Callable[[Sequence[int]], Attend]) -> Callable[[], object]:
         return step_of(build(sizes), sharded)
 
-    subjects = _one_process(lambda: step_of(_plain_attention), device)
+    subjects = one_process(lambda: step_of(_plain_attention), device)
     subjects += _calls(step_of, config.heads, length) + _own_modes(step_of, length)
     subjects.append(Subject("gathered K and V", lambda: step_of(peers.attend_gathered, sharded)))
     peer_builders = peers.attentions(device)
@@ -61,7 +65,7 @@ def one_rank(config: DictConfig, length: int, device: torch.device) -> list[Subj
     step_of = functools.partial(_attention_step, config, length, device)
     # On a GPU use the same kernel as our modes: PyTorch may choose another one.
     call = _lightning_cp_kernel if device.type == "cuda" else _plain_attention
-    subjects = _one_process(lambda: step_of(call), device)
+    subjects = one_process(lambda: step_of(call), device)
     return subjects + _calls(step_of, config.heads, length, call) + _own_modes(step_of, length)
 
 
@@ -134,7 +138,7 @@ def training(config: DictConfig, device: torch.device) -> list[Subject]:
 
     def step_of(model: nn.Module, *, averaged: bool) -> Callable[[], object]:
         optimizer = torch.optim.SGD(model.parameters(), lr=_LR)
-        arguments = _arguments(config, device)
+        arguments = model_arguments(config, device)
         trained = nn.parallel.DistributedDataParallel(model) if averaged else model
 
         def step() -> None:
@@ -152,7 +156,7 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
     """List the subjects for a sampling step with guidance: forward with both branches in one batch, no gradients."""
 
     def step_of(model: nn.Module, *, averaged: bool) -> Callable[[], object]:
-        arguments = {name: _two_samples(x) for name, x in _arguments(config, device).items()}
+        arguments = {name: _two_samples(x) for name, x in model_arguments(config, device).items()}
 
         def step() -> None:
             with torch.inference_mode():
@@ -163,7 +167,34 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
     def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
 
-    return _model_subjects(config, device, step_of, copied=copied)
+    return _model_subjects(config, device, step_of, copied=copied) + _stages(config, device, step_of)
+
+
+def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Callable[[], object]]) -> list[Subject]:
+    """List PipeFusion with all ranks as stages of the blocks; each step after the first computes patches."""
+
+    def build(patches: int) -> Callable[[], object]:
+        with device:
+            model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
+        settings, clock = ContextParallelConfig(), StepClock()
+        ranks = branches_for(settings, pipe=dist.get_world_size())
+        installed = {"transformer": parallelize(model, settings, check_peers="off")}
+        calls = make_patch_calls(installed, ranks, pipe=ranks.pipe, patches=patches, warmup=1, clock=clock)[
+            "transformer"
+        ]
+        calls.install()
+        calls.release()
+        intercept_calls(model, calls.call)
+        step = step_of(model, averaged=True)
+
+        def next_step() -> None:
+            step()
+            clock.end_step()
+
+        return next_step
+
+    stages = dist.get_world_size()
+    return [Subject(f"{stages} stages, {n} patches", functools.partial(build, n)) for n in _PATCHES if stages > 1]
 
 
 def _model_subjects(
@@ -186,7 +217,7 @@ def _model_subjects(
     def peer(enable: Callable[[nn.Module], nn.Module]) -> Callable[[], object]:
         return step_of(enable(copied(model)), averaged=True)
 
-    subjects = _one_process(lambda: step_of(copied(model), averaged=False), device)
+    subjects = one_process(lambda: step_of(copied(model), averaged=False), device)
     for name, x in modes(dist.get_world_size()).items():
         subjects += [
             Subject(name, functools.partial(own_mode, x)),
@@ -196,7 +227,7 @@ def _model_subjects(
     return subjects + [Subject(name, functools.partial(peer, x), is_peer=True) for name, x in peer_builders.items()]
 
 
-def _one_process(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
+def one_process(build: Callable[[], Callable[[], object]], device: torch.device) -> list[Subject]:
     """List one process: with one thread, and with one thread per core."""
     if device.type == "cuda":
         return [Subject(SINGLE_RANK, build, rank_zero_only=True)]
@@ -216,7 +247,7 @@ def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def _arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
+def model_arguments(config: DictConfig, device: torch.device) -> dict[str, Any]:
     """Return arguments of the transformer's forward for one sample: random tensors of the configured shapes."""
     generator = torch.Generator().manual_seed(1)
     dtype = getattr(torch, config.dtype)

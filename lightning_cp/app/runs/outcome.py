@@ -75,6 +75,9 @@ def differing(outcomes: list[Outcome]) -> list[str]:
     return [" ".join(x for x in outcome.overrides if x not in shared) for outcome in outcomes]
 
 
+OPTIONAL_COLUMNS = ("val_loss", "sigma", "peak_memory_gib")  # empty in the rows of steps without a value
+
+
 def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
     """Read the rows of a `metrics.csv`; no rows if there is no file.
 
@@ -88,6 +91,9 @@ def read_rows(metrics: Path) -> Iterator[dict[str, float]]:
     rows = csv.DictReader(complete_lines.decode(errors="replace").splitlines())
     for row in rows:
         try:
-            yield {name: math.nan if (name, value) == ("val_loss", "") else float(value) for name, value in row.items()}
+            yield {
+                name: math.nan if name in OPTIONAL_COLUMNS and value == "" else float(value)
+                for name, value in row.items()
+            }
         except (TypeError, ValueError) as error:  # too few or too many values, or not a number
             raise ValueError(f"{metrics} is damaged in line {rows.line_num}: {list(row.values())}") from error

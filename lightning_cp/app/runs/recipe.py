@@ -16,7 +16,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
+from lightning_cp.app.runs.certificate import certify
 from lightning_cp.app.runs.run_folder import check_writable, locked
+from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.renamed import refuse_earlier_names
@@ -67,6 +69,7 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     check_values(config)
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
+    check_certify(config, accelerator=world.accelerator)
     with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
     resolved = resolve(with_world)
     check_trainer(resolved)
@@ -141,6 +144,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
+        if run.config.get("certify") and result.failure is None and is_first(env):
+            result = certify(config, run.config, job, lambda alone: check(alone, Machine.this(), None))
         return _requeue_if_timed_out(result) if is_first(env) else result
 
 
@@ -198,12 +203,12 @@ def _resume(config: DictConfig) -> str | None:
     resume = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
     earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
-    resume = next((str(folder) for folder in earlier if folder is not None), resume)
-    if resume is None:
+    requeued = next((folder for folder in earlier if folder is not None), None)
+    if requeued is None and resume is None:
         return None
     if root not in run_dir.absolute().parents:
         root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
-    folder = find_checkpoint(resume, root)
+    folder = requeued or find_checkpoint(resume, root)
     manifest, max_steps = parse_manifest(folder), read(config, "max_steps")
     step, sampler = manifest.step, manifest.facts.get("sampler", {})
     for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
@@ -217,8 +222,7 @@ def _resume(config: DictConfig) -> str | None:
             f"max_steps={max_steps} must be at least {step}, the step of the checkpoint to resume ({folder})"
         )
     trace_step = read(config, "trace_step")
-    requeued = resume != read(config, "resume")
-    if trace_step is not None and trace_step <= step and not requeued:
+    if trace_step is not None and trace_step <= step and requeued is None:
         raise SettingsError(
             f"trace_step={trace_step} must be more than {step}, the step of the checkpoint to resume ({folder})"
         )

@@ -29,8 +29,8 @@ _PIPELINE_PRECISIONS = ("32-true", "bf16-true", "16-true")
 _BY_CLASS = ("DiTPipeline", "ConsistencyModelPipeline")  # pipelines that take classes as prompts
 # Settings that only pipelines use, with their defaults from conf/sample.yaml.
 _PIPELINE_DEFAULTS: dict[str, Any] = {
-    **{"image": None, "negative_prompt": None, "call": {}, "shard": [], "lora": None},
-    **{"vae": "auto", "stages": "together", "per_call": 1},
+    **{"image": None, "negative_prompt": None, "call": {}, "shard": []},
+    **{"vae": "auto", "stages": "together", "per_call": 1, "pipe": 1, "patches": 1, "warmup": 1},
 }
 
 
@@ -48,8 +48,8 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
         raise SettingsError(str(error)) from None
     source = {**_source(config), "lora": _lora(config)}
     with_world: Any = OmegaConf.merge(config, OmegaConf.create(world.settings()))
-    if not is_single(config):  # the strategy treats CFG branches as data groups
-        with_world.strategy.data_parallel = world.data_parallel * world.cfg
+    if not is_single(config):  # the strategy treats CFG branches and stages of blocks as data groups
+        with_world.strategy.data_parallel = world.data_parallel * world.cfg * world.pipe
     resolved: Any = OmegaConf.merge(resolve(with_world), OmegaConf.create(source))
     check_trainer(resolved)
     if resolved.prompts == []:
@@ -145,6 +145,8 @@ def _check_pipeline(config: DictConfig) -> None:
             f"{', '.join(_PIPELINE_PRECISIONS)}"
         )
     _check_prompts(config.prompts, _pipeline_class(config.pipeline))
+    if config.patches == 1 and config.warmup > 1:
+        raise SettingsError(f"warmup={config.warmup} has no meaning with patches=1, which is exact: leave it out")
     image = config.call.get("image", config.image)
     if image is not None and not Path(image).is_file():
         raise SettingsError(f"image={image} does not exist: must be the path of an image file")

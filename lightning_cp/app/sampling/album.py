@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from lightning_cp.app.sampling.media import frames_of, is_sound, write_sample
+from lightning_cp.pipelines.results import ClipWithSound
 from lightning_cp.sampling.tiles import tile, write_png
 
 _FRAMES = 8
@@ -37,7 +38,8 @@ class Album:
         stem = self.folder / f"{number:04d}"
         path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
         if not is_sound(sample):
-            self.thumbnails[number] = thumbnail(frames_of(sample))
+            frames = sample.frames if isinstance(sample, ClipWithSound) else sample
+            self.thumbnails[number] = thumbnail(frames_of(frames))
         return path
 
     def draw_sheet(self, path: Path) -> bool:

@@ -11,8 +11,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from lightning_cp.app.sampling.clip_with_sound import write_clip_with_sound
 from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.errors import MediaError
+from lightning_cp.pipelines.results import ClipWithSound
 
 
 def frames_of(sample: Any) -> Tensor:
@@ -44,7 +46,8 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     """Write one sample to a file.
 
     Args:
-        sample: see `frames_of`; or a sound, an array or tensor [channels, n] or [n] in [-1, 1].
+        sample: see `frames_of`; or a `ClipWithSound`, written as MP4 (format=gif: the sound is a WAV file next to it);
+            or a sound, an array or tensor [channels, n] or [n] in [-1, 1].
         stem: path without the suffix.
         format: png, gif, mp4 or wav; auto: chosen by the kind of sample.
         fps: frames per second of a clip.
@@ -52,6 +55,8 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     Returns: path of the file. Raises: MediaError: the format cannot hold the sample, or its packages are not installed.
     """
     stem.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(sample, ClipWithSound):
+        return _write_both(sample, stem, format, fps)
     if is_sound(sample) or format == "wav":
         return _write_sound(sample, stem.with_name(f"{stem.name}.wav"), rate_hz)
     frames = frames_of(sample)
@@ -70,6 +75,19 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
         return path
     check_format("mp4")  # without imageio, export_to_video falls back to OpenCV
     export_to_video([image.convert("RGB") for image in images], str(path), fps=fps, macro_block_size=2)
+    return path
+
+
+def _write_both(sample: ClipWithSound, stem: Path, format: str, fps: int) -> Path:
+    if format == "gif":
+        write_sample(sample.sound, stem, rate_hz=sample.rate_hz)
+        return write_sample(sample.frames, stem, format=format, fps=fps)
+    frames, path = frames_of(sample.frames), stem.with_name(f"{stem.name}.mp4")
+    if format == "png":
+        raise MediaError("format=png holds one picture, but a sample is a clip with sound: use mp4, gif or auto")
+    sound = torch.as_tensor(sample.sound)
+    channels = sound.unsqueeze(0) if sound.ndim == 1 else sound
+    write_clip_with_sound(frames, channels, path, fps=fps, rate_hz=sample.rate_hz)
     return path
 
 

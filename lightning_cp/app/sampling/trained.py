@@ -16,11 +16,20 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
+from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.lora_file import read_lora
 from lightning_cp.mesh import Branches
-from lightning_cp.pipelines.rows import cfg_merge, cfg_split
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 
 
-def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) -> nn.Module:
+def load_denoiser(
+    config: DictConfig,
+    checkpoint: Path,
+    *,
+    trust: bool = False,
+    verify: bool = True,
+    lora: str | Path | None = None,
+) -> nn.Module:
     """Build the model of a run with the EMA weights of a checkpoint, on the CPU and in eval mode.
 
     Args:
@@ -28,10 +37,13 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
         checkpoint: checkpoint folder, of either format.
         trust: allow any class or function that the configuration names. False: only the classes in `MODEL_CLASSES`
             of `lightning_cp.app.settings.foreign`.
+        verify: False if `find_checkpoint` has just verified the checkpoint.
+        lora: file of a LoRA of the transformer, in diffusers' format.
     Ranks: no communication; each rank loads independently.
     Raises:
         CheckpointError: the checkpoint is incomplete, or belongs to another model.
         SettingsError: `config.model` names a class that needs `trust`.
+        ValueError: the LoRA is damaged, or of another model.
     """
     model = OmegaConf.to_container(config.model, resolve=True)
     if not trust:
@@ -39,7 +51,10 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
     module: nn.Module = instantiate(model, _convert_="all")
     average = {name: torch.empty_like(p) for name, p in module.named_parameters()}
     states: dict[str, Any] = {"model": module.state_dict(), "average": average}
-    saved = load_shards(checkpoint, states) if has_shards(checkpoint) else load_checkpoint(checkpoint)
+    if has_shards(checkpoint):
+        saved = load_shards(checkpoint, states, verify=verify)
+    else:
+        saved = load_checkpoint(checkpoint, verify=verify)
     missing = [name for name in states if name not in saved.states]
     if missing:
         raise CheckpointError(f"{checkpoint} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
@@ -47,6 +62,9 @@ def load_denoiser(config: DictConfig, checkpoint: Path, *, trust: bool = False) 
     expected = {name: tuple(x.shape) for name, x in module.state_dict().items()}
     check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
     module.load_state_dict(weights)
+    if lora is not None:
+        rank = read_lora(lora, component="transformer").rank
+        add_lora(module.get_submodule("transformer"), LoraSettings(rank=rank, file=lora))
     return module.eval().requires_grad_(False)
 
 

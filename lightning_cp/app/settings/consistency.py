@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.settings.finetune import check_finetuning, is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.config import KERNEL_NAMES
 
 _CPU_KERNELS = ("auto", "flash", "math")
@@ -25,7 +26,7 @@ _FIXED: dict[str, dict[str, Any]] = {
     "lightning_cp.app.digits.Digits": {"frames": 1, "height": 8, "width": 8, "channels": 1},
     "lightning_cp.app.digits.MovingDigits": {"channels": 1},
 }
-_ALL_DIGITS = {"num_samples": 1797, "num_classes": 10}
+_SCANS, _CLASSES = 1797, 10
 _MIN_PIXELS = 8  # side of a digit, in pixels
 
 
@@ -39,6 +40,8 @@ def check_consistency(config: DictConfig, *, data_parallel: int, accelerator: st
         check_model(config)
     check_trace(config)
     check_device(config, accelerator)
+    check_optimizer(config)
+    check_logger(config)
     if read(config, "kernel") == "sage":
         raise SettingsError("kernel=sage has no gradient: it is for sampling (recipes/sample.py); use kernel=auto")
 
@@ -52,6 +55,11 @@ def check_trainer(config: DictConfig) -> None:
                 f"trainer.{key}={show(value)} contradicts {key}={show(read(config, key))}: set {key}, "
                 f"and leave trainer.{key} out"
             )
+    if read(config, "trainer.accumulate_grad_batches", 1) != 1:
+        raise SettingsError(
+            "trainer.accumulate_grad_batches has no effect: batch_size is the number of samples per optimizer step; to "
+            "accumulate gradients, set micro_batch_size"
+        )
 
 
 def check_device(config: DictConfig, accelerator: str) -> None:
@@ -74,12 +82,44 @@ def check_device(config: DictConfig, accelerator: str) -> None:
         )
 
 
+def check_optimizer(config: DictConfig) -> None:
+    """Check optim. Raises: SettingsError: its package is missing, or it does not fit the strategy or the precision."""
+    package = str(read(config, "optim._target_")).partition(".")[0]
+    if package == "bitsandbytes" and shards_weights(config):
+        raise SettingsError(
+            "optim=adamw_8bit does not work with strategy=cp_fsdp: the kernels of bitsandbytes do not take sharded "
+            "weights. Use optim=adamw (its states are sharded as well) or strategy=cp"
+        )
+    if importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"optim._target_={read(config, 'optim._target_')} needs the package {package}, which is not installed: "
+            f"pip install {package}, or use optim=adamw"
+        )
+    if read(config, "optim.fused") and read(config, "precision") == "16-mixed":
+        raise SettingsError(
+            "optim.fused=true does not work with precision=16-mixed, because gradients are clipped before the fused "
+            "step would unscale them: use optim=adamw or bf16-mixed"
+        )
+
+
+def check_logger(config: DictConfig) -> None:
+    """Check logger. Raises: SettingsError: its package is not installed."""
+    kind = str(read(config, "logger._target_", "")).rpartition(".")[2]
+    package = {"TensorBoardLogger": "tensorboard", "WandbLogger": "wandb"}.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise SettingsError(
+            f"logger={package} needs the package {package}, which is not installed: pip install {package}, or use "
+            "logger=csv"
+        )
+
+
 def check_data(config: DictConfig) -> None:
     """Check data sizes. Raises: SettingsError: the data set does not have this size, or a digit does not fit in it."""
     kind = read(config, "data.dataset._target_")
     if kind not in _FIXED:
         return
-    for key, value in {**_FIXED[kind], **_ALL_DIGITS}.items():
+    held_out = read(config, "data.held_out", 0)
+    for key, value in {**_FIXED[kind], "num_samples": _SCANS - held_out, "num_classes": _CLASSES}.items():
         if read(config, f"data.{key}", value) != value:
             raise SettingsError(
                 f"data.{key}={show(read(config, f'data.{key}'))} is not valid: {kind} has {key}={value}"

@@ -3,6 +3,7 @@
 Imports neither torch nor diffusers.
 """
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -10,15 +11,19 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.settings.finetune_extras import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
+_TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
 _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.component", Text()),
     Setting("model.dtype", OneOf(("float32", "bfloat16"))),
     Setting("model.compile", OneOf((True, False))),
+    Setting("model.quantize", OneOf((None, "int8"))),
     Setting("lora.rank", Integer(1)),
     Setting("lora.alpha", Either(_NULL, Number(above=0))),
     Setting("lora.file", Either(_NULL, Text())),
@@ -63,8 +68,11 @@ def check_finetuning(config: DictConfig, *, data_parallel: int) -> None:
         setting.check(config)
     _check_lora(config)
     _check_lists(config)
+    _check_quantize(config)
+    check_prompts(config)
     _check_transformer(config)
     samples = _check_data(config)
+    _check_tokens(config)
     held_out, every = read(config, "data.validation"), read(config, "validation.every")
     if (every is None) != (held_out == 0):
         raise SettingsError(
@@ -134,12 +142,52 @@ def _check_transformer(config: DictConfig) -> None:
         raise SettingsError(
             f"model.component={component} is not in {source}, which has {', '.join(sorted(names)) or 'no models'}"
         )
+    transformers = [name for name in names if _is_transformer(index[name])]
+    if component not in transformers:
+        raise SettingsError(
+            f"model.component={component} is {index[component][-1]}, no transformer: use one of "
+            f"{', '.join(sorted(transformers))}"
+        )
     settings = _read(source / component / "config.json", "model.pretrained")
     heads, ulysses = settings.get("num_attention_heads"), read(config, "ulysses")
     if isinstance(heads, int) and ulysses > heads:
         raise SettingsError(
             f"ulysses={ulysses} is not valid: must be at most {heads}, the attention heads of {source / component}"
         )
+    if "quantization_config" in settings:
+        _check_quantised(config, f"{source / component} has quantised weights")
+
+
+def _check_quantised(config: DictConfig, weights: str) -> None:
+    """Check what cannot be done with quantised weights. Args: weights: why they are quantised."""
+    if config.get("lora") is None:
+        raise SettingsError(f"{weights}, which cannot be trained: train a LoRA on them, for example lora.rank=16")
+    if shards_weights(config):
+        raise SettingsError(
+            f"{weights}, which FSDP cannot shard: use strategy=cp, which keeps them whole on each rank, or weights in "
+            "bfloat16 (model.dtype=bfloat16)"
+        )
+
+
+def _check_quantize(config: DictConfig) -> None:
+    """Check model.quantize."""
+    if read(config, "model.quantize") is None:
+        return
+    _check_quantised(config, f"model.quantize={read(config, 'model.quantize')} gives quantised weights")
+    try:
+        found = importlib.util.find_spec("optimum.quanto")
+    except ModuleNotFoundError:  # optimum
+        found = None
+    if found is None:
+        raise SettingsError(
+            "model.quantize needs the package optimum-quanto, which is not installed: pip install optimum-quanto, or "
+            "use model.quantize=null"
+        )
+
+
+def _is_transformer(entry: list[Any]) -> bool:
+    """Return whether an entry of model_index.json, [library, class], may be trained."""
+    return entry[0] == "diffusers" and not str(entry[-1]).startswith("Autoencoder")
 
 
 def _check_data(config: DictConfig) -> int | None:
@@ -158,6 +206,21 @@ def _check_data(config: DictConfig) -> int | None:
         raise SettingsError(f"data.path={path} is not complete: run recipes/precompute.py again to continue it")
     samples = _read(path / "complete.json", "data.path").get("samples")
     return samples if isinstance(samples, int) else None
+
+
+def _check_tokens(config: DictConfig) -> None:
+    """Check that each rank of a context group gets tokens of every sample of a cache."""
+    ring, ulysses = read(config, "ring"), read(config, "ulysses")
+    if ring * ulysses == 1 or read(config, "data.kind") != "latents":
+        return
+    path = Path(str(read(config, "data.path")))
+    counts = (int(x) for file in path.glob("rows-*-media.jsonl") for x in _TOKENS.findall(file.read_bytes()))
+    fewest = min(counts, default=ring * ulysses)
+    if fewest < ring * ulysses:
+        raise SettingsError(
+            f"ring={ring} × ulysses={ulysses} shards a sequence over {ring * ulysses} ranks, but a sample of {path} "
+            f"has {fewest} tokens: the product must be at most {fewest}"
+        )
 
 
 def _check_encoding(config: DictConfig) -> None:

@@ -31,7 +31,10 @@ EARLIER_NAMES = {
 # Keys that sampling reads. All others (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "model": None,
-    "data": ("channels", "frames", "height", "width", "num_classes", "num_samples", "patch_size", "token_width"),
+    "data": (
+        *("channels", "frames", "height", "width", "num_classes", "num_samples", "held_out"),
+        *("patch_size", "token_width"),
+    ),
     "sampling": ("num_samples", "num_inference_steps", "guidance_scale"),
 }
 _REQUIRED = (

@@ -8,11 +8,12 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
+from lightning_cp.shares import check_shares
 
 
 @dataclass(frozen=True)
 class World:
-    """Ranks = data_parallel × cfg × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
+    """Ranks = data_parallel × cfg × pipe × ring × ulysses, on `num_nodes` nodes of `devices` ranks each."""
 
     data_parallel: int
     ring: int
@@ -21,11 +22,12 @@ class World:
     devices: int
     num_nodes: int
     cfg: int = 1
+    pipe: int = 1
 
     @property
     def size(self) -> int:
         """Number of ranks."""
-        return self.data_parallel * self.cfg * self.ring * self.ulysses
+        return self.data_parallel * self.cfg * self.pipe * self.ring * self.ulysses
 
     def settings(self) -> dict[str, Any]:
         """Return the values that replace "auto" in the configuration, by key."""
@@ -49,7 +51,12 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
     check_single(config, env)
     accelerator = _accelerator(read(config, "accelerator"), machine)
     ring, ulysses, cfg = read(config, "ring"), read(config, "ulysses"), read(config, "cfg", 1)
-    group = ring * ulysses * cfg
+    try:
+        check_shares(read(config, "shares"), ring=ring, ulysses=ulysses)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(str(error)) from None
+    pipe = read(config, "pipe", 1)
+    group = ring * ulysses * cfg * pipe
     devices, num_nodes = _int_or_none(read(config, "devices")), _int_or_none(read(config, "num_nodes"))
     if env is not None:
         available: int | None = env.world_size
@@ -65,7 +72,7 @@ def resolve_world(config: DictConfig, machine: Machine, env: LauncherEnv | None)
         source = f"devices={devices}"
     data_parallel = _data_parallel(config, group, available, source)
     size = group * data_parallel
-    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg)
+    world = World(data_parallel, ring, ulysses, accelerator, size // num_nodes, num_nodes, cfg, pipe)
     if devices is not None and devices != world.devices:
         raise SettingsError(
             f"devices={devices} is not valid: num_nodes={num_nodes} × devices must equal the number of ranks, {size}"
@@ -78,7 +85,7 @@ def check_single(config: DictConfig, env: LauncherEnv | None) -> None:
     """Check `strategy=single`. Raises: SettingsError: it is used with more than one rank."""
     if not is_single(config):
         return
-    for key in ("ring", "ulysses", "cfg", "data_parallel", "devices", "num_nodes"):
+    for key in ("ring", "ulysses", "cfg", "pipe", "data_parallel", "devices", "num_nodes"):
         value = read(config, key, 1)
         if value not in (1, "auto"):
             raise SettingsError(f"strategy=single is one process, so {key}={value} must be 1; or use strategy=cp")
@@ -94,10 +101,16 @@ def is_single(config: DictConfig) -> bool:
     return isinstance(strategy, str) or read(config, "strategy._target_") == "builtins.str"
 
 
+def shards_weights(config: DictConfig) -> bool:
+    """Return whether the strategy shards weights and gradients: no rank then holds the whole model."""
+    return str(read(config, "strategy._target_", "")).endswith("ContextParallelFSDPStrategy")
+
+
 def _data_parallel(config: DictConfig, group: int, available: int | None, source: str) -> int:
     value = read(config, "data_parallel")
     degrees = f"ring={read(config, 'ring')} × ulysses={read(config, 'ulysses')}"
-    degrees += f" × cfg={read(config, 'cfg')}" if read(config, "cfg", 1) > 1 else ""
+    for key in ("cfg", "pipe"):
+        degrees += f" × {key}={read(config, key)}" if read(config, key, 1) > 1 else ""
     if value == "auto":
         if available is None:
             return 1
@@ -121,6 +134,7 @@ def _accelerator(value: str, machine: Machine) -> str:
 
 def _check_devices(world: World, machine: Machine) -> None:
     branches = f" × cfg={world.cfg}" if world.cfg > 1 else ""
+    branches += f" × pipe={world.pipe}" if world.pipe > 1 else ""
     degrees = f"ring={world.ring} × ulysses={world.ulysses}{branches} × data_parallel={world.data_parallel}"
     layout = f"{degrees} = {world.size} ranks"
     if world.accelerator == "cuda" and world.devices > machine.gpus:

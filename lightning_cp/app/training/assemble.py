@@ -1,7 +1,7 @@
 """Build the parts of a run from a composed configuration."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
-from torch import Tensor, nn
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,8 +19,9 @@ from typing_extensions import override
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.app.settings.consistency import sequence_length
 from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
-from lightning_cp.app.training.records import MetricsFile, ProgressBar
+from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
@@ -28,8 +29,9 @@ from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.families import Family, StoredBatch
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import FlowMatching
+from lightning_cp.objectives import FlowMatching, MicroBatch, Objective, micro_batches
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -42,14 +44,30 @@ class TrainingSetup(ABC):
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
+        family: how the data enter the model.
+        objective: training objective.
     """
 
     config: DictConfig
     dataset: Any
+    family: Family
+    objective: Objective
 
-    @abstractmethod
-    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
-        """Return the loss of a batch; every rank of a context group computes it over whole samples."""
+    def stored(self, data: Any) -> StoredBatch:
+        """Return what the loader yields as a stored batch."""
+        batch: StoredBatch = data
+        return batch
+
+    def micro_batches(self, data: Any, *, step: int, first_index: int) -> Iterator[MicroBatch]:
+        """Divide what the loader yields for this rank. Args: see `Objective.loss`."""
+        size = self.config.micro_batch_size
+        stored = self.stored(data)
+        return micro_batches(self.objective, self.family, stored, size=size, step=step, first_index=first_index)
+
+    @property
+    def shards_weights(self) -> bool:
+        """True if weights and gradients are sharded over ranks: no rank holds the whole model."""
+        return shards_weights(self.config)
 
     @abstractmethod
     def denoiser(self) -> nn.Module:
@@ -80,7 +98,8 @@ class TrainingSetup(ABC):
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """Build the optimizer of the parameters that are trained."""
-        built: Optimizer = instantiate(self.config.optim, params=[x for x in parameters if x.requires_grad])
+        trained = [x for x in parameters if x.requires_grad]
+        built: Optimizer = instantiate(self.config.optim, params=trained, _convert_="all")  # plain lists, for its state
         return built
 
     def loader(self, sampler: OrderSampler, data_shard: DataShard) -> DataLoader[Any]:
@@ -116,10 +135,19 @@ class TrainingSetup(ABC):
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
         if self.config.resume is not None:
-            state.load(Path(self.config.resume))
+            state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
                 print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
-        return Run(ranks, state, folder, data_shard, request)
+        return Run(ranks, state, folder, data_shard, request, self._logger() if ranks.is_global_zero else None)
+
+    def _logger(self) -> Any:
+        """Build the logger of the settings; None with logger=csv."""
+        settings = self.config.logger
+        if settings is None or settings._target_ is None:
+            return None
+        logger = instantiate(settings)
+        logger.log_hyperparams(OmegaConf.to_container(self.config))
+        return logger
 
     def steps(
         self,
@@ -146,6 +174,8 @@ class TrainingSetup(ABC):
             step = run.state.step
             metrics = MetricsFile(run.folder.metrics, resumed_at=step, every=config.log_every)
             watchers.append(stack.enter_context(metrics))
+            if run.logger is not None:
+                watchers.append(stack.enter_context(LoggedMetrics(run.logger, every=config.log_every)))
             if config.progress:
                 watchers.append(stack.enter_context(ProgressBar(config.max_steps, start=step)))
         writer = CheckpointWriter(
@@ -172,15 +202,7 @@ class TrainingSetup(ABC):
 
 @dataclass(frozen=True)
 class FromScratch(TrainingSetup):
-    """Training of a small denoiser with class labels, the main job.
-
-    Args:
-        family: how data enters the denoiser.
-        objective: training objective.
-    """
-
-    family: LabelledClips
-    objective: FlowMatching
+    """Training of a small denoiser with class labels, the main job."""
 
     @classmethod
     def of(cls, config: DictConfig) -> "FromScratch":
@@ -198,9 +220,9 @@ class FromScratch(TrainingSetup):
         return cls(config, dataset, family, objective)
 
     @override
-    def loss(self, model: nn.Module, data: Any, *, step: int, first_index: int) -> Tensor:
-        stored = self.family.batch(*data)
-        return self.objective.loss(model, self.family, stored, step=step, first_index=first_index)
+    def stored(self, data: Any) -> StoredBatch:
+        assert isinstance(self.family, LabelledClips), "of() builds it"
+        return self.family.batch(*data)
 
     @override
     def denoiser(self) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,10 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
-from torch.utils.data import Subset
+from torch import nn
 from typing_extensions import override
 
+from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.encoded_folder import encoded_folder
 from lightning_cp.app.training.precision import WithPrecision
@@ -26,36 +25,25 @@ from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import save_lora, save_pretrained
-from lightning_cp.families import Family, Sample, StoredBatch
+from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
+from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.fits import check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.validation import HeldOutData, Validation, split_validation
-from lightning_cp.latent_cache import LatentCache, LatentData
-from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.finetune.quantize import quantize_base
+from lightning_cp.finetune.validation import HeldOutData, Validation
+from lightning_cp.finetune.weight_files import local_pipeline, read_json
+from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
+from lightning_cp.latent_cache.pipeline_files import check_made_by
+from lightning_cp.objectives import objective_for
+from lightning_cp.strategies.strategy import class_of
 from lightning_cp.training.ranks import DataShard
 
 LORA, BEST = "lora", "best"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class LatentSubset(Subset[Sample]):
-    """Some items of a `LatentData`, with what a sampler and a loader need."""
-
-    def __init__(self, data: LatentData, items: Sequence[int]) -> None:
-        super().__init__(data, items)
-        self.collate = data.collate
-        buckets = data.buckets
-        self.buckets = [buckets[item] for item in items]
-
-    def __getitem__(self, item: Any) -> Sample:
-        number, epoch = item if isinstance(item, (tuple, list)) else (item, 0)
-        return self.dataset[self.indices[number], epoch]
-
-    def __getitems__(self, items: list[Any]) -> list[Sample]:
-        """Return several items: `Subset` has this method, and DataLoader calls it."""
-        return [self[item] for item in items]
 
 
 @dataclass(frozen=True)
@@ -64,15 +52,11 @@ class FineTune(TrainingSetup):
 
     Args:
         cache: encoded samples.
-        family: model family of the cache.
-        objective: training objective.
         held_out: samples for validation; None without.
         validation_losses: losses so far, by step.
     """
 
     cache: LatentCache
-    family: Family
-    objective: Objective
     held_out: HeldOutData | None = None
     validation_losses: dict[int, float] = field(default_factory=dict)
 
@@ -82,6 +66,10 @@ class FineTune(TrainingSetup):
         cache = LatentCache(config.data.path if config.data.kind == "latents" else encoded_folder(config))
         family = cache.family()
         _check_family(config, family)
+        _check_dropout(config, family)
+        check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
+        _check_parts(config, cache)
+        _check_validation(config, cache)
         given = {name: value for name, value in config.objective.items() if value is not None}
         given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
         if "density" in given:
@@ -91,24 +79,19 @@ class FineTune(TrainingSetup):
         except TypeError as error:
             kind = family.objective.prediction
             raise ValueError(f"objective: {', '.join(given)} do not fit the {kind} of {family.name}: {error}") from None
-        data, held_out = LatentData(cache, seed=config.seed), None
-        items: Sequence[int] = range(len(data))
-        if config.data.validation:
-            sources = [row.source for row in cache.rows]
-            kept, rest = split_validation(sources, config.data.validation, seed=config.seed)
-            rows, held_out = set(kept), HeldOutData(cache, rest)
-            items = [item for item in items if data.row_of(item) in rows]
-        return cls(config, LatentSubset(data, items), cache, family, objective, held_out)
-
-    @override
-    def loss(self, model: nn.Module, data: StoredBatch, *, step: int, first_index: int) -> Tensor:
-        return self.objective.loss(model, self.family, data, step=step, first_index=first_index)
+        # context-parallel blocks are compiled for each length of the text: let there be few
+        lengths = text_lengths(family.text.length) if config.model.compile and not is_single(config) else ()
+        data = LatentData(cache, seed=config.seed, lengths=lengths)
+        training, held_out = hold_out(data, config.data.validation, seed=config.seed)
+        return cls(config, training, family, objective, cache, held_out)
 
     @override
     def denoiser(self) -> nn.Module:
         config = self.config.model
-        load = meta_transformer if self._streams else load_transformer
+        load = meta_transformer if self.shards_weights else load_transformer
         transformer: Any = load(config.pretrained, config.component, dtype=_DTYPES[config.dtype])
+        if config.quantize is not None:
+            quantize_base(transformer, config.quantize)
         if self.config.lora is not None:
             settings = LoraSettings(**_plain(self.config.lora))
             add_lora(transformer, settings, family=self.family, component=config.component, seed=self.config.seed)
@@ -120,11 +103,6 @@ class FineTune(TrainingSetup):
             transformer.compile_repeated_blocks()
         built: nn.Module = transformer
         return built
-
-    @property
-    def _streams(self) -> bool:
-        """True if weights are sharded: no rank then holds the whole model."""
-        return str(self.config.strategy.get("_target_", "")).endswith("ContextParallelFSDPStrategy")
 
     @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:
@@ -160,14 +138,14 @@ class FineTune(TrainingSetup):
         with run.state.average.swapped_in(run.state.module), context:
             loss = validation.losses(model, run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                self.export(run.state.module, run.folder.path / BEST)
+                self.export(run.state.module, run.folder.path / BEST, is_first=run.is_first)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            self.export(run.state.module, run.folder.path)
+            self.export(run.state.module, run.folder.path, is_first=run.is_first)
         if run.is_first:
             name = self.config.model.component if self.config.lora is None else LORA
             self._card(run).write(run.folder.path / name)
@@ -192,11 +170,13 @@ class FineTune(TrainingSetup):
             losses=self.validation_losses,
         )
 
-    def export(self, transformer: nn.Module, folder: Path) -> None:
+    def export(self, transformer: nn.Module, folder: Path, *, is_first: bool) -> None:
         """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
         component = self.config.model.component
         if self.config.lora is not None:
             save_lora(transformer, folder / LORA, component=component)
+            if is_first:
+                write_for_comfyui(folder / LORA, class_of(transformer).__name__, component=component)
         else:
             save_pretrained(transformer, folder / component)
 
@@ -211,6 +191,33 @@ def _check_family(config: DictConfig, family: Family) -> None:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
             f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+        )
+
+
+def _check_dropout(config: DictConfig, family: Family) -> None:
+    """Raise FamilyError if captions are to be dropped, but each text belongs to one sample."""
+    if config.cond_dropout and family.text.sees_media:
+        raise FamilyError(
+            f"cond_dropout={config.cond_dropout} must be 0 for {family.name}: its text encoder sees the reference, so "
+            "there is no text of the empty caption to put in place of a dropped one"
+        )
+
+
+def _check_parts(config: DictConfig, cache: LatentCache) -> None:
+    """Raise FamilyError if the transformer does not take what the encoders have made."""
+    source, component = config.model.pretrained, config.model.component
+    folder = local_pipeline(source, component, setting="model.pretrained")
+    settings = read_json(folder / component / "config.json")
+    check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+
+
+def _check_validation(config: DictConfig, cache: LatentCache) -> None:
+    """Raise DataError if holding out samples would leave none for training."""
+    files = len({row.source for row in cache.rows})
+    if config.data.validation >= files:
+        raise DataError(
+            f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
+            f"{config.data.path}: samples of one file are held out together"
         )
 
 

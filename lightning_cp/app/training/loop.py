@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cp.app.training.run import Run
@@ -15,8 +16,10 @@ from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
+from lightning_cp.objectives import MicroBatch
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
+from lightning_cp.training.memory import peak_memory_bytes
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class StepReport:
         loss: mean over the global batch. grad_norm: gradient norm before clipping.
         skipped: number of updates skipped so far because a loss or gradient was not finite.
         val_loss: validation loss after this step; NaN if it was not validated.
+        sigma: mean sigma of the global batch; 1 is pure noise.
+        peak_memory_gib: peak memory of the first rank so far: GPU memory, or on the CPU that of its process.
     """
 
     step: int
@@ -37,6 +42,8 @@ class StepReport:
     tokens_per_s: float
     skipped: int = 0
     val_loss: float = math.nan
+    sigma: float = math.nan
+    peak_memory_gib: float = math.nan
 
 
 class Watcher(Protocol):
@@ -74,7 +81,8 @@ class LoopSettings:
 class Steps:
     """Everything around the optimizer step: learning rate, clipping, EMA, reports, checkpoints, stop requests.
 
-    For each step: call `begin`, run forward and backward, call `before_update`, step the optimizer, call `end`.
+    For each step: call `begin`, then `loss` and the backward for each micro-batch, then `before_update`, the
+    optimizer's step and `end`.
 
     Args:
         run: the run; its state is updated at every step.
@@ -103,7 +111,8 @@ class Steps:
         self._trace, self._guard, self._watchers = trace, guard, watchers
         self._validate, self._after_step = validate, after_step
         self._ended = time.perf_counter()
-        self._loss = self._norm = float("nan")
+        self._loss = self._norm = self._sigma = float("nan")
+        self._sums: list[Tensor] = []  # loss and sigma of this rank's micro-batches so far
         self._request, self._updates = 0, True
 
     @property
@@ -116,14 +125,22 @@ class Steps:
         self._trace.begin(self._run.state.step + 1)
         for group in self._run.state.optimizer.param_groups:
             group["lr"] = self._settings.lr_at(self._run.state.step + 1)
+        self._sums = []
 
-    def before_update(self, loss: Tensor, *, max_norm: float) -> None:
+    def loss(self, part: MicroBatch, model: nn.Module) -> Tensor:
+        """Return the loss of a micro-batch, for its backward, and add it to the reported loss."""
+        values = part.loss(model)
+        sums = self._sums or [torch.zeros_like(x) for x in values]
+        self._sums = [total + x.detach() for total, x in zip(sums, values, strict=True)]
+        return values[0]
+
+    def before_update(self, *, max_norm: float) -> None:
         """Clip the gradients by norm, or drop them to skip the update (an optimizer without gradients does nothing).
 
         Call it on every rank, after the backward (and after unscaling). Loss, norm and stop requests are read on the
         host together, here: the only host synchronisation of a step.
 
-        Args: loss: this rank's loss. max_norm: largest allowed gradient norm.
+        Args: max_norm: largest allowed gradient norm.
         Raises: NonFiniteError: loss or gradient is not finite, and the settings make this an error.
         """
         run, state = self._run, self._run.state
@@ -131,7 +148,9 @@ class Steps:
         norm = nn.utils.get_total_norm([x.grad for x in parameters if x.grad is not None])
         # Ranks of a context group have the same loss, so the mean over ranks is the mean over data. All ranks have the
         # same norm.
-        (self._loss, self._norm), self._request = run.means_and_request(loss, full_tensor(norm))
+        loss, sigma = self._sums
+        means, self._request = run.means_and_request(loss, full_tensor(norm), sigma)
+        self._loss, self._norm, self._sigma = means
         try:
             self._updates = self._guard.allows_update(self._loss, self._norm)
         except NonFiniteError as error:
@@ -219,7 +238,16 @@ class Steps:
         found = self._validate(self._run)
         val_loss = math.nan if found is None else found
         report = StepReport(
-            state.step, self._loss, rate, self._norm, seconds, tokens / seconds, state.skipped, val_loss
+            state.step,
+            self._loss,
+            rate,
+            self._norm,
+            seconds,
+            tokens / seconds,
+            skipped=state.skipped,
+            val_loss=val_loss,
+            sigma=self._sigma,
+            peak_memory_gib=peak_memory_bytes(self._run.ranks.device) / 2**30,
         )
         for watcher in self._watchers if self._run.is_first else ():
             watcher.watch(report)

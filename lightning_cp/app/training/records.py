@@ -2,16 +2,16 @@
 
 import csv
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from lightning_cp.app.runs.outcome import read_rows
+from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
@@ -57,9 +57,39 @@ class MetricsFile(Watcher):
         self._file.close()
 
 
+class LoggedMetrics(Watcher):
+    """Log the values of `StepReport` with a logger of Lightning, every `every` steps.
+
+    Args:
+        logger: for instance TensorBoardLogger. It is finalized when the context closes.
+        every: steps between two reports; a validation loss is always logged.
+    """
+
+    def __init__(self, logger: Any, *, every: int = 1) -> None:
+        self._logger, self._every = logger, every
+
+    @override
+    def watch(self, report: StepReport) -> None:
+        values = {name: x for name, x in asdict(report).items() if name not in ("step", "val_loss")}
+        due = values if report.step % self._every == 0 else {}
+        if not math.isnan(report.val_loss):
+            due = {**due, "val_loss": report.val_loss}
+        if due:
+            self._logger.log_metrics(due, step=report.step)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._logger.finalize("success" if kind is None else "failed")
+
+
 def _cells(report: StepReport) -> list[int | str]:
-    cells = {name: x if isinstance(x, int) else f"{x:.8g}" for name, x in asdict(report).items()}
-    return [*{**cells, "val_loss": "" if math.isnan(report.val_loss) else cells["val_loss"]}.values()]
+    values = asdict(report)
+    empty = {name for name in OPTIONAL_COLUMNS if math.isnan(values[name])}
+    return ["" if name in empty else x if isinstance(x, int) else f"{x:.8g}" for name, x in values.items()]
 
 
 def read_metrics(path: Path) -> list[StepReport]:
@@ -67,13 +97,13 @@ def read_metrics(path: Path) -> list[StepReport]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     rows = list(read_rows(path))
-    missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in ("skipped", "val_loss")]
+    defaults = {x.name: x.default for x in fields(StepReport) if x.default is not MISSING}  # columns of later versions
+    missing = [name for name in COLUMNS if rows and name not in rows[0] and name not in defaults]
     if missing:
         raise ValueError(f"{path} has no column {', '.join(missing)}")
     integer_columns = ("step", "skipped")
-    defaults = {"skipped": 0.0, "val_loss": math.nan}
-    cells = [{name: row.get(name, defaults.get(name, 0.0)) for name in COLUMNS} for row in rows]
-    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]  # type: ignore[arg-type]
+    cells = [{**defaults, **{name: row[name] for name in COLUMNS if name in row}} for row in rows]
+    return [StepReport(**{name: int(x) if name in integer_columns else x for name, x in row.items()}) for row in cells]
 
 
 def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:

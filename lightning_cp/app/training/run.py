@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from lightning_utilities.core import rank_zero
@@ -50,13 +51,17 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class Run:
-    """The parts of a run on this rank."""
+    """The parts of a run on this rank.
+
+    Args: logger: Lightning's logger of the settings, on global rank 0; None: none.
+    """
 
     ranks: Ranks
     state: TrainState
     folder: RunFolder
     data_shard: DataShard
     request: StopRequest
+    logger: Any = None
 
     @property
     def is_first(self) -> bool:

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -71,15 +70,19 @@ class TrainState:
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
         return Checkpoint(self.step, states, facts)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, verify: bool = True) -> None:
         """Load a checkpoint. The next step gets the same weights, data and noise as in an uninterrupted run.
 
         Call it on every rank. The number of ranks and the sharding of weights may differ from when it was saved.
 
+        Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
         is_sharded = has_shards(folder)
-        saved = load_shards(folder, self._states(shards=True)) if is_sharded else load_checkpoint(folder)
+        if is_sharded:
+            saved = load_shards(folder, self._states(shards=True), verify=verify)
+        else:
+            saved = load_checkpoint(folder, verify=verify)
         missing = [name for name in ("seed", "sampler") if name not in saved.facts]
         missing += [name for name in ("model", "average", "optimizer") if name not in saved.states]
         if missing:
@@ -87,9 +90,8 @@ class TrainState:
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if not is_sharded:
-            frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
-            named = ((name, x) for name, x in self.module.state_dict().items() if name not in frozen)
-            expected = {f"model.{name}": tuple(x.shape) for name, x in named}
+            named = self._without_frozen(self.module.state_dict())
+            expected = {f"model.{name}": tuple(x.shape) for name, x in named.items()}
             saved_shapes = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
             check_same_tensors(expected, saved_shapes, folder)
         self.sampler.load_state_dict(saved.facts["sampler"])
@@ -113,11 +115,17 @@ class TrainState:
         options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards, ignore_frozen_params=True)
         if not self.bare_optimizer.state:
             self._create_optimizer_state(options)
+        trained, average = self._without_frozen(self.module.state_dict()), self.average.state_dict()
         return {
-            "model": get_model_state_dict(self.module, options=options),
-            "average": self.average.state_dict() if shards else self._full_average(),
+            "model": trained if shards else _gathered(trained),
+            "average": average if shards else _gathered(average),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
+
+    def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
+        frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
+        return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 
     def _create_optimizer_state(self, options: StateDictOptions) -> None:
         """Create the optimizer state before the first step.
@@ -128,19 +136,22 @@ class TrainState:
         for state in self.bare_optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
                 state["step"].zero_()
-
-    def _full_average(self) -> dict[str, Tensor]:
-        """Gather the EMA weights one tensor at a time; return them on the CPU on the first rank, {} on the others."""
-        first = not dist.is_initialized() or dist.get_rank() == 0
-        average: dict[str, Tensor] = {}
-        for name, x in self.average.state_dict().items():
-            full = full_tensor(x)
-            if first:
-                average[name] = full.cpu()
-        return average
+            elif "step" in state:  # of bitsandbytes
+                state["step"] = 0
 
     @property
     def bare_optimizer(self) -> Optimizer:
         """Return the user's optimizer, without Fabric's wrapper."""
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
+
+
+def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gather sharded tensors one at a time; return them on the CPU on the first rank, {} on the others."""
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    found: dict[str, Tensor] = {}
+    for name, x in state.items():
+        full = full_tensor(x)
+        if first:
+            found[name] = full.cpu()
+    return found

@@ -34,10 +34,12 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            loss = setup.loss(model, data, step=run.state.step, first_index=sampler.first_index)
-            fabric.backward(loss)
+            for part in setup.micro_batches(data, step=run.state.step, first_index=sampler.first_index):
+                # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
+                with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
+                    fabric.backward(steps.loss(part, model))
             precision.unscale_gradients(run.state.bare_optimizer)
-            steps.before_update(loss, max_norm=config.gradient_clip_val)
+            steps.before_update(max_norm=config.gradient_clip_val)
             optimizer.step()
             optimizer.zero_grad()
             steps.end()

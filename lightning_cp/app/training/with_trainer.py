@@ -35,7 +35,6 @@ class FlowModule(LightningModule):
 
     run: Run
     steps: Steps
-    _loss: Tensor
 
     def __init__(
         self, setup: TrainingSetup, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
@@ -83,10 +82,15 @@ class FlowModule(LightningModule):
 
     @override
     def training_step(self, data: Any, _: int) -> Tensor:
-        state = self.run.state
-        loss = self._setup.loss(self.denoiser, data, step=state.step, first_index=state.sampler.first_index)
-        self._loss = loss.detach()
-        return loss
+        state, strategy = self.run.state, self.trainer.strategy
+        *others, last = self._setup.micro_batches(data, step=state.step, first_index=state.sampler.first_index)
+        for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
+            strategy.backward(self.steps.loss(part, self.denoiser), None)
+        return self.steps.loss(last, self.denoiser)
+
+    @override
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+        """Do nothing: the Trainer calls it between `training_step` and the last backward. See `on_train_batch_end`."""
 
     @override
     def configure_gradient_clipping(
@@ -96,10 +100,11 @@ class FlowModule(LightningModule):
         gradient_clip_algorithm: str | None = None,
     ) -> None:
         assert gradient_clip_val is not None, "the recipe's configuration gives it"
-        self.steps.before_update(self._loss, max_norm=gradient_clip_val)
+        self.steps.before_update(max_norm=gradient_clip_val)
 
     @override
     def on_train_batch_end(self, *_: Any) -> None:
+        self.run.state.optimizer.zero_grad()
         self.steps.end()
 
     @override

@@ -17,7 +17,7 @@ def gemma_tokenizer(length: int = 512) -> GemmaTokenizer:
 
 
 def gemma2(*, hidden: int = 16, layers: int = 2, heads: int = 2) -> tuple[GemmaTokenizer, Gemma2Model]:
-    """Gemma 2, of which every second layer sees a window only."""
+    """Gemma 2; every second layer sees a window only."""
     tokenizer = gemma_tokenizer()
     config = Gemma2Config(
         vocab_size=len(tokenizer),

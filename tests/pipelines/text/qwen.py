@@ -106,7 +106,7 @@ def _mrope(width: int, **others: Any) -> dict[str, Any]:
 def qwen25_vl(
     *, hidden: int = 16, layers: int = 2, heads: int = 2, padding_side: str = "right"
 ) -> tuple[Qwen2Tokenizer, Qwen2_5_VLForConditionalGeneration]:
-    """Qwen2.5-VL, whose encoder of images takes what `qwen2_vl_processor` gives."""
+    """Qwen2.5-VL; its image encoder takes the output of `qwen2_vl_processor`."""
     tokenizer = qwen_tokenizer(padding_side=padding_side)
     config = Qwen2_5_VLConfig(
         text_config={

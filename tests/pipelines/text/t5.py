@@ -36,7 +36,7 @@ def t5(
     """T5.
 
     Args:
-        width: of its output.
+        width: width of its output.
         max_length: tokens that a text is padded to by default.
         vocabulary: size of the encoder's vocabulary, for use with another tokenizer.
     """

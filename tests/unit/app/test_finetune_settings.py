@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -34,8 +35,17 @@ def here(tmp_path: Path) -> Path:
             "transformer/config.json": {"num_attention_heads": 4},
             "vae/config.json": {},
         },
+        "int8": {
+            "model_index.json": {"transformer": ["diffusers", "WanTransformer3DModel"]},
+            "transformer/config.json": {"num_attention_heads": 4, "quantization_config": {"quant_method": "quanto"}},
+        },
         "empty": {"model_index.json": {}},
-        "cache": {"index.json": {}, "complete.json": {"samples": 6}},
+        "cache": {
+            "index.json": {},
+            "complete.json": {"samples": 6},
+            "rows-00000-media.jsonl": {"tokens": 12, "source": 'a "tokens": 1'},
+            "rows-00001-media.jsonl": {"tokens": 6},
+        },
         "partial": {"index.json": {}},
         "media": {},
     }.items():
@@ -68,7 +78,7 @@ def test_every_experiment_composes(here: Path, experiment: str) -> None:
 
 
 def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
-    families = ("cogvideox", "flux", "qwen_image", "sd3", "wan")
+    families = ("cogvideox", "flux", "kontext", "qwen_image", "qwen_image_edit", "sd3", "wan")
     assert [f"finetune_{family}" for family in families] == EXPERIMENTS
 
 
@@ -87,6 +97,8 @@ def test_there_is_an_experiment_for_each_family_that_is_documented() -> None:
         "strategy=cp_fsdp ring=2 data_parallel=2",
         "model.pretrained=organisation/pipeline",
         "model.dtype=bfloat16 precision=bf16-mixed",
+        "model.quantize=int8 strategy=cp ring=2",
+        "model.pretrained=HERE/int8 strategy=cp ring=2",
     ],
 )
 def test_valid_settings_pass(here: Path, overrides: str) -> None:
@@ -94,6 +106,11 @@ def test_valid_settings_pass(here: Path, overrides: str) -> None:
 
 
 REFUSED = [
+    (
+        "strategy=cp ring=4 ulysses=2",
+        r"shards a sequence over 8 ranks, but a sample of HERE/cache has 6 tokens: the pro",
+    ),
+    ("model.component=vae", "model.component=vae is AutoencoderKLWan, no transformer: use one of transformer"),
     ("data=digits", "model=pretrained needs data=latents or data=folder"),
     ("model=wan_tiny", "data=latents and data=folder need model=pretrained, or experiment=finetune_<family>"),
     ("model.pretrained=???", "model.pretrained must be given, for example model.pretrained=my-pipeline"),
@@ -101,6 +118,11 @@ REFUSED = [
     ("model.component=null", "model.component=null is not valid"),
     ("model.dtype=float16", "model.dtype=float16 is not valid: must be one of float32, bfloat16"),
     ("model.compile=1", "model.compile=1 is not valid: must be one of True, False"),
+    ("model.quantize=int2", "model.quantize=int2 is not valid: must be one of null, int8"),
+    ("model.quantize=int8 lora=null", "model.quantize=int8 gives quantised weights, which cannot be trained: train a"),
+    ("model.quantize=int8 strategy=cp_fsdp", "model.quantize=int8 gives quantised weights, which FSDP cannot shard"),
+    ("model.pretrained=HERE/int8 lora=null", "HERE/int8/transformer has quantised weights, which cannot be trained"),
+    ("model.pretrained=HERE/int8 strategy=cp_fsdp", "HERE/int8/transformer has quantised weights, which FSDP cannot"),
     ("lora.rank=0", "lora.rank=0 is not valid: must be a whole number, at least 1"),
     ("lora.alpha=0", "lora.alpha=0 is not valid"),
     ("lora=5", "lora=5 is not valid: must be null, or settings such as lora.rank=16"),
@@ -150,3 +172,29 @@ def test_mistakes_are_one_clear_error(here: Path, overrides: str, message: str) 
     with pytest.raises(SettingsError, match=re.escape(message.replace("HERE", str(here)))) as raised:
         check(here, *overrides.split())
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("package", "given", "message"),
+    [
+        (
+            "bitsandbytes",
+            "optim=adamw_8bit",
+            "needs the package bitsandbytes, which is not installed: pip install bits",
+        ),
+        (
+            "tensorboard",
+            "logger=tensorboard",
+            "logger=tensorboard needs the package tensorboard, which is not installed",
+        ),
+        ("wandb", "logger=wandb", "logger=wandb needs the package wandb, which is not installed: pip install wandb"),
+        ("optimum.quanto", "model.quantize=int8", "needs the package optimum-quanto, which is not installed"),
+    ],
+)
+def test_a_missing_package_is_named(
+    here: Path, monkeypatch: pytest.MonkeyPatch, package: str, given: str, message: str
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
+    with pytest.raises(SettingsError, match=re.escape(message)):
+        check(here, given)

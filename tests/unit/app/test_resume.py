@@ -1,4 +1,4 @@
-"""What checking `resume=last` reads."""
+"""Files that checking `resume=last` reads."""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ REFUSED = [
     ("strategy=cp ulysses=0", "ulysses=0 "),
     ("strategy=cp data_parallel=0", "data_parallel=0 is not valid: must be auto or a whole number, at least 1"),
     ("strategy=cp data_parallel=many", "data_parallel=many "),
+    ("strategy=cp ring=2 shares=[2,1,1]", r"shares=\[2, 1, 1\] must be a list of 2 positive numbers"),
+    ("strategy=cp ring=2 shares=[2,0]", "must be a list of 2 positive numbers"),
+    ("strategy=cp ring=2 shares=2", "shares=2 must be a list of 2 positive numbers"),
     ("strategy=cp rotate_method=around", "rotate_method=around is not valid: must be one of allgather, alltoall"),
     ("kernel=quick", "kernel=quick is not valid: must be one of auto, flash"),
     ("precision=8", "precision=8 is not valid: must be one of 32-true"),
@@ -55,6 +58,13 @@ REFUSED = [
     ("max_steps=0", "max_steps=0 "),
     ("max_steps=1e3", "max_steps=1000.0 "),
     ("batch_size=0", "batch_size=0 "),
+    ("optim=adamw_8bit strategy=cp_fsdp", "optim=adamw_8bit does not work with strategy=cp_fsdp: .* Use optim=adamw"),
+    ("optim._target_=no_package.AdamW", "needs the package no_package, which is not installed: pip install no_package"),
+    ("optim=adamw_fused optim.fused=1", "optim.fused=1 is not valid"),
+    ("optim=adamw_8bit optim.min_8bit_size=0", "optim.min_8bit_size=0 is not valid"),
+    ("logger=wandb logger.offline=1", "logger.offline=1 is not valid"),
+    ("micro_batch_size=0", "micro_batch_size=0 is not valid: must be null or a whole number, at least 1"),
+    ("trainer=lightning +trainer.accumulate_grad_batches=2", "trainer.accumulate_grad_batches .* set micro_batch_size"),
     ("batch_size=1798", "batch_size=1798 is not valid: must be at most 1797"),
     ("strategy=cp data_parallel=3", "batch_size=64 .*multiple of data_parallel=3: 63 or 66"),
     ("strategy=cp data_parallel=3 batch_size=2", "batch_size=2 .*multiple of data_parallel=3: 3"),
@@ -135,6 +145,12 @@ def test_the_world_is_the_product_of_the_degrees() -> None:
     assert run.config.trainer.accelerator == "cpu"
     assert run.config.strategy.data_parallel == run.config.data_parallel == 2
     assert (run.config.strategy.ring, run.config.trainer.strategy.ulysses) == (2, 2)
+    assert run.config.strategy.shares is None
+
+
+def test_shares_are_passed_to_the_strategy() -> None:
+    run = check("strategy=cp", "ring=2", "ulysses=2", "shares=[3,1,1,2]")
+    assert run.config.trainer.strategy.shares == [3, 1, 1, 2]
 
 
 @pytest.mark.parametrize(("cores", "ranks"), [(1, 16), (2, 16), (5, 20)])
@@ -212,6 +228,8 @@ def test_ranks_share_the_cores() -> None:
 def test_the_table_knows_every_key_of_the_configuration() -> None:
     configs = [check("strategy=cp_fsdp").config, check("strategy=cp", "data=moving_digits", "batch_size=8").config]
     configs.append(check("model=flux_tiny").config)
+    configs.append(check("optim=adamw_fused", "logger=wandb").config)
+    configs.append(OmegaConf.create({"optim": OmegaConf.load(CONF / "optim/adamw_8bit.yaml")}))
     configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
     missing = [
         s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)

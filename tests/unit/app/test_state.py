@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from lightning_cp.app.training.state import TrainState
+from lightning_cp.checkpoint import find_checkpoint
+from lightning_cp.checkpoint.manifest import FileEntry
+from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import save_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training import WeightAverage
@@ -106,3 +109,21 @@ def test_the_average_of_low_precision_weights_is_kept_in_float32() -> None:
     assert average.state_dict()["weight"].dtype == torch.float32
     with average.swapped_in(module):
         assert module.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shards", [False, True])
+def test_bytes_of_a_resumed_checkpoint_are_verified_once(
+    shards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    if shards:
+        save_shards(checkpoints, make_state().snapshot(shards=True))
+    else:
+        save_checkpoint(checkpoints, make_state().snapshot())
+    verified: list[str] = []
+    of = FileEntry.of
+    monkeypatch.setattr(FileEntry, "of", lambda path: verified.append(path.name) or of(path))
+    make_state().load(find_checkpoint("last", tmp_path), verify=False)
+    assert verified
+    assert len(set(verified)) == len(verified)

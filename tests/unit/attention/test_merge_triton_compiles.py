@@ -45,7 +45,7 @@ def source(a_out: torch.Tensor, a_lse: torch.Tensor, b_out: torch.Tensor, b_lse:
 
 
 def ptxas(ptx: str, capability: int, folder: Path) -> str:
-    """What NVIDIA's assembler reports of a kernel: registers and spills."""
+    """Report of NVIDIA's assembler on a kernel: registers and spills."""
     name = "ptxas-blackwell" if capability >= 100 else "ptxas"
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
     if not program.exists():  # one assembler serves every architecture

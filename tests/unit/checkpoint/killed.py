@@ -1,4 +1,4 @@
-"""A process whose children are killed while they write checkpoints. Run by test_killed.py; prints what it saw.
+"""A process with children that are killed while they write checkpoints. Run by test_killed.py; prints what it saw.
 
 python -m tests.unit.checkpoint.killed FOLDER full|distributed moments|times
 """
@@ -32,7 +32,7 @@ def states(step: int) -> dict[str, Any]:
 
 
 def newest_step(parent: Path) -> int:
-    """The step of the newest checkpoint, all of whose tensors are that step's."""
+    """The step of the newest checkpoint. All its tensors are that step's."""
     newest = latest_checkpoint(parent.parent)
     assert newest is not None, f"nothing is left: {sorted(path.name for path in parent.iterdir())}"
     found = load_shards(newest, states(-1)) if has_shards(newest) else load_checkpoint(newest)
@@ -64,7 +64,7 @@ def dies_at(moment: int) -> None:
 
 
 def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> bool:
-    """Whether a fork of this process ended by itself."""
+    """True if a fork of this process ended by itself."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -78,14 +78,14 @@ def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> b
 
 
 def remove_abandoned(parent: Path) -> None:
-    """What the next run does when it starts, wherever its own folder is. Nothing that was killed stays."""
+    """Do the first steps of the next run, wherever its own folder is. Nothing that was killed stays."""
     remove_partials(parent.parent.parent)
     left = [path.name for path in parent.iterdir() if path.name.startswith(PARTIAL)]
     assert not left, left
 
 
 def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> Iterator[int]:
-    """Writes this step beside (or over) step 5, killed one call later each time. Yields: the newest step after each."""
+    """Write this step next to (or over) step 5, killed one call later each time. Yield the newest step after each."""
     for moment in range(200):
         shutil.rmtree(parent, ignore_errors=True)
         save(parent, Checkpoint(5, states(5), {}))

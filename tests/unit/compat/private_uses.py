@@ -10,6 +10,7 @@ from pathlib import Path
 import lightning_cp
 
 PACKAGE = Path(lightning_cp.__file__).parent
+RECIPES = PACKAGE.parent / "recipes"
 FOREIGN = ("torch", "diffusers", "lightning", "accelerate")
 _DOTTED = re.compile(rf"({'|'.join(FOREIGN)})(\.\w+)*\._\w+(\.\w+)*")
 
@@ -19,12 +20,13 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
 
 
-def sources(folder: Path = PACKAGE) -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path and the syntax tree of every file outside of `compat`."""
-    for file in sorted(folder.rglob("*.py")):
-        path = file.relative_to(folder)
-        if path.parts[0] != "compat":
-            yield path.as_posix(), ast.parse(file.read_text())
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    """Yield the path and the syntax tree of every file of the package outside of `compat`, and of every recipe."""
+    for folder in (PACKAGE, RECIPES):
+        for file in sorted(folder.rglob("*.py")):
+            path = file.relative_to(PACKAGE.parent)
+            if path.parts[1] != "compat":
+                yield path.as_posix(), ast.parse(file.read_text())
 
 
 def private_names(tree: ast.Module) -> Iterator[tuple[int, str]]:

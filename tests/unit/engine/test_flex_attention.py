@@ -1,4 +1,4 @@
-"""FlexAttention, whose block masks cover the whole sequence, is refused by name."""
+"""FlexAttention is refused by name: its block masks cover the whole sequence."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_other_functions_are_left(function: object) -> None:
 
 
 class Block(nn.Module):
-    """Two attentions, of which one could be intercepted."""
+    """Two attentions. One of them could be intercepted."""
 
     def forward(self, x: Tensor) -> Tensor:
         heads = x.unflatten(-1, (2, -1)).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Which methods of an object a function is found to call, and what replaces the calls in them."""
+"""Methods of an object that a function is found to call, and what replaces the calls in them."""
 
 from __future__ import annotations
 

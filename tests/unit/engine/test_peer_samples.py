@@ -1,4 +1,4 @@
-"""Which differences between the arguments of ranks are seen in samples, and which are not meant to be."""
+"""Differences between the arguments of ranks that samples show, and those that they need not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which functions are found to drop, and what replaces dropout in them."""
+"""Functions that are found to drop, and the replacement of dropout in them."""
 
 from __future__ import annotations
 

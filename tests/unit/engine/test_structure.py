@@ -1,4 +1,4 @@
-"""What the comparison before each forward notices."""
+"""Changes that the comparison before each forward notices."""
 
 from __future__ import annotations
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_cp.latent_cache import CacheWriter, LatentCache, LatentData, MediaRow, caption_hash, prepare_cache
+from lightning_cp.finetune import hold_out
+from lightning_cp.latent_cache import (
+    CacheWriter,
+    LatentCache,
+    LatentData,
+    MediaRow,
+    caption_hash,
+    prepare_cache,
+    text_lengths,
+)
 from tests.unit.latent_cache.made import index
 
 TEXTS = {"": 1, "a": 3, "b": 4, "c": 9}  # captions and numbers of their positions
@@ -55,3 +64,28 @@ def test_lengths_bound_the_number_of_shapes(cache: LatentCache) -> None:
 def test_a_wrong_length_is_refused(lengths: tuple[int, ...], cache: LatentCache) -> None:
     with pytest.raises(ValueError, match=r"lengths=\(.*\) must be integers from 1 to 512, the text length of qwen_im"):
         LatentData(cache, lengths=lengths)
+
+
+def test_the_lengths_of_compiled_blocks_double_up_to_the_longest_text() -> None:
+    assert text_lengths(512) == (64, 128, 256, 512)
+    assert text_lengths(226) == (64, 128, 226)
+    assert text_lengths(64) == (64,)
+    assert text_lengths(1) == (1,)
+
+
+def test_held_out_samples_are_not_trained_and_are_padded_alike(cache: LatentCache) -> None:
+    data = LatentData(cache, repeats=2, lengths=(4, 16))
+    training, held_out = hold_out(data, 1, seed=3)
+    assert held_out is not None
+    (row,) = held_out.rows
+    assert sorted(data.row_of(item) for item in training.indices) == sorted([i for i in range(3) if i != row] * 2)
+    assert training.buckets == [(1, 32, 64)] * 4
+    for item in range(4):
+        expected = data[training.indices[item], 1]
+        assert training[item, 1].keys() == expected.keys()
+        assert all(torch.equal(x, expected[name]) for name, x in training[item, 1].items())
+    assert held_out.collate([held_out[0]])["prompt_embeds"].shape[1] in (4, 16)
+    everything, nothing = hold_out(data, 0)
+    assert (len(everything), nothing) == (6, None)
+    with pytest.raises(ValueError, match="must be at least 1 and less than the number of sources, 3"):
+        hold_out(data, 3)

@@ -26,7 +26,7 @@ def wan(dtype: torch.dtype = torch.float32) -> Any:
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A LoRA of rank 2, with alpha 6, whose second matrices are not zero."""
+    """A LoRA of rank 2, with alpha 6. Its second matrices are not zero."""
     model = wan()
     add_lora(model, LoraSettings(rank=2, alpha=6, targets=["attn1.to_q"]))
     with torch.no_grad():

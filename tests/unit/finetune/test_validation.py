@@ -64,7 +64,7 @@ class Model(nn.Module):
 
 
 class OneRank:
-    """The only rank; or one of several, to whose sums those of the others are added."""
+    """The only rank, or one of several: the sums of the others are added to its sums."""
 
     device, global_rank, is_global_zero = torch.device("cpu"), 0, True
 

@@ -1,4 +1,4 @@
-"""Which kernel is chosen, by name, device, dtype, head size and mask."""
+"""Choice of the kernel by name, device, dtype, head size and mask."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_row_without_any_key_is_zero_and_gets_no_gradient(kernel: Kernel) -> N
 
 @each_kernel
 def test_the_gradients_of_two_chunks_with_the_merged_part_add_up(kernel: Kernel) -> None:
-    """What a ring does: the final out and lse, with one chunk of keys at a time, one of them all padding."""
+    """Steps of a ring: the final out and lse, with one chunk of keys at a time, one of them all padding."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, s, 2, 8, dtype=torch.float64) for s in (5, 9, 9))
     mask = torch.rand(2, 1, 1, 9) > 0.3
@@ -152,7 +152,7 @@ def test_the_gradients_of_two_chunks_with_the_merged_part_add_up(kernel: Kernel)
 
 
 class _AtItsLimit:
-    """A kernel whose largest head size is 8, so that the column for the gradient of lse does not fit."""
+    """A kernel with a largest head size of 8, so that the column for the gradient of lse does not fit."""
 
     name = "limited"
     device_type = "cpu"

@@ -158,7 +158,7 @@ PACKAGES = {
 
 @pytest.fixture
 def _kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    """The kernel of a package that is installed, as far as Python can tell."""
+    """The kernel of a package that Python finds installed."""
     kernel, interface, contents = PACKAGES[request.param]
     names = interface.split(".")
     for i in range(len(names)):

@@ -1,4 +1,4 @@
-"""What was written comes back bit for bit, in workers too; wrong use is refused."""
+"""Written values are read back bit for bit, in workers too; wrong use is refused."""
 
 from __future__ import annotations
 

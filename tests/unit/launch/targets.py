@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the launcher. Imports no torch, so that a rank starts in a moment."""
+"""Programs of ranks for the tests of the launcher. Imports no torch, so that a rank starts in a moment."""
 
 import atexit
 import ctypes
@@ -89,7 +89,7 @@ def _end(how: str) -> None:
 
 
 _open_files: list[IO[str]] = []
-_handlers: list[object] = []  # ctypes frees a callback that nobody holds
+_handlers: list[object] = []  # ctypes frees a callback without a reference
 
 
 def leave_work_for_the_end(config: DictConfig) -> None:
@@ -140,7 +140,7 @@ def warn_of_first(config: DictConfig) -> None:
 
 
 def write_nothing(config: DictConfig) -> None:
-    """Rank 1 fails on a machine whose disks are all full; the others wait."""
+    """Rank 1 fails on a machine with full disks; the others wait."""
     try:
         Path(config.folder, f"probe_{RANK}").write_text("x")
     except OSError as error:

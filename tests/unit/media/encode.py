@@ -16,7 +16,7 @@ STEP = 4  # grey levels from one frame to the next
 
 
 def grey_frames(count: int, height: int = 48, width: int = 64) -> list[NDArray[np.uint8]]:
-    """Frames whose number can be read from their grey level."""
+    """Frames; their grey level is their number."""
     return [np.full((height, width, 3), STEP * i, np.uint8) for i in range(count)]
 
 

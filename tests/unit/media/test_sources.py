@@ -1,4 +1,4 @@
-"""Folders and tables are read as sources with stable ids; what is wrong in them is named with file and line."""
+"""Folders and tables are read as sources with stable ids. Errors in them are named with file and line."""
 
 from __future__ import annotations
 
@@ -362,3 +362,16 @@ def test_the_columns_are_those_of_a_source() -> None:
     fields = set(Source.__dataclass_fields__) - {"id"} | {"caption", "start_frame", "frames"}
     assert set(COLUMNS) == fields
     assert "frame_range" in Entry.__dataclass_fields__
+
+
+def test_references_of_a_folder(tmp_path: Path) -> None:
+    for name in ("a.png", "a.reference.jpg", "b.png", "sub/a.png", "c.reference.png"):
+        picture(tmp_path / "data" / name, None if "reference" in name else "a cat")
+    found = find_sources(tmp_path / "data")
+    references = {source.id: source.reference and source.reference.name for source in found.sources}
+    assert references == {"a.png": "a.reference.jpg", "b.png": None, "sub/a.png": None}
+    assert [(one.file.name, one.reason) for one in found.skipped] == [
+        ("c.reference.png", "a reference, but no image or video is called c")
+    ]
+    picture(tmp_path / "data" / "a.reference.png")
+    assert "a.reference.png and a.reference.jpg are both references of a: keep one" in refused(tmp_path / "data")

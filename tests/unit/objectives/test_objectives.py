@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch
-from lightning_cp.objectives import Diffusion, FlowMatching, LogitNormal, Objective, Uniform, objective_for
+from lightning_cp.objectives import (
+    Diffusion,
+    FlowMatching,
+    LogitNormal,
+    Objective,
+    Uniform,
+    micro_batches,
+    objective_for,
+)
 from lightning_cp.objectives.density import shifted, unshifted
 
 LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())
@@ -64,6 +72,17 @@ def test_diffusion_targets_give_back_the_data(prediction: Any) -> None:
         clean = level.sqrt() * noised.noisy - (1 - level).sqrt() * noised.target
     assert torch.allclose(clean, batch()["pixels"], atol=1e-4)
     assert noised.times.dtype == torch.int64
+
+
+def test_sigma_is_the_factor_of_the_noise() -> None:
+    diffused = Clips(prediction="epsilon", alphas_cumprod=LEVELS)
+    for family, objective in ((Clips(), FlowMatching(seed=0)), (diffused, Diffusion(seed=0, time_range=(0, 900)))):
+        clean, noise = torch.zeros(6, 1, 3, 2, 2), torch.ones(6, 1, 3, 2, 2)
+        times = objective.times(family, clean, step=1, first_index=0)
+        noisy, _ = objective.mix(family, clean, noise, times)
+        sigma = objective.sigma(family, times)
+        assert sigma.dtype == torch.float32
+        torch.testing.assert_close(sigma, noisy.flatten(1)[:, 0])
 
 
 def test_the_v_loss_is_the_published_loss_of_cogvideox() -> None:
@@ -286,3 +305,16 @@ def test_the_objective_fits_the_family() -> None:
         FlowMatching(seed=0).noised(diffusion, batch(), step=0)
     with pytest.raises(ValueError, match="train it with FlowMatching"):
         Diffusion(seed=0, time_range=None).mix(Clips(), batch()["pixels"], batch()["pixels"], torch.zeros(6).long())
+
+
+def test_micro_batches_have_the_losses_of_the_whole_batch() -> None:
+    family, stored, objective = Clips(), batch(5), FlowMatching(seed=3)
+    whole = objective.loss(Linear(), family, stored, step=4, first_index=10)
+    times = objective.times(family, family.clean(stored), step=4, first_index=10)
+    for size, counts in ((2, [2, 2, 1]), (5, [5]), (9, [5]), (None, [5])):
+        parts = list(micro_batches(objective, family, stored, size=size, step=4, first_index=10))
+        assert [len(part.stored) for part in parts] == counts
+        assert [part.is_last for part in parts] == [False] * (len(counts) - 1) + [True]
+        loss, sigma = (sum(values) for values in zip(*(part.loss(Linear()) for part in parts), strict=True))
+        torch.testing.assert_close(loss, whole)
+        torch.testing.assert_close(sigma, times.mean())

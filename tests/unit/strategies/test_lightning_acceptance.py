@@ -1,4 +1,4 @@
-"""What Lightning asks of its own strategies, asked of ours, without ranks."""
+"""Lightning's own tests of strategies, on ours, without ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _first_rank() -> Iterator[None]:
-    """As it was: Lightning keeps the rank on a function."""
+    """Restore the rank, which Lightning keeps on a function."""
     rank = getattr(rank_zero_only, "rank", None)
     yield
     rank_zero_only.rank = rank
@@ -194,7 +194,7 @@ class _Holder(LightningModule):
 
 
 def _set_up(strategy: Any, module: nn.Module) -> nn.Module:
-    """As Fabric or the Trainer does, where there is one process and no group."""
+    """Set up as Fabric or the Trainer does, in one process without a group."""
     if isinstance(strategy, fabric.ContextParallelFSDPStrategy):
         strategy._device_mesh = mock.Mock()
         module = strategy.setup_module(module)

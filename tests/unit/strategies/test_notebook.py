@@ -1,4 +1,4 @@
-"""How ranks are started, from scripts and from sessions that Lightning takes for interactive."""
+"""Start of ranks, from scripts and from sessions that Lightning takes for interactive."""
 
 from __future__ import annotations
 

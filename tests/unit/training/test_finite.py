@@ -1,4 +1,4 @@
-"""What is decided about losses and gradients that are not finite, and how they are named."""
+"""Treatment and names of losses and gradients that are not finite."""
 
 from __future__ import annotations
 

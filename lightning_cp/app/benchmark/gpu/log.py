@@ -15,7 +15,7 @@ _CHUNK_BYTES = 1 << 14
 class LogWriter:
     """Copy a pipe into a file in a thread: the first `HEAD_BYTES`, and at the end the last `TAIL_BYTES`.
 
-    The bytes in between are omitted; so is the head once the file has `MAX_BYTES`.
+    The bytes in between are omitted. Once the file has `MAX_BYTES`, the head is omitted too.
     """
 
     def __init__(self, pipe: IO[bytes], path: Path) -> None:

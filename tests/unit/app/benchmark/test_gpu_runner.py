@@ -65,7 +65,7 @@ def _wait_for(path: Path) -> str:
 
 
 def _ended(pid: int) -> bool:
-    """Whether the process ended, or waits for a parent that is gone to read its exit code."""
+    """True if the process ended, or waits for a parent that is gone to read its exit code."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the stages for a GPU judge: losses, kernels for sampling, memory."""
+"""Judgements of the stages for a GPU: losses, kernels for sampling, memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(name: str) -> DictConfig:
 
 
 def _losses(factor: float = 1.0) -> list[float]:
-    """360 losses whose means over ten parts are those on CPU; the last tenth is multiplied."""
+    """360 losses with the means over ten parts of those on CPU; the last tenth is multiplied."""
     expected = list(settings("gpu").main_job.expected_losses)
     return [loss * (factor if part == 9 else 1.0) for part, loss in enumerate(expected) for _ in range(36)]
 

@@ -1,4 +1,4 @@
-"""What is read from a trace."""
+"""Values that are read from a trace."""
 
 from __future__ import annotations
 

@@ -15,51 +15,51 @@ from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 
 _MAX_BRANCHES = 4
-_ROW_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
+_BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 
 
 def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
-    """Split a batch over the CFG branches: return this rank's rows, [n, ...] -> [about n / cfg, ...].
+    """Split a batch over the CFG branches: return this rank's samples, [n, ...] -> [about n / cfg, ...].
 
     Args:
-        values: the model's arguments, as a nest of dicts, tuples and lists. Tensors with n rows are split along dim 0;
-            everything else stays whole.
+        values: the model's arguments, as a nest of dicts, tuples and lists. Tensors with n samples are split along
+            dim 0; everything else stays whole.
         ranks: result of `sampling_ranks`.
-        like: tensor with n rows, or list of n entries (lists of n entries are then split too). None: the first tensor
-            in `values`.
-    Raises: ShapeError: fewer rows than branches.
+        like: tensor with n samples, or list of n entries (lists of n entries are then split too). None: the first
+            tensor in `values`.
+    Raises: ShapeError: fewer samples than branches.
     """
     like = next(of_type(Tensor, values)) if like is None else like
     if len(like) < ranks.cfg:
-        raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)} rows")
+        raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
     share = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return _rows(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
+    return _select(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
     """Gather the results of all CFG branches on every rank: the inverse of `cfg_split`.
 
     Args:
-        values: nest of results: tensors [rows of this rank, ...]; shapes on other ranks differ in the rows only.
+        values: nest of results: tensors [samples of this rank, ...]; shapes on other ranks differ in dim 0 only.
         ranks: result of `sampling_ranks`.
-        like: argument `like` of `cfg_split`. None: ranks all-gather their numbers of rows.
+        like: argument `like` of `cfg_split`. None: ranks all-gather their numbers of samples.
     Ranks: all branches. Forward: all-gather along dim 0. Backward: reduce-scatter (sum).
     """
     group = ranks.cfg_groups.context
     if group is None:
         return values
     if like is None:
-        rows = len(next(of_type(Tensor, values)))
-        sizes = [n for (n,) in all_gather_ints([rows], group=group)]
+        count = len(next(of_type(Tensor, values)))
+        sizes = [n for (n,) in all_gather_ints([count], group=group)]
     else:
         sizes = list(shard_sizes(len(like), ranks.cfg))
-    own_rows, splits_lists = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
+    own_size, splits_lists = sizes[ranks.cfg_rank], isinstance(like, (list, tuple))
 
     def is_list(x: Any) -> bool:
         return (
             splits_lists
             and isinstance(x, (list, tuple))
-            and len(x) == own_rows
+            and len(x) == own_size
             and all(isinstance(y, Tensor) for y in x)
         )
 
@@ -68,9 +68,9 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
             return type(x)(gather(torch.stack(list(x)), 0, sizes, ranks.cfg_groups.name).unbind())
         if not isinstance(x, Tensor):
             return x
-        if not x.ndim or x.shape[0] != own_rows:
+        if not x.ndim or x.shape[0] != own_size:
             raise ShapeError(
-                f"a result of shape {tuple(x.shape)} must have {own_rows} rows in dim 0, the rows of this rank's branch"
+                f"a result of shape {tuple(x.shape)} must have {own_size} samples in dim 0, those of this rank's branch"
             )
         return gather(x, 0, sizes, ranks.cfg_groups.name)
 
@@ -95,18 +95,18 @@ def _repeats(main: Any, part: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(main[part:], main[:-part], strict=True))
 
 
-def _rows(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0) -> Any:
+def _select(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0) -> Any:
     if isinstance(value, Tensor):
         is_split = value.ndim > dim and value.shape[dim] == size
         return value[(slice(None),) * dim + (chosen,)] if is_split else value
     if isinstance(value, dict):
         return {
-            name: _rows(x, size, chosen, of_lists=of_lists, dim=_ROW_DIMS.get(name, 0)) for name, x in value.items()
+            name: _select(x, size, chosen, of_lists=of_lists, dim=_BATCH_DIMS.get(name, 0)) for name, x in value.items()
         }
     if isinstance(value, list) and len(value) == size and (of_lists or _describes_samples(value)):
         return value[chosen]
     if isinstance(value, (list, tuple)):
-        return type(value)(_rows(x, size, chosen, of_lists=of_lists) for x in value)
+        return type(value)(_select(x, size, chosen, of_lists=of_lists) for x in value)
     return value
 
 

@@ -1,0 +1,118 @@
+"""Draw pictures or clips from prompts while a pretrained transformer is fine-tuned."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from omegaconf import DictConfig, OmegaConf
+from PIL import Image
+from torch import Tensor
+
+from lightning_cp.app.runs.card_sections import add_section
+from lightning_cp.app.sampling.album import Album
+from lightning_cp.app.training.run import Run
+from lightning_cp.data.random_state import get_random_state, set_random_state
+from lightning_cp.finetune.card import CARD
+from lightning_cp.finetune.prompt_samples import PromptSampler
+from lightning_cp.latent_cache import LatentCache
+from lightning_cp.sampling.draw import gather_shares
+from lightning_cp.training.loggers import log_picture
+from lightning_cp.training.modes import evaluating
+from lightning_cp.training.ranks import TrainerRanks
+
+
+class PromptPictures:
+    """Draw the prompts of the settings with the EMA weights. Training is not affected: see `make`.
+
+    Args: config: resolved configuration of a fine-tuning run; `sampling.every` must be set.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self._config = config
+        self._sampler: PromptSampler | None = None
+
+    def after_step(self, run: Run) -> None:
+        """Load the pipeline after the first step, and draw after every `sampling.every` steps but the last.
+
+        Call it on every rank.
+        """
+        if self._sampler is None:
+            self._prepare(run)
+        step = run.state.step
+        if step % self._config.sampling.every == 0 and step < self._config.max_steps:
+            self.make(run, f"step_{step:08d}")
+
+    def make(self, run: Run, name: str) -> None:
+        """Write the samples to `samples/<name>/`, and all of them to `samples/<name>.png`. Call it on every rank.
+
+        Weights, modes and random states are the same afterwards.
+        """
+        if self._sampler is None:  # a run that was resumed after its last step
+            self._prepare(run)
+        assert self._sampler is not None, "it has just been made"
+        module: Any = run.state.module
+        before = get_random_state()
+        try:
+            with run.state.average.swapped_in(module), evaluating(module), _precision(run):
+                share = self._sampler.draw()
+        finally:
+            set_random_state(before)
+        samples = gather_shares(run.ranks, share, run.data_shard)[: len(self._sampler)].cpu()
+        self._write(run, name, samples)
+
+    def add_to_card(self, run: Run, folder: Path) -> None:
+        """Copy the last drawing into the folder of the trained weights, and show it in the model card there."""
+        shutil.copyfile(run.folder.samples / "final.png", folder / "samples.png")
+        prompts = [f"{number}. {prompt}" for number, prompt in enumerate(self._config.sampling.prompts, 1)]
+        settings = f"{self._config.sampling.num_inference_steps} steps, seed {self._config.seed}"
+        add_section(folder / CARD, "Samples", ["![Samples](samples.png)", "", f"With {settings}:", "", *prompts])
+
+    def _prepare(self, run: Run) -> None:
+        config, given = self._config, OmegaConf.to_container(self._config.sampling.call)
+        assert isinstance(given, dict), "checked before the start"
+        call = {**_usual_size(run, config), "num_inference_steps": config.sampling.num_inference_steps, **given}
+        self._sampler = PromptSampler(
+            config.model.pretrained,
+            list(config.sampling.prompts),
+            component=config.model.component,
+            seed=config.seed,
+            **{str(key): value for key, value in call.items()},
+        )
+        before = get_random_state()
+        self._sampler.prepare(run.state.module, run.ranks, run.data_shard)
+        set_random_state(before)
+
+    def _write(self, run: Run, name: str, samples: Tensor) -> None:
+        """Write the files on the first rank, and log the picture of all. Call it on every rank."""
+        album = Album(run.folder.samples / name, fps=self._config.sampling.fps)
+        for number, sample in enumerate(samples if run.is_first else ()):  # [c, h, w] or [c, f, h, w]
+            album.add(number, sample.movedim(0, -1))
+        sheet = run.folder.samples / f"{name}.png"
+        album.draw_sheet(sheet)
+        logger = getattr(run, "logger", None)  # on the first rank only
+        if logger is not None:
+            with Image.open(sheet) as picture:
+                log_picture(logger, "samples", np.asarray(picture), run.state.step)
+
+
+def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:
+    """Return the commonest size of the data, as arguments of a pipeline's call."""
+    folder = config.data.path if config.data.kind == "latents" else run.folder.path / "latents"
+    sizes = Counter((row.frames, row.height, row.width) for row in LatentCache(folder).rows)
+    (frames, height, width), _ = sizes.most_common(1)[0]
+    size = {"height": height, "width": width}
+    return size if frames == 1 else {**size, "num_frames": frames}
+
+
+def _precision(run: Run) -> AbstractContextManager[Any]:
+    """Return the context in which Fabric or the Trainer runs a forward."""
+    ranks: Any = run.ranks
+    is_trainer = isinstance(ranks, TrainerRanks)
+    precision = ranks.trainer.precision_plugin if is_trainer else ranks.strategy.precision
+    context: AbstractContextManager[Any] = precision.forward_context()
+    return context

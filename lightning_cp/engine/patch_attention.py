@@ -1,0 +1,63 @@
+"""Attention of a model that is computed in patches: keys of other patches come from the buffer of this call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_cp.attention.buffered import attend_buffered
+from lightning_cp.engine.lengths import Sizes
+from lightning_cp.engine.session import Session
+from lightning_cp.errors import InterceptionError
+from lightning_cp.plans import Attention
+
+_MASKS = ("given", "keys")  # masks that hold for a slice of the keys, so they can be buffered
+
+
+def attend_in_patches(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kind: Attention | None,
+    *,
+    sizes: Sizes,
+    causal: bool,
+    scale: float | None,
+    session: Session,
+    kernel: str,
+) -> Tensor:
+    """Compute one attention call of the current patch, or of the whole sequence, and fill its buffer.
+
+    Args:
+        query, key, value: [b, s_local, h, d] of this rank's part of the patch.
+        kind: kind of attention, by which the keys' modalities are known; None: unknown.
+        sizes: number of queries and of new keys on each rank.
+    Ranks: all of the context group.
+    Raises: InterceptionError: this kind of attention cannot be computed in patches.
+    """
+    call = session.current()
+    evaluation = call.evaluation
+    assert evaluation is not None, "the caller checks it"
+    if torch.compiler.is_compiling():
+        raise InterceptionError(
+            "a model that is computed in patches cannot be compiled: do not compile it, or its blocks"
+        )
+    if causal or kind is None or kind.form != "softmax" or kind.mask not in _MASKS:
+        raise InterceptionError(
+            "causal, linear or ragged attention, or one with a mask made from all local tokens, cannot be computed in "
+            "patches: use patches=1"
+        )
+    held = kind.queries if kind.keys is None else kind.keys
+    modalities = tuple(modality for modality in evaluation.order if modality in held)
+    return attend_buffered(
+        *(query, key, value, mask[..., :1, :] if mask is not None and kind.mask == "keys" else mask),
+        buffer=evaluation.next_buffer(),
+        ranges=call.ranges(modalities),
+        total=sum(call.lengths.get(modality, 0) for modality in modalities),
+        q_lengths=sizes[0],
+        scale=scale,
+        groups=session.groups,
+        kernel=kernel,
+        accumulate_fp32=session.config.convert_to_fp32,
+    )

@@ -1,0 +1,82 @@
+"""Evaluate a model in patches of its tokens: the state of one evaluation, which is a forward for each patch.
+
+The first evaluations compute the whole sequence and fill the key buffers. Later evaluations run one forward for each
+patch, in order. A patch attends to the new keys of itself and of earlier patches, and to the keys of later patches from
+the previous evaluation. So the result depends on the number of patches and of whole evaluations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from lightning_cp.attention.buffered import KeyBuffer
+from lightning_cp.comm.shards import shard_range
+from lightning_cp.errors import PlanError
+from lightning_cp.plans import Modalities
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """One evaluation of a model: a forward on the whole sequence, or one forward for each patch.
+
+    Attributes:
+        patches: number of patches.
+        order: order of the modalities' tokens in attention.
+        buffers: keys of each attention call of a forward, in call order; kept between evaluations.
+        patch: index of the current forward's patch; None: the forward computes the whole sequence.
+        outputs: outputs gathered so far, over the whole sequence.
+    """
+
+    patches: int
+    order: Modalities
+    buffers: list[KeyBuffer] = field(default_factory=list)
+    patch: int | None = None
+    outputs: list[Tensor] = field(default_factory=list)
+    _calls: int = 0
+    _gathered: int = 0
+
+    def begin(self, patch: int | None) -> None:
+        """Begin the forward of a patch, or of the whole sequence (None)."""
+        self.patch, self._calls, self._gathered = patch, 0, 0
+        if not patch:
+            self.outputs = []
+
+    def tokens(self, length: int) -> range:
+        """Return the positions of the current patch in a sequence of `length` tokens."""
+        return range(length) if self.patch is None else shard_range(length, self.patches, self.patch)
+
+    def next_buffer(self) -> KeyBuffer:
+        """Return the buffer of the next attention call of this forward."""
+        if self._calls == len(self.buffers):
+            self.buffers.append(KeyBuffer())
+        self._calls += 1
+        return self.buffers[self._calls - 1]
+
+    def check_order(self, modalities: Modalities, name: str) -> None:
+        """Raises: PlanError: the modalities of `name` are not in the order of attention."""
+        if [x for x in self.order if x in modalities] != list(modalities):
+            raise PlanError(f"{name} holds {modalities}, but the order of tokens in attention is {self.order}")
+
+    def put_output(self, x: Tensor, dim: int, segments: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Put a patch's output into the output of the whole sequence, and return a copy of what is known of it.
+
+        Args:
+            x: output of this patch on all ranks.
+            dim: dim of the tokens.
+            segments: for each segment along `dim`, the number of tokens of the patch, before it and after it.
+        """
+        if self.patch is None:
+            return x
+        shape = list(x.shape)
+        shape[dim] = sum(map(sum, segments))
+        if self._gathered == len(self.outputs):
+            self.outputs.append(x.new_zeros(shape))
+        whole, source, target = self.outputs[self._gathered], 0, 0
+        self._gathered += 1
+        for length, before, after in segments:
+            whole.narrow(dim, target + before, length).copy_(x.narrow(dim, source, length))
+            source, target = source + length, target + before + length + after
+        return whole.clone()

@@ -1,0 +1,63 @@
+"""Check that a pipeline's transformer takes what its encoders make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cp.errors import FamilyError
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Names of the sizes in a transformer's config.
+
+    Args:
+        latents: key of the number of channels; conditions are joined to the input, so that it can be the output's.
+        packed: latent channels are multiplied by it.
+        text: key of the width of the text embeddings.
+    """
+
+    latents: str
+    packed: int
+    text: str
+
+
+_WIDTHS = {
+    "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
+    "QwenImageTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
+    "WanTransformer3DModel": _Widths("out_channels", 1, "text_dim"),
+    "CogVideoXTransformer3DModel": _Widths("out_channels", 1, "text_embed_dim"),
+}
+
+
+def check_fits(
+    source: str, component: str, model: str, config: Mapping[str, Any], sample: Mapping[str, Tensor]
+) -> None:
+    """Compare a transformer's config with an encoded sample. Classes of other families are not checked.
+
+    Args:
+        source: the pipeline, for errors.
+        component: name of the transformer.
+        model: its class name.
+        config: its config.
+        sample: stored tensors of a sample, "latents" as the VAE returns them: [channels, ...].
+    Raises: FamilyError: the VAE or the text encoder belongs to another transformer.
+    """
+    widths = _WIDTHS.get(model)
+    if widths is None:
+        return
+    found = {
+        widths.latents: (sample["latents"].shape[0] * widths.packed, "VAE", "latent channels"),
+        widths.text: (sample["prompt_embeds"].shape[-1], "text encoder", "text embeddings of width"),
+    }
+    for key, (size, part, what) in found.items():
+        if config.get(key, size) != size:
+            raise FamilyError(
+                f"the parts of model.pretrained={source} do not fit: its {part} makes {what} {size}, but the "
+                f"{component} has {key}={config[key]}. One of them is from another pipeline: download or copy it again"
+            )

@@ -1,0 +1,177 @@
+"""Draw pictures or clips from prompts with the transformer that is being trained, on the training mesh."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.engine.apply import installed_on, parallelize
+from lightning_cp.errors import FamilyError
+from lightning_cp.families.registry import family_class
+from lightning_cp.finetune.recorded_prompts import RecordedPrompts
+from lightning_cp.pipelines.components import load_pipeline
+from lightning_cp.pipelines.encoders import release
+from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
+from lightning_cp.vae import parallelize_vae
+
+
+class PromptSampler:
+    """Sample prompts with the pipeline around a transformer in training.
+
+    The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
+    keeps the VAE, and the other expert of a pipeline with two. The ranks of a context group draw the same samples
+    together; data groups share the prompts. Sample i starts from noise of the seed `seed + i`, so it depends neither on
+    the number of ranks nor on the step.
+
+    It can be the `sample` of a `SamplingCallback` with a `FineTuning` module:
+
+        sampler = PromptSampler("my-pipeline", ["a red fox"], height=512, width=512)
+        SamplingCallback(sampler, every_n_train_steps=100, num_samples=len(sampler), value_range=(0, 1))
+
+    Args:
+        source: the pipeline's folder, or its id on the Hub.
+        prompts: texts to draw.
+        component: name of the transformer in training.
+        seed: seed of the first sample.
+        setting: name of the setting that holds `source`, for error messages.
+        call: other arguments of the pipeline's call, such as `height` and `num_inference_steps`.
+    Raises: ValueError: no prompts, or arguments that are set here.
+    """
+
+    def __init__(
+        self,
+        source: str | Path,
+        prompts: Sequence[str],
+        *,
+        component: str = "transformer",
+        seed: int = 0,
+        setting: str = "model.pretrained",
+        **call: Any,
+    ) -> None:
+        if isinstance(prompts, str) or not prompts or not all(isinstance(x, str) for x in prompts):
+            raise ValueError(f"prompts={prompts!r} must be a list of one text or more")
+        reserved = [name for name in ("prompt", "generator", "output_type", "return_dict") if name in call]
+        if reserved:
+            raise ValueError(f"{reserved[0]} is set by PromptSampler: leave it out")
+        self.prompts, self._source, self._component = list(prompts), str(source), component
+        self._seed, self._setting, self._call = seed, setting, call
+        self._pipe: Any = None
+        self._shard = DataShard(0, 1)
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self.prompts)
+
+    def __call__(self, module: Any, generator: torch.Generator) -> Tensor:
+        """Draw this data rank's samples, for `SamplingCallback`. Args: module: with `transformer`, and a Trainer."""
+        if self._pipe is None:
+            self.prepare(module.transformer, TrainerRanks(module.trainer), DataShard.of(module.trainer.strategy))
+        return self.draw()
+
+    def prepare(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> None:
+        """Load the pipeline around the transformer, and encode the prompts. Call it on every rank, once.
+
+        Args: transformer: the diffusers model in training, on its device, context-parallel or not, also sharded.
+        Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
+        """
+        kind = _pipeline_class(self._source)
+        _check_call(kind, self._call)
+        names = family_class(kind).components.text
+        model: Any = transformer
+        text = RecordedPrompts()
+        failure, pipe = "", None
+        if ranks.is_global_zero:
+            try:
+                pipe = self._load(model, without=())
+                text.record(pipe, [self._arguments(i) for i in range(len(self))], names, ranks.device)
+                release(pipe, names)
+            except Exception as error:
+                failure = f"{type(error).__name__}: {error}"
+        failure = ranks.broadcast(failure)
+        if failure:
+            raise ValueError(f"sampling: the prompts cannot be encoded: {failure}")
+        text = ranks.broadcast(text)
+        pipe = pipe or self._load(model, without=names)
+        text.replay_in(pipe, ranks.device)
+        self._place(pipe, model, ranks.device)
+        self._pipe, self._shard = pipe, data_shard
+
+    @torch.no_grad()
+    def draw(self) -> Tensor:
+        """Return this data rank's share of the samples, in [0, 1]: [n, c, h, w], or [n, c, f, h, w] for clips.
+
+        Every data rank draws n = ⌈prompts / data ranks⌉ samples, because sharded weights are gathered by all ranks
+        together: after the last prompt, the first ones are drawn again. Samples in data-rank order are in prompt order.
+
+        Ranks: the whole world. The transformer must be in eval mode.
+        """
+        share = -(-len(self) // self._shard.size)
+        first = self._shard.rank * share
+        found = [self._sample(i % len(self)) for i in range(first, first + share)]
+        shapes = {tuple(x.shape) for x in found}
+        if len(shapes) > 1:
+            raise ValueError(f"the prompts gave samples of different shapes {sorted(shapes)}: set height and width")
+        return torch.stack(found)
+
+    def _sample(self, i: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._seed + i)
+        result = self._pipe(**self._arguments(i), generator=generator, output_type="pt", return_dict=False)[0]
+        sample: Tensor = result[0].detach().float()
+        return sample.transpose(0, 1) if sample.ndim == 4 else sample  # clips are [f, c, h, w]
+
+    def _arguments(self, i: int) -> dict[str, Any]:
+        return {"prompt": self.prompts[i], **self._call}
+
+    def _load(self, model: Any, *, without: Sequence[str]) -> Any:
+        pipe = load_pipeline(
+            self._source,
+            model.dtype,
+            setting=self._setting,
+            without=without,
+            given={self._component: model},
+        )
+        pipe.set_progress_bar_config(disable=True)
+        return pipe
+
+    def _place(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
+        """Move the components that stay to the device, and make them parallel as the transformer is."""
+        installed = installed_on(model)
+        for name, other in pipe.components.items():
+            if not isinstance(other, nn.Module) or other is model:
+                continue
+            other.requires_grad_(False).eval().to(device)
+            if installed is None or installed.session.groups.context is None:
+                continue
+            if name in family_class(type(pipe)).components.train:
+                parallelize(other, installed.session.config, shares=installed.session.groups.shares)
+            elif hasattr(other, "decode"):
+                with suppress(ValueError):  # a class that is not supported decodes on each rank
+                    parallelize_vae(other, installed.session.groups)
+
+
+def _pipeline_class(source: str) -> type:
+    """Return the pipeline's class. Raises: ValueError: it cannot be loaded."""
+    import diffusers
+
+    try:
+        name: Any = diffusers.DiffusionPipeline.load_config(source)["_class_name"]
+        found: type = getattr(diffusers, name)
+        return found
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"model.pretrained={source} cannot be loaded: {' '.join(str(error).split())}") from None
+
+
+def _check_call(kind: type, call: Mapping[str, Any]) -> None:
+    """Check the arguments of the call. Raises: FamilyError: the pipeline needs media, or has no such argument."""
+    accepted = inspect.signature(kind.__call__).parameters
+    unknown = [name for name in call if name not in accepted]
+    if unknown:
+        raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")
+    if "image" in accepted and "image" not in call:
+        raise FamilyError(f"{kind.__name__} draws from pictures, not from prompts alone: leave out sampling.prompts")

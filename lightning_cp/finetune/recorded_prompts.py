@@ -1,0 +1,91 @@
+"""Encode prompts once, and give a pipeline the results later, when its text encoders are gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.nest import replace
+
+_MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
+
+
+class _EncodedError(Exception):
+    """Ends a pipeline's call at the transformer: the text is encoded then."""
+
+
+class RecordedPrompts:
+    """Results of a pipeline's `encode_prompt`, on the CPU, by the arguments of the call."""
+
+    def __init__(self) -> None:
+        self._results: dict[str, Any] = {}
+
+    @torch.no_grad()
+    def record(
+        self, pipe: Any, calls: Sequence[Mapping[str, Any]], encoders: Sequence[str], device: torch.device
+    ) -> None:
+        """Call the pipeline with each call's arguments, up to the first call of a transformer, and keep the text.
+
+        Args:
+            pipe: pipeline with its text encoders, on the CPU.
+            encoders: names of the text encoders and tokenizers.
+            device: device of this rank; the encoders run there if its free memory allows, otherwise on the CPU.
+        Raises: what the pipeline raises for the arguments.
+        """
+        modules = [pipe.components[name] for name in encoders if isinstance(pipe.components.get(name), nn.Module)]
+        at = device if _fits(modules, device) else torch.device("cpu")
+        transformers = [x for name, x in pipe.components.items() if name.startswith("transformer") and x is not None]
+        with ExitStack() as stack:
+            for transformer in transformers:
+                hook = transformer.register_forward_pre_hook(_stop, prepend=True)
+                stack.callback(hook.remove)
+            for module in modules:
+                module.to(at)
+                stack.callback(module.to, "cpu")
+            pipe.encode_prompt = self._recording(pipe.encode_prompt, at)
+            stack.callback(pipe.__dict__.pop, "encode_prompt")
+            for call in calls:
+                try:
+                    pipe(**call, generator=torch.Generator().manual_seed(0), output_type="pt")
+                except _EncodedError:
+                    continue
+
+    def replay_in(self, pipe: Any, device: torch.device) -> None:
+        """Make a pipeline's `encode_prompt` return the kept results, on a device."""
+
+        def encode_prompt(*args: Any, **kwargs: Any) -> Any:
+            key = _key(args, kwargs)
+            if key not in self._results:
+                raise ValueError(f"{type(pipe).__name__}: a prompt was not encoded before its text encoders were freed")
+            return replace(Tensor, lambda x: x.to(device), self._results[key])
+
+        pipe.encode_prompt = encode_prompt
+
+    def _recording(self, encode_prompt: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            result = encode_prompt(*args, **{**kwargs, "device": device})
+            self._results[_key(args, kwargs)] = replace(Tensor, lambda x: x.cpu(), result)
+            return replace(Tensor, lambda x: x.to(kwargs.get("device") or device), result)
+
+        return record
+
+
+def _stop(*_: object) -> NoReturn:
+    raise _EncodedError
+
+
+def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Return the arguments of `encode_prompt` as text, without the device."""
+    return repr((args, sorted((name, x) for name, x in kwargs.items() if name != "device")))
+
+
+def _fits(modules: Sequence[nn.Module], device: torch.device) -> bool:
+    """Return whether a device has room for the modules beside what it holds."""
+    if device.type != "cuda":
+        return False
+    needed = sum(x.numel() * x.element_size() for module in modules for x in module.parameters())
+    return torch.cuda.mem_get_info(device)[0] > _MARGIN * needed

@@ -1,0 +1,196 @@
+"""Many calls on one parallel pipeline: rank 0 makes them in a loop, the other ranks follow (`follow`)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from operator import attrgetter
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.pipelines.placement import rank_device
+from lightning_cp.pipelines.requests import receive, send, sendable
+from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline, use_degrees
+from lightning_cp.pipelines.votes import Votes
+
+_CALLBACK = "callback_on_step_end"
+_IDLE = timedelta(days=365)  # a follower may wait long for the next request
+_log = logging.getLogger("lightning_cp")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """Next call of all ranks: a method of the pipeline, "" for the pipeline itself; name None ends the loop.
+
+    Attributes:
+        name: attribute path of the method.
+        args, kwargs: its arguments, in the form of `sendable`.
+        degrees: name of the degrees for a call.
+        error: what ended rank 0's loop; None if it returned.
+        has_callback: rank 0 has a callback, so the others need one too.
+    """
+
+    name: str | None
+    args: Any = ()
+    kwargs: Any = None
+    degrees: str = ""
+    error: str | None = None
+    has_callback: bool = False
+
+
+def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
+    """Run a loop on rank 0 that calls a parallel pipeline; the other ranks take part in each call.
+
+    `loop(leader)` runs on rank 0 only. `leader(prompt=…)` calls the pipeline on all ranks and returns its result;
+    calls may differ in size, steps and prompt. `leader.method("set_adapters", "style")` runs a method on all ranks.
+
+    An error on any rank ends the call on all ranks: rank 0 gets its own error, or a CallFailedError with that of
+    another rank, and can make the next call. An error inside an exchange between ranks, for which the others wait, is
+    raised on the rank where it happened, which ends the job; `leader` raises at every later call.
+
+    Security: ranks unpickle requests, which come from rank 0 over the job's own process group. A request may only hold
+    plain data, so what a user of your service sends is never unpickled, unless your loop does it.
+
+    Args:
+        pipe: pipeline made parallel by `parallelize_pipeline`, over all ranks of the world.
+        loop: function of one argument, the `Leader`.
+    Returns: the result of `loop`; None on the other ranks.
+    Ranks: the whole world, which must share each sample (data parallelism is 1).
+    Raises: PlanError: the pipeline is not parallel, or there are several data groups. On rank 0, what `loop` raises.
+        CallFailedError: on the other ranks, if `loop` raises.
+    """
+    state = parallel_pipeline(pipe)
+    if state is None:
+        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    if state.ranks.data_size > 1:
+        raise PlanError(
+            f"follow needs all ranks for each call, but they are {state.ranks.data_size} data groups: increase ring, "
+            "ulysses or cfg, or start fewer ranks"
+        )
+    with _request_group(state) as group:
+        if state.ranks.sample.context_rank == 0:
+            return _lead(Leader(pipe, state, group), state.votes, loop)
+        _follow(pipe, state, group)
+        return None
+
+
+class Leader:
+    """Makes calls on all ranks, from rank 0. Threads may share it: their calls run one after another."""
+
+    def __init__(self, pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None) -> None:
+        self._pipe, self._state, self._group = pipe, state, group
+        self._lock = threading.Lock()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the pipeline on all ranks, with the degrees of `use_degrees` on rank 0.
+
+        Args: those of the pipeline: numbers, text, tensors, arrays, images, generators, and lists and dicts of them.
+            `callback_on_step_end` runs on rank 0 only: it may raise, to cancel the call, but must change nothing.
+        Returns: the pipeline's result.
+        Raises: TypeError: an argument that cannot be sent. CallFailedError: another rank failed. RuntimeError: an
+            earlier call failed inside an exchange.
+        """
+        callback = kwargs.pop(_CALLBACK, None)
+        request = _Request("", args, kwargs, self._state.chosen, has_callback=callback is not None)
+        return self._run(request, callback)
+
+    def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Run a method of the pipeline, such as "load_lora_weights" or "transformer.set_adapters", on all ranks.
+
+        If it fails on some of the ranks only, their components may differ: unload or load what it concerns again.
+        """
+        if not all(part.isidentifier() and not part.startswith("_") for part in name.split(".")):
+            raise ValueError(f"{name!r} must be the name of a public method of the pipeline or of a component")
+        if not callable(attrgetter(name)(self._pipe)):
+            raise TypeError(f"{type(self._pipe).__name__}.{name} is not a method")
+        return self._run(_Request(name, args, kwargs, self._state.chosen))
+
+    def end(self, error: BaseException | None) -> None:
+        """End the loop on the other ranks, unless they wait inside an exchange."""
+        with self._lock:
+            if self._state.votes.broken is None:
+                text = None if error is None else f"{type(error).__name__}: {error}"
+                send(_Request(None, error=text), self._group)
+
+    def _run(self, request: _Request, callback: Callable[..., Any] | None = None) -> Any:
+        with self._lock:
+            self._state.votes.check_usable()
+            own = request.args, dict(request.kwargs)
+            send(replace(request, args=sendable(request.args), kwargs=sendable(request.kwargs)), self._group)
+            if callback is not None:
+                own[1][_CALLBACK] = _unchanging(callback)
+            with self._state.votes.call(by_leader=True):
+                return _run(self._pipe, request, *own)
+
+
+def _lead(leader: Leader, votes: Votes, loop: Callable[[Leader], T]) -> T:
+    votes.has_leader = True
+    try:
+        result = loop(leader)
+        votes.check_usable()  # the loop may have ignored it
+    except BaseException as error:
+        leader.end(error)
+        raise
+    finally:
+        votes.has_leader = False
+    leader.end(None)
+    return result
+
+
+def _follow(pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None) -> None:
+    device = rank_device(state.ranks)
+    while (request := receive(group)).name is not None:
+        try:
+            with state.votes.call():
+                args, kwargs = request.args.on(device), request.kwargs.on(device)
+                if request.has_callback:
+                    kwargs[_CALLBACK] = _no_change
+                _run(pipe, request, args, kwargs)
+        except Exception as error:
+            if state.votes.broken is not None:
+                raise
+            _log.debug("rank 0's call of %s ended with %s: %s", type(pipe).__name__, type(error).__name__, error)
+    if request.error is not None:
+        raise CallFailedError(f"rank 0's loop ended with an error: {request.error}")
+
+
+def _run(pipe: Any, request: _Request, args: Any, kwargs: Any) -> Any:
+    with use_degrees(pipe, request.degrees):
+        return (attrgetter(request.name)(pipe) if request.name else pipe)(*args, **kwargs)
+
+
+@contextmanager
+def _request_group(state: ParallelPipeline) -> Iterator[dist.ProcessGroup | None]:
+    """A group for requests; followers may wait in it for long. Ranks: the whole world."""
+    if state.ranks.control is None:
+        yield None
+        return
+    group: Any = dist.new_group(backend="gloo", timeout=_IDLE)
+    yield group
+    dist.destroy_process_group(group)  # after an error the job ends: others may be inside an exchange
+
+
+def _unchanging(callback: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
+    """Wrap rank 0's callback. Raises: ValueError: it returns changes, which the other ranks would not have."""
+
+    def run(*args: Any) -> dict[str, Any]:
+        changes = callback(*args)
+        if changes and any(x is not args[-1].get(name) for name, x in changes.items()):
+            raise ValueError(
+                f"{_CALLBACK} runs on rank 0 only and must not change {', '.join(changes)}: return {{}}, or call the "
+                "pipeline on every rank without follow"
+            )
+        return {}
+
+    return run
+
+
+def _no_change(*_: Any) -> dict[str, Any]:
+    return {}

@@ -1,0 +1,222 @@
+"""Compute a pipeline's transformer calls in patches, with keys of the previous step for later patches (PipeFusion).
+
+The result depends on the number of patches and of whole evaluations only. It does not depend on the number of stages
+of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_cp.config import check_degree
+from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.patches import Evaluation
+from lightning_cp.engine.paths import submodule
+from lightning_cp.errors import GuidanceError, PlanError
+from lightning_cp.mesh import Branches
+from lightning_cp.nest import of_type
+from lightning_cp.patching import Undo, intercept_method
+from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.forms import key_of
+
+
+@dataclass(eq=False)
+class StepClock:
+    """Counts the transformer calls of one denoising step: they tell branches of guidance apart.
+
+    Attributes:
+        calls: calls of each transformer in this step that have no cache context.
+        before: their number in the previous step with calls.
+    """
+
+    calls: dict[int, int] = field(default_factory=dict)
+    before: dict[int, int] = field(default_factory=dict)
+
+    def next_call(self, module: nn.Module) -> int:
+        """Return the index of the next call of a transformer in this step."""
+        index = self.calls.get(id(module), 0)
+        self.calls[id(module)] = index + 1
+        return index
+
+    def end_step(self) -> None:
+        """End the step. Raises: GuidanceError: a transformer had another number of calls in the step before."""
+        for module, calls in self.calls.items():
+            known = self.before.setdefault(module, calls)
+            if known != calls:
+                raise GuidanceError(
+                    f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
+                    "naming the branches of guidance (cache_context), so their keys cannot be told apart in patches: "
+                    "use patches=1, or guidance in all steps"
+                )
+        self.calls = {}
+
+    def before_step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrap the scheduler's `step`, which ends a denoising step."""
+        self.end_step()
+        return call(*args, **kwargs)
+
+    def reset(self) -> None:
+        """Forget all steps, before a call of the pipeline."""
+        self.calls, self.before = {}, {}
+
+
+@dataclass(eq=False)
+class _Branch:
+    """State of one branch of guidance: number of evaluations so far, and the buffers."""
+
+    evaluation: Evaluation
+    done: int = 0
+
+
+@dataclass(eq=False)
+class PatchCalls:
+    """Computes the calls of one transformer in patches.
+
+    Attributes:
+        patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
+        stage: this rank's stage of the blocks; None: all blocks are on this rank.
+        clock: tells branches of guidance apart.
+        branches: state of each branch, by name or index; forgotten before each call of the pipeline.
+    """
+
+    installed: Installed
+    patches: int
+    warmup: int
+    clock: StepClock
+    stage: BlockStage | None = None
+    branches: dict[Any, _Branch] = field(default_factory=dict)
+    _context: str | None = None
+
+    def install(self) -> list[Undo]:
+        """Follow the names that a pipeline gives to the branches of guidance (`cache_context`)."""
+        undo = [] if self.stage is None else self.stage.install()
+        module = self.installed.module
+        return (
+            [*undo, intercept_method(module, "cache_context", self._named)]
+            if hasattr(module, "cache_context")
+            else undo
+        )
+
+    def reset(self) -> None:
+        """Forget all branches, before and after a call of the pipeline."""
+        self.branches, self._context = {}, None
+        self.clock.reset()
+
+    def release(self) -> None:
+        """Free the weights of the blocks of other stages. This cannot be undone."""
+        if self.stage is not None:
+            release_others(self.stage)
+
+    def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
+        module, session = self.installed.module, self.installed.session
+        tensors = of_type(torch.Tensor, (list(module.parameters()), args, kwargs))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise PlanError(
+                f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
+                "gradients enabled: use torch.no_grad()"
+            )
+        branch, key = self._branch(), key_of((args, kwargs))
+        session.evaluation = branch.evaluation if self.patches > 1 else None
+        try:
+            if branch.done < self.warmup or self.patches == 1:
+                result = self._forward(compute, args, kwargs, None, key)
+            else:
+                result = self._in_patches(compute, args, kwargs, key)
+        finally:
+            session.evaluation = None
+        branch.done += 1
+        return result if self.stage is None else self.stage.share(result, key)
+
+    def _in_patches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        result = None
+        for patch in range(self.patches):
+            if self.stage is not None:
+                self.stage.expect([(key, x) for x in range(patch, min(patch + 2, self.patches))])
+            result = self._forward(compute, args, kwargs, patch, (key, patch))
+        return result  # the last patch completes the output
+
+    def _forward(
+        self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], patch: int | None, key: Any
+    ) -> Any:
+        evaluation = self.installed.session.evaluation
+        if evaluation is not None:
+            evaluation.begin(patch)
+        if self.stage is None:
+            return compute(*args, **kwargs)
+        return self.stage.forward(compute, args, kwargs, key)
+
+    def _branch(self) -> _Branch:
+        name = self._context if self._context is not None else self.clock.next_call(self.installed.module)
+        if name not in self.branches:
+            plan = self.installed.rules.patches
+            assert plan is not None, "parallelize_pipeline refuses other classes"
+            self.branches[name] = _Branch(Evaluation(self.patches, plan.order))
+        return self.branches[name]
+
+    def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = args[0] if args else kwargs.get("name")
+        return self._in_context(call(*args, **kwargs), str(name))
+
+    @contextmanager
+    def _in_context(self, context: Any, name: str) -> Iterator[Any]:
+        before, self._context = self._context, name
+        try:
+            with context as entered:
+                yield entered
+        finally:
+            self._context = before
+
+
+def make_patch_calls(
+    transformers: Mapping[str, Installed],
+    ranks: Branches,
+    *,
+    pipe: int | Sequence[int],
+    patches: int,
+    warmup: int,
+    clock: StepClock,
+) -> dict[str, PatchCalls]:
+    """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
+
+    Raises: PlanError: a class cannot be computed in patches or stages. ValueError: more stages than blocks.
+    """
+    if ranks.pipe == patches == 1:
+        return {}
+    found = {}
+    for name, installed in transformers.items():
+        kind, plan = type(installed.module).__name__, installed.rules.patches
+        if plan is None:
+            raise PlanError(
+                f"{kind} cannot be computed in patches or stages: it is not proven that its attention is right there "
+                "(docs/pipefusion.md has the classes): use patches=1 and pipe=1"
+            )
+        if ranks.pipe > 1 and not plan.stages:
+            raise PlanError(
+                f"pipe={ranks.pipe}: the blocks of {kind} need outputs of other blocks than the one before, so they "
+                "cannot be divided into stages: use pipe=1"
+            )
+        for path in blocks_of(installed):
+            if submodule(installed.module, path).__dict__.get("_compiled_call_impl") is not None:
+                raise PlanError(
+                    f"{path} of {kind} is compiled, which patches and stages do not support: do not compile it"
+                )
+        counts = None if isinstance(pipe, int) else pipe
+        stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
+        found[name] = PatchCalls(installed, patches, warmup, clock, stage)
+    return found
+
+
+def check_patches(pipe: object, patches: object, warmup: object) -> int:
+    """Check the settings. Returns: the number of stages. Raises: TypeError, ValueError: naming the setting."""
+    stages = check_degree("pipe", len(pipe) if isinstance(pipe, (list, tuple)) else pipe, default=1)
+    if check_degree("patches", patches, default=1) == 1 and warmup != 1:
+        raise ValueError(f"warmup={warmup} has no meaning with patches=1, which is exact: leave it out")
+    check_degree("warmup", warmup, default=1)
+    return stages

@@ -1,0 +1,79 @@
+"""State of a parallel pipeline, and the choice of its degrees for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_cp.engine.apply import Installed
+from lightning_cp.errors import PlanError
+from lightning_cp.mesh import Branches
+from lightning_cp.patching import Undo
+from lightning_cp.pipelines.branches import BranchCalls
+from lightning_cp.pipelines.degrees import DEFAULT, Degrees
+from lightning_cp.pipelines.patch_calls import PatchCalls
+from lightning_cp.pipelines.stages import Stages
+from lightning_cp.pipelines.votes import Votes
+
+INSTALLED = "_lightning_cp"
+
+
+@dataclass(eq=False)
+class ParallelPipeline:
+    """State of a parallel pipeline.
+
+    Attributes:
+        ranks: groups of ranks that share a sample, a CFG branch or tokens, with the default degrees.
+        transformers: installed transformers, by component name.
+        decoders: names of the autoencoders that encode and decode in parallel.
+        calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
+        votes: end a call on all ranks that share a sample if one of them fails.
+        degrees: by name, the degrees that a call may use.
+        chosen: name of the degrees for the next call.
+        patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
+        shard: names of the components with weights sharded over ranks (FSDP2).
+        stages: device placement by stage; None for the setting "together".
+        undo: functions that restore the pipeline, to be called last to first.
+    """
+
+    ranks: Branches
+    transformers: dict[str, Installed]
+    decoders: tuple[str, ...]
+    calls: BranchCalls
+    votes: Votes
+    degrees: dict[str, Degrees]
+    chosen: str = DEFAULT
+    shard: tuple[str, ...] = ()
+    stages: Stages | None = None
+    undo: list[Undo] = field(default_factory=list)
+    patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
+
+
+def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
+    """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
+    found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
+    return found
+
+
+@contextmanager
+def use_degrees(pipe: Any, name: str) -> Iterator[None]:
+    """Within this context, call the pipeline with other degrees, declared with `parallelize_pipeline(degrees=…)`.
+
+    Ranks: all that share a sample; different names raise an error at the next call.
+    Raises: ValueError: an unknown name; a pipeline that is not parallel.
+    """
+    state = parallel_pipeline(pipe)
+    if state is None:
+        raise PlanError(f"{type(pipe).__name__} is not parallel: call parallelize_pipeline first")
+    if name not in state.degrees:
+        raise ValueError(
+            f"{name!r} is not one of the declared degrees, {', '.join(state.degrees)}: declare it with "
+            "parallelize_pipeline(degrees=…)"
+        )
+    before, state.chosen = state.chosen, name
+    try:
+        yield
+    finally:
+        state.chosen = before

@@ -1,0 +1,154 @@
+"""Votes of the ranks that share a sample: an error on one rank ends a pipeline call on all of them, and only this call.
+
+A rank that raises in the middle of a call would let the others wait in their next exchange. Therefore all ranks vote
+before each part of a call that has exchanges (a transformer call, a decode), and at the start and end of the call. A
+rank that has raised votes too, and all others then raise its error. Votes have a group of their own, so that a vote
+cannot meet an exchange of a rank that is elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.background import BackgroundGather, gather_in_background
+from lightning_cp.errors import CallFailedError
+
+_GOES_ON, _ENDED, _FAILED = 0, 1, 2
+_GRACE_S = 10.0  # for the other ranks, after an error in a part with exchanges: they may wait there for this rank
+
+
+class Votes:
+    """The votes during the calls of one parallel pipeline.
+
+    Args:
+        name: class name of the pipeline, for errors.
+        group: gloo group of the ranks that share a sample; None for one rank, which needs no votes.
+
+    Attributes:
+        broken: the error after which this rank can make no further call, because the others may wait inside an
+            exchange; None at first.
+        has_leader: True on rank 0 inside `follow`: calls must go through its `Leader`.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
+        self._name, self._group = name, group
+        self._depth = 0
+        self._in_part = False
+        self._common: CallFailedError | None = None  # raised by a vote, so all ranks know it
+        self.broken: BaseException | None = None
+        self.has_leader = False
+
+    @contextmanager
+    def call(self, *, by_leader: bool = False) -> Iterator[None]:
+        """Run one call in this context; inside another one it does nothing.
+
+        Raises: CallFailedError: another rank has failed. RuntimeError: an earlier call broke the pipeline.
+        """
+        self.check_usable()
+        if self.has_leader and not by_leader and not self._depth:
+            raise RuntimeError(
+                f"inside follow, call leader(…) in place of the {self._name}, so that all ranks take part"
+            )
+        self._depth += 1
+        try:
+            yield
+            if self._depth == 1:
+                self._vote(_ENDED)
+        except Exception as error:
+            if self._depth == 1 and error is not self._common:
+                self._fail(error)
+            raise
+        except BaseException as error:  # interrupted somewhere, so the ranks no longer match
+            self.broken = error if self._group is not None else None
+            raise
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._in_part, self._common = False, None
+
+    @contextmanager
+    def part(self) -> Iterator[None]:
+        """Run a part of a call that has exchanges, after a vote. Outside of a call it does nothing."""
+        self.check()
+        self._in_part = True
+        yield
+        self._in_part = False  # an error leaves it set
+
+    def check(self) -> None:
+        """Vote to go on. Ranks: all that share the sample. Raises: CallFailedError: another rank has failed."""
+        if self._depth:
+            self._vote(_GOES_ON)
+
+    def check_usable(self) -> None:
+        """Raises: RuntimeError: an earlier call has failed inside an exchange."""
+        if self.broken is not None:
+            raise RuntimeError(
+                f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
+                f"ranks ({_text(self.broken)}): end the job"
+            ) from self.broken
+
+    def _vote(self, vote: int) -> None:
+        if self._group is None:
+            return
+        try:
+            votes = _read(self._start(vote))
+            errors = self._exchange(None) if _FAILED in votes else []
+        except Exception as error:  # a rank has gone
+            self.broken = error
+            raise
+        failed = {rank: text for rank, text in enumerate(errors) if text is not None}
+        if failed:
+            rank, text = next(iter(failed.items()))
+            raise self._note(
+                f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
+            )
+        if any(other != vote for other in votes):
+            ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
+            raise self._note(
+                f"ranks {ended} have ended this call of {self._name}, the others have not: all ranks that share a "
+                "sample must compute the same steps"
+            )
+
+    def _note(self, message: str) -> CallFailedError:
+        self._common = CallFailedError(message)
+        return self._common
+
+    def _fail(self, error: Exception) -> None:
+        """Let the other ranks know of this rank's error."""
+        if self._group is None or self.broken is not None:
+            return
+        try:
+            vote = self._start(_FAILED)
+            if not self._in_part or vote.is_done(within_s=_GRACE_S):
+                _read(vote)
+                self._exchange(_text(error))
+                return
+        except Exception:  # a rank has gone
+            pass
+        self.broken = error
+        error.add_note(
+            "This rank failed inside an exchange, so the others wait for it: the job must end. The pipeline raises at "
+            "every further call."
+        )
+
+    def _start(self, vote: int) -> BackgroundGather:
+        assert self._group is not None, "a single rank does not vote"
+        return gather_in_background(torch.tensor([vote], dtype=torch.float64, device="cpu"), group=self._group)
+
+    def _exchange(self, error: str | None) -> list[str | None]:
+        errors: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(errors, error, group=self._group)
+        return errors
+
+
+def _read(gather: BackgroundGather) -> list[int]:
+    return [int(value) for value in gather.read().flatten()]
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,107 @@
+"""Wrappers around the calls of a parallel pipeline and of its components."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from lightning_cp.engine.apply import Installed
+from lightning_cp.patching import Around, Undo, intercept_method
+from lightning_cp.pipelines.adapters import adapter_state
+from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
+from lightning_cp.pipelines.calls import arguments_by_name
+from lightning_cp.pipelines.degrees import Degrees
+from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.patch_calls import PatchCalls
+from lightning_cp.pipelines.stages import Stages
+from lightning_cp.pipelines.state import ParallelPipeline
+from lightning_cp.pipelines.votes import Votes
+
+
+def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_patches: PatchCalls | None) -> Around:
+    """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
+
+    def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if in_patches is not None:
+            call = partial(_in_patches, in_patches, call)
+        if not calls.is_active:
+            if in_patches is not None:
+                in_patches.reset()  # a call on its own computes the whole sequence
+            installed.session.peers.compare_next_in_full()
+            return call(*args, **kwargs)
+        with votes.part():
+            if calls.branches.cfg > 1:
+                return calls.call(installed.module, call, args, kwargs)
+            return call(*args, **kwargs)
+
+    return around
+
+
+def _in_patches(in_patches: PatchCalls, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return in_patches.call(compute, args, kwargs)
+
+
+def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return call(*resolve_all(args), **resolve_all(kwargs))
+
+
+def vote_before(
+    votes: Votes, components: Mapping[str, Any], decoders: Sequence[str], sharded: Sequence[str]
+) -> Iterator[Undo]:
+    """Let the ranks vote before the other calls that have exchanges: of parallel VAEs and of sharded encoders."""
+
+    def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with votes.part():
+            return call(*args, **kwargs)
+
+    for name in decoders:
+        for method in ("decode", "encode"):
+            if hasattr(components[name], method):
+                yield intercept_method(components[name], method, around)
+    for name in sharded:
+        yield components[name].register_forward_pre_hook(lambda *_: votes.check(), prepend=True).remove
+
+
+def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
+    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
+    signature = inspect.signature(type(pipe).__call__)
+    calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
+
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = arguments_by_name(signature, args, kwargs)
+        with votes.call():
+            check()
+            common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
+            with votes.part():
+                sync_rng_and_check_inputs(given, state.ranks.sample, common)
+                _use(state, state.degrees[state.chosen])
+            for one in in_patches:
+                one.reset()
+            calls.begin(may_start_late=guidance_may_start_late(pipe, given))
+            try:
+                with nullcontext() if stages is None else stages.call(given):
+                    return resolve_all(call(*args, **kwargs))
+            finally:
+                calls.end()
+                for one in in_patches:
+                    one.reset()
+
+    return around
+
+
+def _use(state: ParallelPipeline, degrees: Degrees) -> None:
+    for installed in state.transformers.values():
+        installed.session.use(degrees.config, degrees.branches.context)
+    state.calls.use(degrees.branches)
+
+
+def device_properties(stages: Stages | None) -> dict[str, Any]:
+    """Return properties that fix the pipeline's device, which diffusers otherwise reads from offloaded components."""
+    if stages is None:
+        return {}
+    device = property(lambda pipe: stages.device)
+    return {"device": device, "_execution_device": device}

@@ -1,0 +1,165 @@
+"""Record which dim of a tensor holds this rank's rows, and refuse functions along that dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+_DIM_ARGUMENT = {"mean": (1, None), "normalize": (2, 1), "cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0)}
+_ALONG_LAST = ("linear", "layer_norm", "rms_norm")
+_VIEWS = (
+    *("getitem", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "permute", "transpose", "swapaxes"),
+    *("swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "expand", "expand_as", "t", "get"),
+)
+_RESHAPES = ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten")
+
+
+class RowDim(NamedTuple):
+    """Place of the rows in a tensor.
+
+    Attributes:
+        dim: number of the dim, not negative.
+        outer: number of frames, if frames and rows were flattened to this dim; otherwise 1.
+    """
+
+    dim: int
+    outer: int = 1
+
+
+def row_dim_of(x: Any) -> RowDim | None:
+    """Return where a tensor has rows; None for one without rows, such as a weight."""
+    return getattr(x, "_row_dim", None)
+
+
+def set_row_dim(marked: Tensor, rows: RowDim | None) -> None:
+    """Record where a tensor has rows."""
+    marked._row_dim = rows  # type: ignore[attr-defined]
+
+
+def row_dim_of_result(
+    name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> Any:
+    """Return where the result of a function has rows: one `RowDim` or None, or a tuple with one for each result.
+
+    Args:
+        name: name of the function, without underscores at its ends.
+        function, args, kwargs: arguments of `__torch_function__`.
+        result: the tensor, or tuple of tensors, that it returned.
+    Raises: NotImplementedError: the function mixes rows, takes some of them, or combines rows with a tensor that has
+        one value for each local row but was not split by rows.
+    """
+    operands = _tensors(args[:1] if name == "to" or name.endswith("_as") else (*args, *kwargs.values()))
+    sources = [x for x in operands if row_dim_of(x)]
+    if sources and name == "setitem":
+        _check_assignment(*args)
+    if not sources or name.startswith("new_") or not _tensors((result,)):
+        return None
+    x, rows = sources[0], row_dim_of(sources[0])
+    assert rows is not None, "it is one of those with rows"
+    if name in _VIEWS:
+        return _of_view(name, function, x, args, kwargs)
+    if name in _RESHAPES:
+        return _of_reshape(name, x.shape, result.shape, rows)
+    if name in _ALONG_LAST:
+        return rows if rows.dim < x.ndim - 1 and args[0] is x else _refuse(name, "along the rows")
+    if name == "repeat":
+        return _of_repeat(x, result, rows)
+    if name == "repeat_interleave":
+        return rows if result.ndim == x.ndim else _refuse(name, "over all dims")
+    if name == "stack":
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % result.ndim
+        return RowDim(_common(name, operands).dim + (dim <= rows.dim), rows.outer)
+    if name not in _DIM_ARGUMENT:
+        return _common(name, operands, result)
+    position, default = _DIM_ARGUMENT[name]
+    dim = kwargs.get("dim", args[position] if len(args) > position else default)
+    dim = dim if dim is None else dim % x.ndim
+    if dim is None or dim == rows.dim:
+        _refuse(name, "along the rows")
+    if name == "mean":
+        return RowDim(rows.dim - (dim < rows.dim and result.ndim < x.ndim), rows.outer)
+    return _common(name, operands)
+
+
+def _common(name: str, tensors: list[Tensor], result: Tensor | None = None) -> RowDim:
+    """Return where the result of broadcasting has rows. Raises: NotImplementedError: operands differ in that."""
+    dims = max(x.ndim for x in tensors) if result is None else result.ndim
+    return _broadcast(name, [(x.shape, row_dim_of(x)) for x in tensors], dims)
+
+
+def _broadcast(name: str, operands: list[tuple[torch.Size, RowDim | None]], dims: int) -> RowDim:
+    places = {(rows.dim - len(shape), rows.outer) for shape, rows in operands if rows is not None}
+    (place, outer), *others = places
+    whole = [shape for shape, rows in operands if rows is None and len(shape) >= -place and shape[place] != 1]
+    if others or whole:
+        _refuse(name, "of rows and of a tensor that is not split by rows in the same dim")
+    return RowDim(dims + place, outer)
+
+
+def _check_assignment(target: Tensor, index: Any, value: Any) -> None:
+    """Check `target[index] = value`. Raises: NotImplementedError: rows are taken, or do not meet rows."""
+    if row_dim_of(target) is None:
+        _refuse("setitem", "of rows in a tensor that is not split by rows")
+    rows = _of_view("setitem", Tensor.__getitem__, target, (target, index), {})
+    if isinstance(value, Tensor):
+        shape = torch.empty(target.shape, device="meta")[index].shape
+        _broadcast("setitem", [(shape, rows), (value.shape, row_dim_of(value))], len(shape))
+
+
+def _of_view(name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Find the row dim of a view: call the function on a tensor without memory that has a stride for rows only."""
+    rows = row_dim_of(x)
+    assert rows is not None, "only such tensors are viewed here"
+    strides = [int(dim == rows.dim) for dim in range(x.ndim)]
+    probe = torch.empty(0, device="meta").as_strided(x.shape, strides)
+    views = function(*(probe if value is x else value for value in args), **kwargs)
+    found = []
+    for view in (views,) if isinstance(views, Tensor) else views:
+        dims = [dim for dim in range(view.ndim) if view.stride(dim) and view.shape[dim] > 1]
+        if len(dims) != 1 or view.stride(dims[0]) != 1 or view.shape[dims[0]] != x.shape[rows.dim]:
+            _refuse(name, "that takes or moves some of the rows")
+        found.append(RowDim(dims[0], rows.outer))
+    return found[0] if isinstance(views, Tensor) else tuple(found)
+
+
+def _of_reshape(name: str, before: torch.Size, after: torch.Size, rows: RowDim) -> RowDim:
+    """Find the row dim by the number of elements in front of the rows, which a reshape does not change."""
+    outer = math.prod(before[: rows.dim]) * rows.outer
+    size_before = before[rows.dim] // rows.outer
+    preceding = 1
+    for dim, size in enumerate(after):
+        following = preceding * size
+        if preceding <= outer < following and outer % preceding == 0:
+            size_after = following // outer
+            if size_after % size_before == 0 or size_before % size_after == 0:  # [h, 2] -> [2 h], or [h] -> [h / 2, 2]
+                return RowDim(dim, outer // preceding)
+        preceding = following
+    return _refuse(name, "that divides rows between dims")
+
+
+def _of_repeat(x: Tensor, result: Tensor, rows: RowDim) -> RowDim:
+    dim = rows.dim + result.ndim - x.ndim
+    return RowDim(dim, rows.outer) if result.shape[dim] == x.shape[rows.dim] else _refuse("repeat", "of the rows")
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return list(_walk(values))
+
+
+def _walk(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _walk(value)
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise NotImplementedError(
+        f"{name} {what} gives another result on one rank's rows of a VAE's image than on the whole image: use "
+        "vae.enable_tiling(), or leave this VAE alone (vae=False)"
+    )

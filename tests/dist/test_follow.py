@@ -1,0 +1,296 @@
+"""Many calls on one parallel pipeline, which rank 0 makes: numbers, degrees, errors, and what stays behind."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import CallFailedError, PeerMismatchError, PlanError
+from lightning_cp.pipelines import Leader, follow, parallel_pipeline, use_degrees
+from tests import features
+from tests.harness import RankPool
+from tests.models.modes import MODES
+from tests.pipelines import table
+
+FLUX, WAN = ("flux", "flux_true_cfg"), ("wan", "wan")
+
+
+def _pipe(family: str, name: str) -> Any:
+    torch.manual_seed(0)
+    pipe = table(family)[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _inputs(family: str, name: str, i: int) -> dict[str, Any]:
+    """Of call i: its own size, number of steps, prompt and noise."""
+    given = table(family)[name].inputs()
+    return {
+        **given,
+        "prompt": "a small red cat " * (1 + i % 3),
+        "height": given["height"] + 16 * (i % 2),
+        "num_inference_steps": 2 + i % 3,
+        "generator": torch.Generator().manual_seed(i),
+    }
+
+
+def _first(result: Any) -> Tensor:
+    value = next(iter(result.values()))
+    return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    assert found.shape == expected.shape
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dict[str, int]], cfg: int) -> Any:
+    """Rank 0: the error of each call and the groups that it used. Others: None."""
+    pipe = _pipe(*which)
+    alone = [_first(pipe(**_inputs(*which, i))) for i in range(6)]
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world // cfg), cfg=cfg, degrees=degrees)
+    state = parallel_pipeline(pipe)
+    assert state is not None
+
+    def loop(leader: Leader) -> Any:
+        found = []
+        for i in range(6):
+            with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
+                error = _error(_first(leader(**_inputs(*which, i))), alone[i])
+            groups = state.transformers["transformer"].session.groups
+            found.append((error, groups.context_shape, state.calls.branches.cfg, state.calls.shared))
+        return found
+
+    found = follow(pipe, loop)
+    unparallelize_pipeline(pipe)
+    assert torch.equal(_first(pipe(**_inputs(*which, 0))), alone[0]), "not as before"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "which", "degrees", "cfg"),
+    [
+        (3, FLUX, {"ulysses": {"ulysses": 3}}, 1),
+        pytest.param(
+            4, FLUX, {"guided": {"cfg": 2, "ulysses": 2}, "ulysses": {"ulysses": 4}}, 1, marks=pytest.mark.full
+        ),
+        pytest.param(4, WAN, {"unified": {"ring": 2, "ulysses": 2}, "ring": {"ring": 4}}, 2, marks=pytest.mark.full),
+        pytest.param(1, FLUX, {}, 1, marks=pytest.mark.full),
+    ],
+)
+def test_calls_of_all_sizes_and_degrees_are_those_of_one_process(
+    run_ranks: RankPool, world: int, which: tuple[str, str], degrees: dict[str, dict[str, int]], cfg: int
+) -> None:
+    first, *others = run_ranks(world, _calls, which, degrees, cfg, timeout_s=240)
+    assert others == [None] * (world - 1)
+    shapes = [(world // cfg, 1), *((x.get("ring", 1), x.get("ulysses", 1)) for x in degrees.values())]
+    for i, (error, shape, used_cfg, shared) in enumerate(first):
+        assert error <= 1e-5
+        assert shape == shapes[i % len(shapes)]
+        assert (shared > 0) == (used_cfg > 1)
+        features.compared("many calls of a loop on rank 0 (`follow`), with declared degrees", error)
+
+
+def _failing(rank: int, world: int) -> list[str]:
+    """Rank 0: what each failed call said. After each, a call that works."""
+    pipe = _pipe(*FLUX)
+    expected = _first(pipe(**_inputs(*FLUX, 0)))
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    step, steps = pipe.scheduler.step, []
+
+    def failing_step(*args: Any, **kwargs: Any) -> Any:
+        steps.append(0)
+        if rank == 1 and len(steps) == 2:
+            raise OSError("disk of rank 1")
+        return step(*args, **kwargs)
+
+    def cancel(pipe: Any, i: int, t: Any, given: Any) -> dict[str, Any]:
+        raise KeyError("cancelled by the user")
+
+    def changes(pipe: Any, i: int, t: Any, given: Any) -> dict[str, Any]:
+        return {"latents": given["latents"] * 2}
+
+    def loop(leader: Leader) -> list[str]:
+        said = []
+        bad: list[dict[str, Any]] = [
+            {"no_such": 1},
+            {"height": -3.5},
+            {"callback_on_step_end": cancel},
+            {"callback_on_step_end": changes},
+            {"sigmas": iter([1])},
+        ]
+        for given in bad:
+            with pytest.raises(Exception) as caught:  # noqa: PT011  # of all kinds
+                leader(**{**_inputs(*FLUX, 0), **given})
+            said.append(f"{type(caught.value).__name__}: {caught.value}")
+            assert _error(_first(leader(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
+        leader.method("set_progress_bar_config", disable=True)
+        with pytest.raises(RuntimeError, match=r"inside follow, call leader"):
+            pipe(**_inputs(*FLUX, 0))
+        with pytest.raises(ValueError, match="must be the name of a public method"):
+            leader.method("_execution_device")
+        return said
+
+    said = follow(pipe, loop) or []
+    pipe.scheduler.step = failing_step
+    with pytest.raises(OSError if rank == 1 else CallFailedError, match="disk of rank 1"):
+        pipe(**_inputs(*FLUX, 1))
+    del pipe.scheduler.step
+    assert _error(_first(pipe(**_inputs(*FLUX, 0))), expected) <= 1e-5, "the next call fails"
+    return said
+
+
+def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPool) -> None:
+    unknown, size, cancelled, changed, unsendable = run_ranks(3, _failing, timeout_s=240)[0]
+    assert unknown.startswith("TypeError")
+    assert "no_such" in unknown
+    assert not size.startswith("CallFailedError")
+    assert cancelled == "KeyError: 'cancelled by the user'"
+    assert changed.startswith("ValueError: callback_on_step_end runs on rank 0 only and must not change latents")
+    assert unsendable.startswith("TypeError: sigmas is a list_iterator, which is not sent to other ranks")
+
+
+def _loop_fails(rank: int, world: int) -> str:
+    pipe = _pipe(*FLUX)
+    with pytest.raises(PlanError, match="is not parallel"):
+        follow(pipe, lambda leader: None)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+
+    def loop(leader: Leader) -> None:
+        leader(**_inputs(*FLUX, 0))
+        raise ValueError("the queue is gone")
+
+    with pytest.raises((ValueError, CallFailedError)) as caught:
+        follow(pipe, loop)
+    with pytest.raises((PeerMismatchError, CallFailedError)), use_degrees(pipe, "default"):
+        pipe(**_inputs(*FLUX, rank))  # the ranks are at one place again, and compare
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_an_error_of_the_loop_ends_it_on_all_ranks(run_ranks: RankPool) -> None:
+    first, *others = run_ranks(3, _loop_fails, timeout_s=240)
+    assert first == "ValueError: the queue is gone"
+    assert set(others) == {"CallFailedError: rank 0's loop ended with an error: ValueError: the queue is gone"}
+
+
+def _refusals(rank: int, world: int) -> list[str]:
+    pipe, said = _pipe(*FLUX), []
+    config = ContextParallelConfig(ring_degree=world)
+    wrong: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"few": {"ring": 2}}, {}),
+        ({"default": {"ulysses": world}}, {}),
+        ({"odd": {"heads": 2}}, {}),
+        ({"guided": {"cfg": world}}, {"shard": ["transformer"]}),
+    ]
+    for degrees, others in wrong:
+        with pytest.raises(ValueError, match=r"degrees\[") as caught:
+            parallelize_pipeline(pipe, config, degrees=degrees, **others)
+        assert parallel_pipeline(pipe) is None
+        said.append(str(caught.value))
+    parallelize_pipeline(pipe, config, degrees={"ulysses": {"ulysses": world}})
+    with (
+        pytest.raises(ValueError, match="'cfg' is not one of the declared degrees, default, ulysses"),
+        use_degrees(pipe, "cfg"),
+    ):
+        pass
+    with (
+        pytest.raises((PeerMismatchError, CallFailedError), match="use_degrees"),
+        use_degrees(pipe, "ulysses" if rank == 1 else "default"),
+    ):
+        pipe(**_inputs(*FLUX, 0))
+    return said
+
+
+def test_degrees_that_do_not_fit_are_refused(run_ranks: RankPool) -> None:
+    few, default, odd, guided = run_ranks(3, _refusals, timeout_s=240)[0]
+    assert "ring=2 x ulysses=1 x cfg=1 must be 3 ranks" in few
+    assert "use another name" in default
+    assert "keys ring, ulysses, cfg" in odd
+    assert "cfg=3 must be 1, because the weights of transformer are sharded" in guided
+
+
+def _held(pipe: Any) -> dict[str, int]:
+    """What a call could leave behind."""
+    gc.collect()
+    process = psutil.Process()
+    modules = [x for part in pipe.components.values() if isinstance(part, torch.nn.Module) for x in part.modules()]
+    return {
+        "groups": len(dist.distributed_c10d._world.pg_map),
+        "hooks": sum(len(x._forward_hooks) + len(x._forward_pre_hooks) for x in modules),
+        "threads": process.num_threads() + threading.active_count(),
+        "files": process.num_fds(),
+        "tensors": sum(isinstance(x, Tensor) for x in gc.get_objects()),
+        "forms": len(parallel_pipeline(pipe).calls.forms),
+        "bytes": int(process.memory_info().rss),
+    }
+
+
+def _leaks(rank: int, world: int, calls: int) -> list[dict[str, int]]:
+    pipe, found = _pipe(*FLUX), list[dict[str, int]]()
+    degrees = {"guided": {"cfg": 3}}
+    parallelize_pipeline(pipe, MODES["ring"](world), degrees=degrees)
+
+    def note(*_: Any) -> None:
+        found.append(_held(pipe))
+
+    pipe.note = note
+
+    def loop(leader: Leader) -> None:
+        for i in range(calls):
+            if i in (calls // 2, calls - 1):
+                leader.method("note")
+            bad = {"callback_on_step_end": note_bad} if i % 5 == 4 else {}
+            try:
+                leader(**_inputs(*FLUX, i), **bad)
+            except ZeroDivisionError:
+                continue
+
+    def note_bad(*_: Any) -> dict[str, Any]:
+        raise ZeroDivisionError
+
+    follow(pipe, loop)
+    return found
+
+
+@pytest.mark.parametrize("calls", [14, pytest.param(200, marks=pytest.mark.full)])
+def test_calls_leave_nothing_behind(run_ranks: RankPool, calls: int) -> None:
+    for half, full in run_ranks(3, _leaks, calls, timeout_s=240 + 4 * calls):
+        grown = {name: full[name] - half[name] for name in half}
+        print(grown)
+        assert grown.pop("bytes") < 8e6
+        assert grown.pop("tensors") <= 4
+        assert not any(grown.values()), grown
+
+
+def _fails_inside(rank: int, world: int) -> None:
+    pipe = _pipe(*FLUX)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    if rank == 1:
+
+        def lose(*_: Any) -> None:
+            raise OSError("out of memory on rank 1")
+
+        pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lose)
+
+    def loop(leader: Leader) -> None:
+        while True:
+            try:
+                leader(**_inputs(*FLUX, 0))
+            except CallFailedError:  # a loop that goes on whatever happens
+                time.sleep(0.01)
+
+    follow(pipe, loop)
+
+
+def test_an_error_inside_an_exchange_ends_the_job_with_its_cause(run_ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)out of memory on rank 1.*This rank failed inside an exchange"):
+        run_ranks(3, _fails_inside, timeout_s=240)

@@ -1,0 +1,128 @@
+"""LoRA adapters of a parallel pipeline, changed between calls, give one process's latents after each change."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.errors import PeerMismatchError, PlanError
+from tests import features
+from tests.harness import RankPool
+from tests.pipelines import table
+
+TARGETS = ("attn.to_q", "attn.to_v", "attn.to_out.0", "ff.net.2")
+
+
+def _pipe(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    pipe = table("flux")["flux_true_cfg"].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe.to(dtype)
+
+
+def _latents(pipe: Any) -> Tensor:
+    inputs = table("flux")["flux_true_cfg"].inputs()
+    return torch.as_tensor(pipe(**inputs, generator=torch.Generator().manual_seed(7)).images)
+
+
+def _adapter(pipe: Any, seed: int, rank: int, blocks: str = "") -> dict[str, Tensor]:
+    """The weights of an adapter for attention and feed-forward."""
+    made, draw = {}, torch.Generator().manual_seed(seed)
+    for path, module in pipe.transformer.named_modules():
+        path = path.removesuffix(".base_layer")
+        if f"transformer.{path}.lora_A.weight" in made or not path.endswith(TARGETS) or blocks not in path:
+            continue
+        wide, out = (
+            getattr(module, "base_layer", module).in_features,
+            getattr(module, "base_layer", module).out_features,
+        )
+        made[f"transformer.{path}.lora_A.weight"] = torch.randn(rank, wide, generator=draw)
+        made[f"transformer.{path}.lora_B.weight"] = torch.randn(out, rank, generator=draw) / 4
+    return made
+
+
+def _load(name: str, seed: int, rank: int = 4, blocks: str = "", **others: Any) -> Callable[[Any], None]:
+    return lambda pipe: pipe.load_lora_weights(_adapter(pipe, seed, rank, blocks), adapter_name=name, **others)
+
+
+CHANGES: list[tuple[str, Callable[[Any], None]]] = [
+    ("load", _load("one", 1)),
+    ("load another", _load("two", 2, rank=3, blocks="transformer_blocks.0")),
+    ("weights", lambda pipe: pipe.set_adapters(["one", "two"], [0.7, 0.4])),
+    ("set", lambda pipe: pipe.set_adapters("two")),
+    ("disable", lambda pipe: pipe.disable_lora()),
+    ("enable", lambda pipe: pipe.enable_lora()),
+    ("fuse", lambda pipe: pipe.fuse_lora(lora_scale=0.5, adapter_names=["two"])),
+    ("unfuse", lambda pipe: pipe.unfuse_lora()),
+    ("delete", lambda pipe: pipe.delete_adapters("two")),
+    ("set the other", lambda pipe: pipe.set_adapters("one", 0.9)),
+    ("unload", lambda pipe: pipe.unload_lora_weights()),
+    ("load for swaps", lambda pipe: (pipe.enable_lora_hotswap(target_rank=6), _load("style", 3)(pipe))),
+    ("swap", _load("style", 4, rank=6, hotswap=True)),
+    ("swap to a smaller one", _load("style", 5, rank=2, hotswap=True)),
+]
+
+
+def _change(pipe: Any, change: Callable[[Any], None]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of peft: there is an adapter already, or none is fused
+        change(pipe)
+
+
+def _compile(pipe: Any) -> None:
+    pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
+
+
+def _changed(rank: int, world: int, compiled: bool) -> dict[str, tuple[float, float]]:
+    """By change: the error, and how much it changes."""
+    dtype = torch.float64
+    one, pipe = _pipe(dtype), _pipe(dtype)
+    if compiled:
+        _compile(pipe)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    found, last = {}, _latents(one)
+    for name, change in CHANGES:
+        _change(one, change)
+        _change(pipe, change)
+        expected, latents = _latents(one), _latents(pipe)
+        error = float((latents - expected).abs().max() / expected.abs().max())
+        found[name] = error, float((expected - last).abs().max() / expected.abs().max())
+        last = expected
+    return found
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_adapters_changed_between_calls_give_one_process_latents(run_ranks: RankPool, compiled: bool) -> None:
+    for found in run_ranks(3, _changed, compiled, timeout_s=500):
+        print({name: f"{error:.0e} {change:.0e}" for name, (error, change) in found.items()})
+        for name, (error, change) in found.items():
+            assert error <= 1e-10, name
+            assert change > 1e-3 or name == "unfuse", f"{name} changes nothing"  # the adapter stays active
+
+
+def _refused(rank: int, world: int, shard: list[str]) -> str:
+    pipe, said = _pipe(torch.float32), ""
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=shard)
+    if shard:
+        with pytest.raises(PlanError) as caught:
+            _change(pipe, _load("one", 1))
+        return str(caught.value)
+    _change(pipe, _load("one", 1))
+    if rank == 1:
+        _change(pipe, _load("two", 2))
+    with pytest.raises(PeerMismatchError, match="adapters of transformer"):
+        _latents(pipe)
+    return said
+
+
+@pytest.mark.parametrize("shard", [[], ["transformer"]], ids=["unequal", "sharded"])
+def test_unequal_adapters_and_those_of_sharded_weights_are_refused(run_ranks: RankPool, shard: list[str]) -> None:
+    features.refused("loading, fusing and swapping adapters of a transformer with sharded weights")
+    for said in run_ranks(3, _refused, shard, timeout_s=240):
+        assert said.startswith("transformer.load_lora_adapter: the weights of transformer are sharded") == bool(shard)

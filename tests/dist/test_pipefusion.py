@@ -1,0 +1,146 @@
+"""PipeFusion: the result depends on patches and warm-up only, not on stages, ring, Ulysses or CFG degrees."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import PlanError
+from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.pipelines.block_stages import divide_blocks
+from tests.harness import RankPool
+from tests.pipelines import names, table
+
+PIPES = {name: family for family in names() for name in table(family)}
+STEPS = 4
+
+
+def _pipe(name: str) -> Any:
+    torch.manual_seed(0)
+    pipe = table(PIPES[name])[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    for part in pipe.components.values():
+        if isinstance(part, torch.nn.Module):
+            part.double()
+    return pipe
+
+
+def _latents(pipe: Any, name: str, **others: Any) -> Tensor:
+    tiny = table(PIPES[name])[name]
+    inputs = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
+    value = getattr(pipe(**inputs, generator=torch.Generator().manual_seed(7)), tiny.output)
+    return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
+
+
+def _error(expected: Tensor, found: Tensor) -> float:
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def _compare(rank: int, world: int, name: str, degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, float]:
+    """Largest relative errors against one process with the same patches, and against it without patches."""
+    alone, plain = _pipe(name), _pipe(name)
+    without = _latents(plain, name)
+    patches = {key: settings[key] for key in ("patches", "warmup") if key in settings}
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), **patches)
+    expected = _latents(alone, name)
+    pipe = _pipe(name)
+    parallelize_pipeline(pipe, ContextParallelConfig(**degrees), **settings)
+    found, again = _latents(pipe, name), _latents(pipe, name)
+    installed = parallel_pipeline(pipe)
+    assert installed is not None
+    weights = sum(p.numel() for p in pipe.transformer.parameters()) / sum(
+        p.numel() for p in plain.transformer.parameters()
+    )
+    return {
+        "error": _error(expected, found),
+        "again": _error(found, again),
+        "plain": _error(without, found),
+        "weights": weights,
+    }
+
+
+_CASES = {
+    "flux_stages2": ("flux", 2, {}, {"pipe": 2, "patches": 3}),
+    "flux_stages3": ("flux", 3, {}, {"pipe": 3, "patches": 4, "warmup": 2}),
+    "wan_ring": ("wan", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
+    "flux_exact": ("flux", 2, {}, {"pipe": [1, 3], "patches": 1}),
+    "flux_cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "patches": 3, "cfg": 2}),
+    "flux_ring": ("flux", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
+    "flux_ulysses": ("flux", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
+    "flux_no_stages": ("flux", 3, {"ring_degree": 3}, {"patches": 3}),
+    "sd3_stages2": ("sd3", 2, {}, {"pipe": 2, "patches": 3}),
+    "qwen_stages2": ("qwen_image", 2, {}, {"pipe": 2, "patches": 3}),
+    "hunyuan_ulysses": ("hunyuan_video", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
+    "pixart": ("pixart_alpha", 2, {}, {"pipe": 2, "patches": 3}),
+    "cogvideox": ("cogvideox", 2, {}, {"pipe": 2, "patches": 3}),
+    "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
+}
+_DEFAULT = ("flux_stages3", "flux_cfg", "flux_ulysses")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
+)
+def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case: str) -> None:
+    name, world, degrees, settings = _CASES[case]
+    for found in run_ranks(world, _compare, name, degrees, settings):
+        assert found["error"] < 1e-12
+        assert found["again"] == 0
+        if settings["patches"] > 1:
+            assert found["plain"] > 1e-9  # keys of the previous step were used
+        else:
+            assert found["plain"] < 1e-12
+        if "pipe" in settings:
+            assert found["weights"] < 1
+
+
+def test_whole_evaluations_only_are_exact() -> None:
+    plain, pipe = _pipe("flux"), _pipe("flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(), patches=3, warmup=STEPS)
+    assert _error(_latents(plain, "flux"), _latents(pipe, "flux")) == 0
+    unparallelize_pipeline(pipe)
+    assert torch.equal(_latents(plain, "flux"), _latents(pipe, "flux"))
+
+
+def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
+    pipe, fresh = _pipe("flux"), _pipe("flux")
+    for one in (pipe, fresh):
+        parallelize_pipeline(one, ContextParallelConfig(), patches=3)
+
+    def stop(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    _latents(pipe, "flux", height=20, width=12)
+    with pytest.raises(KeyboardInterrupt):
+        _latents(pipe, "flux", callback_on_step_end=stop)
+    assert torch.equal(_latents(pipe, "flux"), _latents(fresh, "flux"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"patches": 0}, "patches=0 must be at least 1"),
+        ({"patches": "3"}, "patches='3' must be an integer"),
+        ({"warmup": 2}, "no meaning with patches=1"),
+        ({"patches": 2, "warmup": 0}, "warmup=0 must be at least 1"),
+        ({"pipe": 2}, "pipe=2 needs a process group"),
+    ],
+)
+def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        parallelize_pipeline(_pipe("flux"), ContextParallelConfig(), **settings)
+
+
+def test_a_class_that_is_not_proven_is_refused() -> None:
+    with pytest.raises(PlanError, match="ChromaTransformer2DModel cannot be computed in patches"):
+        parallelize_pipeline(_pipe("chroma"), ContextParallelConfig(), patches=2)
+
+
+def test_blocks_are_divided_by_cost() -> None:
+    assert divide_blocks([1] * 7, 3) == [range(3), range(3, 6), range(6, 7)]
+    assert divide_blocks([10, 1, 1, 1], 2) == [range(1), range(1, 4)]
+    assert divide_blocks([1, 2, 3], 3) == [range(1), range(1, 2), range(2, 3)]

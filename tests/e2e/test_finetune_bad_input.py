@@ -1,0 +1,161 @@
+"""Bad input of fine-tuning: one clear error, before the ranks start or on every rank."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.finetuning import write_cache, write_pipeline
+from tests.e2e.recipe import Finished, error_of, run
+
+RANKS = ("strategy=cp", "ring=3")
+SMALL = ("progress=false", "accelerator=cpu", "batch_size=2", "max_steps=2", "lora.rank=4")
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a Flux pipeline, six pictures and their cache."""
+    return write_cache(tmp_path_factory.mktemp("flux"), "flux")
+
+
+def _tune(made: Path, name: str, *overrides: str, pipe: Path | None = None) -> Finished:
+    given = ("experiment=finetune_flux", f"model.pretrained={pipe or made / 'pipe'}", f"data.path={made / 'latents'}")
+    return run(*given, *SMALL, *overrides, folder=made / name, timeout_s=400)
+
+
+def _copied(made: Path, name: str) -> Path:
+    return Path(shutil.copytree(made / "pipe", made / name))
+
+
+def _change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def test_a_stale_cache(flux: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    pipe = _copied(flux, "other_vae")
+    vae = AutoencoderKL.from_pretrained(pipe / "vae")
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.mul_(1.01)
+    vae.save_pretrained(pipe / "vae")
+    error = error_of(_tune(flux, "stale", *RANKS, pipe=pipe))
+    assert f"data.path={flux / 'latents'} was encoded with another vae than model.pretrained={pipe} has" in error
+
+
+@pytest.mark.full
+def test_a_cache_of_another_text_encoder_or_tokenizer(flux: Path) -> None:
+    pipe = _copied(flux, "other_text")
+    _change_config(pipe / "text_encoder_2", relative_attention_max_distance=99)
+    (pipe / "tokenizer" / "added.txt").write_text("a word")
+    error = error_of(_tune(flux, "stale_text", *RANKS, pipe=pipe))
+    assert "was encoded with another text_encoder_2 and another tokenizer than" in error or (
+        "was encoded with another tokenizer and another text_encoder_2 than" in error
+    )
+
+
+@pytest.mark.full
+def test_a_pipeline_saved_in_other_shards_fits(flux: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    pipe = _copied(flux, "sharded")
+    shutil.rmtree(pipe / "vae")
+    AutoencoderKL.from_pretrained(flux / "pipe/vae").save_pretrained(pipe / "vae", max_shard_size="4KB")
+    assert len(list((pipe / "vae").glob("*.safetensors"))) > 1
+    finished = _tune(flux, "fits", pipe=pipe)
+    assert finished.exit_code == 0, finished.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("in_channels", 32, "its VAE makes latent channels 16, but the transformer has in_channels=32"),
+        (
+            "joint_attention_dim",
+            48,
+            "its text encoder makes text embeddings of width 32, but the transformer has joint",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit(flux: Path, key: str, value: int, message: str) -> None:
+    pipe = _copied(flux, f"other_{key}")
+    _change_config(pipe / "transformer", **{key: value})
+    assert message in error_of(_tune(flux, f"parts_{key}", *RANKS, pipe=pipe))
+
+
+@pytest.mark.full
+def test_weights_that_do_not_fit_their_config(flux: Path) -> None:
+    pipe = _copied(flux, "fewer_layers")
+    _change_config(pipe / "transformer", num_layers=3)
+    assert "does not fit its config.json" in error_of(_tune(flux, "layers", *RANKS, pipe=pipe))
+
+
+@pytest.mark.full
+def test_a_lora_target_that_matches_nothing(flux: Path) -> None:
+    error = error_of(_tune(flux, "target", *RANKS, "lora.targets=[to_qq]"))
+    assert "lora.targets: 'to_qq' matches no layer of FluxTransformer2DModel; the closest layers are to_q" in error
+
+
+@pytest.mark.full
+def test_an_adapter_of_another_base(flux: Path, tmp_path: Path) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    from lightning_cp.export import save_lora
+    from lightning_cp.finetune import LoraSettings, add_lora
+
+    other = StableDiffusion3Pipeline.from_pretrained(write_pipeline(tmp_path / "sd3", "sd3")).transformer
+    add_lora(other, LoraSettings(rank=4))
+    save_lora(other, tmp_path / "lora")
+    error = error_of(_tune(flux, "adapter", *RANKS, f"lora.file={tmp_path / 'lora'}"))
+    assert f"lora.file={tmp_path / 'lora' / 'pytorch_lora_weights.safetensors'} is of another model" in error
+
+
+def test_validation_larger_than_the_data(flux: Path) -> None:
+    finished = _tune(flux, "validation", *RANKS, "data.validation=6", "validation.every=1")
+    assert "data.validation=6 must be less than 6, the number of samples" in error_of(finished)
+
+
+@pytest.mark.full
+def test_validation_larger_than_a_folder_of_media(flux: Path) -> None:
+    given = ("data=folder", f"data.path={flux / 'media'}", "data.sizes=[[16,24]]", "data.frames=1")
+    finished = _tune(flux, "validation_of_media", *RANKS, *given, "data.validation=6", "validation.every=1")
+    assert f"data.validation=6 must be less than 6, the number of files in data.path={flux / 'media'}" in error_of(
+        finished
+    )
+
+
+def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
+    pipe = _copied(flux, "large")
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 2 << 40]}})
+    for path in (pipe / "transformer").glob("*.safetensors"):
+        path.unlink()
+    content = len(header).to_bytes(8, "little") + header.encode()
+    (pipe / "transformer/diffusion_pytorch_model.safetensors").write_bytes(content)
+    error = error_of(_tune(flux, "certify", *RANKS, "certify=true", "model.dtype=bfloat16", pipe=pipe))
+    assert "certify=true trains on one process too, which needs at least 2048.0 GiB" in error
+    assert "GiB of memory are free" in error
+    error = error_of(_tune(flux, "certify_all", *RANKS, "certify=true", "lora=null", pipe=pipe))
+    assert "needs at least 20480.0 GiB" in error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("certify=true",), "strategy=single is one"),
+        ((*RANKS, "certify=true", "log_every=2"), "set log_every=1, not 2"),
+        ((*RANKS, "certify=true", "resume=last"), "certify a new run"),
+        (("sampling.every=2",), "sampling.every=2 and sampling.prompts=null belong together"),
+        (("sampling.every=2", "sampling.prompts=7"), "sampling.prompts=7 is not valid"),
+        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.fps=0"), "sampling.fps=0 is not valid"),
+        (("sampling=midpoint", "sampling.every=2"), "needs sampling=prompts"),
+    ],
+)
+def test_settings_that_contradict(flux: Path, overrides: tuple[str, ...], message: str) -> None:
+    assert message in error_of(_tune(flux, "settings", *overrides))

@@ -1,0 +1,69 @@
+"""Optimizers of `optim=`: fused and 8-bit AdamW train as on one process, and their states are saved and resumed."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.recipe import SMALL, Finished, run
+
+COMMON = (*SMALL, "warmup_steps=1", "max_steps=4", "checkpoint_every=2", "progress=false", "accelerator=cpu")
+OPTIONS = {"adamw_fused": (), "adamw_8bit": ("optim.min_8bit_size=256",)}
+
+
+def train(folder: Path, optim: str, *given: str) -> Finished:
+    finished = run(*COMMON, f"optim={optim}", *OPTIONS.get(optim, ()), *given, folder=folder)
+    assert finished.exit_code == 0, finished.stdout + finished.stderr
+    return finished
+
+
+@pytest.fixture(scope="module", params=["adamw_fused", pytest.param("adamw_8bit", marks=pytest.mark.full)])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Finished]:
+    """Name of an optimizer, and its run on one process."""
+    if request.param == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not in the extra dev: its import starts threads, before tests fork")
+    return request.param, train(tmp_path_factory.mktemp(request.param) / "run", request.param)
+
+
+def optimizer_state(finished: Finished) -> dict[str, torch.Tensor]:
+    return load_file(finished.folder / "checkpoints/step_00000004/optimizer.safetensors")
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(alone: tuple[str, Finished], tmp_path: Path) -> None:
+    optim, whole = alone
+    resumed = train(tmp_path / "resumed", optim, f"resume={whole.folder / 'checkpoints/step_00000002'}")
+    assert [row.step for row in resumed.rows] == [3, 4]
+    assert resumed.losses == whole.losses[2:]
+    mine, expected = optimizer_state(resumed), optimizer_state(whole)
+    assert mine.keys() == expected.keys()
+    assert all(torch.equal(x, expected[name]) for name, x in mine.items())
+    has_bytes = any(x.dtype == torch.uint8 and x.numel() >= 256 for x in expected.values())
+    assert has_bytes == (optim == "adamw_8bit")
+
+
+RANKS = [
+    pytest.param(("strategy=cp", "ring=3", "trainer=lightning"), id="cp ring=3"),
+    pytest.param(("strategy=cp_fsdp", "ring=3"), id="cp_fsdp ring=3", marks=pytest.mark.full),
+    pytest.param(("strategy=cp", "ring=2", "data_parallel=2"), id="cp 2x2", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize("given", RANKS)
+def test_ranks_train_as_one_process(alone: tuple[str, Finished], given: tuple[str, ...], tmp_path: Path) -> None:
+    optim, whole = alone
+    if optim == "adamw_8bit" and "strategy=cp_fsdp" in given:  # refused, see tests/unit/app/test_settings.py
+        given = ("strategy=cp", "ulysses=2")
+    finished = train(tmp_path / "run", optim, *given)
+    # a last bit of a gradient can change an 8-bit state by one of its 256 values
+    assert finished.losses == pytest.approx(whole.losses, rel=1e-6 if optim == "adamw_fused" else 1e-3)
+
+
+def test_fused_adamw_is_adamw(alone: tuple[str, Finished], tmp_path: Path) -> None:
+    optim, whole = alone
+    expected = train(tmp_path / "run", "adamw")
+    assert expected.losses == pytest.approx(whole.losses, rel=1e-6 if optim == "adamw_fused" else 1e-2)
+    assert expected.losses[1:] != whole.losses[1:] or optim == "adamw_fused"

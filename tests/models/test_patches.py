@@ -1,0 +1,147 @@
+"""Models in patches: evaluated again with equal inputs, the patches give the plain model's result (the fixed point).
+
+It finds a wrong order of tokens in attention, tokens left out, and keys that belong to no patch.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig, apply_context_parallel
+from lightning_cp.engine.check import KeepFloat64
+from lightning_cp.engine.installed import installed_on
+from lightning_cp.engine.patches import Evaluation
+from lightning_cp.errors import ShapeError
+from lightning_cp.nest import tensors
+from lightning_cp.plans import REGISTERED
+from tests.harness import RankPool
+from tests.models import FIRST, TINY
+from tests.models.modes import MODES
+
+_SUPPORTED = [name for name, tiny in TINY.items() if REGISTERED[tiny.kind].patches is not None]
+_DEFAULT = ("flux", "flux_short_text", "wan", "hunyuan_video_short_text", "sd3", "qwen_image", "cogvideox_masked")
+
+
+def _outputs(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:
+    with KeepFloat64(), torch.no_grad():
+        return [x for x in tensors(model(**copy.deepcopy(arguments))) if x.is_floating_point()]
+
+
+def _in_patches(model: nn.Module, arguments: dict[str, Any], patches: int, order: tuple[str, ...]) -> list[Tensor]:
+    """Evaluate the whole sequence, then the patches; return the outputs of the patches."""
+    installed = installed_on(model)
+    assert installed is not None
+    evaluation = installed.session.evaluation = Evaluation(patches, order)
+    for patch in (None, *range(patches)):
+        evaluation.begin(patch)
+        found = _outputs(model, arguments)
+    installed.session.evaluation = None
+    return found
+
+
+def _error(expected: list[Tensor], found: list[Tensor]) -> float:
+    return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, found, strict=True))
+
+
+def _parallel(name: str, config: ContextParallelConfig) -> tuple[nn.Module, dict[str, Any], list[Tensor]]:
+    model, arguments = TINY[name].build(), {**TINY[name].arguments(), "return_dict": False}
+    alone = _outputs(model, arguments)
+    apply_context_parallel(model, config)
+    return model, arguments, alone
+
+
+def _order(model: nn.Module) -> tuple[str, ...]:
+    installed = installed_on(model)
+    assert installed is not None
+    assert installed.rules.patches is not None
+    return installed.rules.patches.order
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _SUPPORTED]
+)
+def test_patches_of_equal_inputs_give_the_plain_result(name: str) -> None:
+    model, arguments, alone = _parallel(name, ContextParallelConfig())
+    for patches in (2, 3, 5):
+        assert _error(alone, _in_patches(model, arguments, patches, _order(model))) < 1e-12, f"{patches} patches"
+
+
+def test_more_patches_than_text_tokens() -> None:
+    model, arguments, alone = _parallel("flux", ContextParallelConfig())  # 7 text tokens, 15 image tokens
+    assert _error(alone, _in_patches(model, arguments, 11, _order(model))) < 1e-12
+
+
+@pytest.mark.parametrize("name", ["flux", "sd3"])
+def test_another_order_of_tokens_is_found(name: str) -> None:
+    model, arguments, alone = _parallel(name, ContextParallelConfig())
+    assert _error(alone, _in_patches(model, arguments, 3, _order(model)[::-1])) > 1e-4
+
+
+def test_more_patches_than_tokens_raise() -> None:
+    model, arguments, _ = _parallel("flux", ContextParallelConfig())
+    with pytest.raises(ShapeError, match="16 patches"):
+        _in_patches(model, arguments, 16, _order(model))
+
+
+def test_a_patch_before_the_whole_sequence_raises() -> None:
+    model, arguments, _ = _parallel("flux", ContextParallelConfig())
+    installed = installed_on(model)
+    assert installed is not None
+    installed.session.evaluation = Evaluation(2, _order(model))
+    installed.session.evaluation.begin(0)
+    with pytest.raises(ShapeError, match="before the whole sequence"):
+        _outputs(model, arguments)
+
+
+def _over_ranks(rank: int, world: int, name: str, mode: str) -> float:
+    model, arguments, alone = _parallel(name, MODES[mode](world))
+    return max(_error(alone, _in_patches(model, arguments, patches, _order(model))) for patches in (1, 3))
+
+
+_MODES = [("flux", "ring", 3), ("flux", "ulysses", 3), ("flux", "unified", 4), ("wan", "rotation", 3)]
+_MODES += [("sd3", "ulysses", 2), ("qwen_image", "ring", 3), ("hunyuan_video_short_text", "ulysses", 3)]
+_ALL = [(name, mode, 3) for name in FIRST.values() if name in _SUPPORTED for mode in ("ring", "ulysses")]
+_CASES = [pytest.param(*x, marks=() if x in _MODES[:3] else pytest.mark.full) for x in dict.fromkeys(_MODES + _ALL)]
+
+
+@pytest.mark.parametrize(("name", "mode", "world"), _CASES)
+def test_patches_over_ranks_give_the_plain_result(run_ranks: RankPool, name: str, mode: str, world: int) -> None:
+    assert max(run_ranks(world, _over_ranks, name, mode)) < 1e-12
+
+
+_TABLE = re.compile(r"(<!-- classes: .* -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def _table() -> str:
+    rows = ["\n| class | order of tokens in attention | stages |\n|---|---|---|\n"]
+    for name in sorted(REGISTERED):
+        patches = REGISTERED[name].patches
+        if patches is not None:
+            stages = "yes" if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
+            rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
+    return "".join([*rows, "\n"])
+
+
+def test_the_page_lists_the_classes() -> None:
+    page = Path(__file__).parents[2] / "docs" / "pipefusion.md"
+    written = _TABLE.sub(lambda found: found[1] + _table() + found[2], page.read_text())
+    if "LIGHTNING_CP_PATCHES_TABLE" in os.environ:
+        Path(os.environ["LIGHTNING_CP_PATCHES_TABLE"]).write_text(written)
+    assert page.read_text() == written
+
+
+def test_every_class_says_whether_it_can_be_computed_in_patches() -> None:
+    """A variant of a plan is another plan: it must say so itself."""
+    for name, plan in REGISTERED.items():
+        for variant in plan.variants.values():
+            assert (variant.patches is None) == (plan.patches is None), name
+            assert replace(variant, patches=plan.patches).main == plan.main

@@ -1,0 +1,68 @@
+"""The LoRA for ComfyUI: diffusers' own reader of Wan's original names finds the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_cp.export import save_lora
+from lightning_cp.finetune import LoraSettings, add_lora
+from lightning_cp.finetune.comfyui import COMFYUI_FILE, comfyui_names, write_for_comfyui
+from tests.models import TINY
+
+
+def _saved(folder: Path, name: str, targets: str, component: str = "transformer") -> dict[str, Tensor]:
+    """Save an adapter with weights and a scale of 3 / 2. Returns: its deltas by layer."""
+    model = TINY[name].build().float()
+    layers = add_lora(model, LoraSettings(rank=2, alpha=3.0, targets=targets))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_()
+    save_lora(model, folder, component=component)
+    found = {}
+    for layer in layers:
+        adapter = model.get_submodule(layer)
+        a, b = adapter.lora_A["default"].weight.detach(), adapter.lora_B["default"].weight.detach()
+        found[layer] = 1.5 * b.flatten(1) @ a.flatten(1)
+    return found
+
+
+def test_diffusers_reads_wan_by_its_original_names(tmp_path: Path) -> None:
+    from diffusers import WanPipeline
+
+    expected = _saved(tmp_path, "wan", r"blocks\..*(to_[qkv]|to_out\.0|ffn\.net.*)")
+    assert write_for_comfyui(tmp_path, "WanTransformer3DModel") == tmp_path / COMFYUI_FILE
+    read = WanPipeline.lora_state_dict(str(tmp_path), weight_name=COMFYUI_FILE)
+    names = {name.removeprefix("transformer.").rpartition(".lora_")[0] for name in read}
+    assert names == expected.keys()
+    for name, delta in expected.items():
+        a, b = (read[f"transformer.{name}.lora_{kind}.weight"] for kind in "AB")
+        torch.testing.assert_close(b @ a, delta)
+
+
+@pytest.mark.parametrize(("name", "model"), [("flux", "FluxTransformer2DModel"), ("sd3", "SD3Transformer2DModel")])
+def test_comfyui_scales_by_alpha(name: str, model: str, tmp_path: Path) -> None:
+    expected = _saved(tmp_path, name, ".*")
+    write_for_comfyui(tmp_path, model)
+    tensors = load_file(tmp_path / COMFYUI_FILE)
+    assert len(tensors) == 3 * len(expected)
+    for layer, delta in expected.items():
+        a, b = (tensors[f"transformer.{layer}.lora_{kind}.weight"] for kind in "AB")
+        scale = tensors[f"transformer.{layer}.alpha"].item() / a.shape[0]
+        torch.testing.assert_close(scale * b.flatten(1) @ a.flatten(1), delta)
+
+
+def test_models_and_layers_that_comfyui_does_not_know_get_no_file(tmp_path: Path) -> None:
+    _saved(tmp_path, "wan", r"blocks\..*to_q", component="transformer_2")
+    assert write_for_comfyui(tmp_path, "WanTransformer3DModel", component="transformer_2") is not None
+    assert write_for_comfyui(tmp_path, "CogVideoXTransformer3DModel", component="transformer_2") is None
+    assert not (tmp_path / COMFYUI_FILE).exists()
+    assert comfyui_names(["blocks.0.attn1.norm_q"], "WanTransformer3DModel") is None
+    assert comfyui_names(["condition_embedder.time_embedder.linear_2"], "WanTransformer3DModel") == {
+        "condition_embedder.time_embedder.linear_2": "diffusion_model.time_embedding.2"
+    }
