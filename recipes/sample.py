@@ -3,6 +3,7 @@
     python recipes/sample.py                                     the newest checkpoint under outputs
     python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
     python recipes/sample.py source=my/pipeline prompts=[a cat]  a pipeline's folder, or its id on the Hub
+    python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
 
 It starts the ranks itself. `--help` lists the settings.
 """
@@ -52,6 +53,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     from lightning_cp import apply_context_parallel
     from lightning_cp.app.digits import are_digits
     from lightning_cp.app.sampling.recognise import recognise_digits
+    from lightning_cp.app.sampling.step_cache import CachedSteps, enable_cache, skipped_fraction
     from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
     from lightning_cp.app.training.precision import WithPrecision
     from lightning_cp.pipelines import sampling_ranks
@@ -63,10 +65,14 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     checkpoint = Path(config.checkpoint)
     module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
     module = module.to(fabric.device)
-    if ranks.context.context_size > 1:
-        apply_context_parallel(module.transformer, parallel, shares=config.shares)
     of_run = trained.sampling
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
+    if ranks.context.context_size > 1 or config.cache is not None:
+        apply_context_parallel(module.transformer, parallel, shares=config.shares)
+    around: dict[str, Any] = {}
+    if config.cache is not None:
+        steps = around["around"] = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
+        enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
     count = len(labels) or config.count or of_run.num_samples
@@ -74,7 +80,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
-        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks),
+        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, **around),
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,
@@ -90,6 +96,10 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         if are_digits(data):
             recognition = recognise_digits(drawn.pixels, drawn.labels)
             print(f"A classifier of the real digits recognises {recognition.fraction:.1%} of {count} samples.")
+        if config.cache is not None:
+            print(
+                f"The step cache skipped {skipped_fraction([module.transformer]):.1%} of the calls of cached modules."
+            )
     return {"load": loaded - started, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
 
 
@@ -97,7 +107,9 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
+    from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
+    from lightning_cp.pipelines.components import components_of, transformers_of
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -109,6 +121,9 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together":
         pipe.to(fabric.device)
+    transformers = transformers_of(pipe, components_of(pipe)).values()
+    if config.cache is not None:
+        enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
@@ -125,6 +140,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         sound=True,
         **inputs,
     )
+    if config.cache is not None and fabric.is_global_zero:
+        print(f"The step cache skipped {skipped_fraction(transformers):.1%} of the calls of cached modules.")
     sampling = times.encode_s + times.denoise_s + times.decode_s
     stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
     return {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}

@@ -87,11 +87,23 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
     Ranks: all of `group`.
     """
     device = "cuda" if moves_cuda_by("nccl", group) else "cpu"
-    local = torch.tensor(values, dtype=torch.int64, device=device)
-    all_values = local.new_empty(dist.get_world_size(group) * len(values))
-    all_gather_tensor(all_values, local, group=group)
-    gathered: list[list[int]] = all_values.view(-1, len(values)).tolist()
+    gathered: list[list[int]] = _all_gather_scalars(torch.tensor(values, dtype=torch.int64, device=device), group)
     return gathered
+
+
+def all_gather_floats(values: Tensor, *, group: dist.ProcessGroup) -> list[list[float]]:
+    """All-gather a few float64 numbers [n], in rank order. Synchronises the host once, also for numbers on a GPU.
+
+    Ranks: all of `group`.
+    """
+    gathered: list[list[float]] = _all_gather_scalars(_host(values, group), group)
+    return gathered
+
+
+def _all_gather_scalars(local: Tensor, group: dist.ProcessGroup) -> Any:
+    by_rank = local.new_empty(dist.get_world_size(group) * len(local))
+    all_gather_tensor(by_rank, local, group=group)
+    return by_rank.view(-1, len(local)).tolist()
 
 
 def _staged(buffer: Tensor, group: dist.ProcessGroup) -> bool:

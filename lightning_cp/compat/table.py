@@ -40,6 +40,7 @@ def _uses(feature: Feature, owner: str, **purposes: str) -> list[PrivateUse]:
 
 
 _REMOVE_HOOKS = "remove the engine's hooks from a module"
+_CACHES = "let a step cache decide for all ranks"
 _RANDOM_GUIDANCE = "refuse guiders that skip layers at random"
 _COMPILED = "find out whether a module is compiled"
 _LAUNCHERS = "lightning.{}.strategies.launchers."
@@ -65,7 +66,6 @@ _MODEL = [
         _keep_in_fp32_modules="load pretrained weights in the dtypes that from_pretrained gives them",
         _keys_to_ignore_on_load_unexpected="ignore the weights in files that from_pretrained ignores",
     ),
-    *_uses("model", "diffusers.models.cache_utils:CacheMixin", _cache_config="refuse step caches"),
     *_uses(
         "model",
         "diffusers.models.attention_dispatch",
@@ -90,6 +90,49 @@ _MODEL = [
         _fn_refs="put the engine inside wrappers of a forward",
         function_reference="put the engine inside wrappers of a forward",
         original_forward="put the engine inside wrappers of a forward",
+    ),
+    *_uses("model", "diffusers.hooks.hooks:ModelHook", fn_ref="find out whether a step cache skips a module"),
+    *_uses("model", "diffusers.hooks.hooks:StateManager", _state_cache=_CACHES, _context=_CACHES),
+    *_uses(
+        "model",
+        "diffusers.hooks.first_block_cache:FBCHeadBlockHook",
+        _should_compute_remaining_blocks=_CACHES,
+        state_manager=_CACHES,
+        threshold=_CACHES,
+    ),
+    *_uses(
+        "model",
+        "diffusers.hooks.first_block_cache:FBCSharedBlockState",
+        head_block_residual=_CACHES,
+        tail_block_residuals=_CACHES,
+    ),
+    *_uses("model", "diffusers.hooks.mag_cache:MagCacheBlockHook", _perform_calibration_step=_CACHES),
+    *_uses("model", "diffusers.hooks.mag_cache:MagCacheHeadHook", _metadata="check that a residual fits"),
+    *_uses(
+        "model",
+        "diffusers.hooks.mag_cache:MagCacheState",
+        previous_residual=_CACHES,
+        calibration_ratios=_CACHES,
+        should_compute="check that a residual fits",
+    ),
+    *_uses(
+        "model",
+        "diffusers.hooks._helpers:TransformerBlockMetadata",
+        _get_parameter_from_args_kwargs="check that a residual fits",
+    ),
+    *_uses("model", "diffusers.hooks.sea_cache:SeaCacheSharedState", resolve_gate=_CACHES),
+    *_uses(
+        "model",
+        "diffusers.hooks.sea_cache:SeaCacheContextState",
+        accumulated_distance=_CACHES,
+        gate_should_compute=_CACHES,
+        history=_CACHES,
+    ),
+    *_uses("model", "diffusers.hooks.text_kv_cache:TextKVCacheState", key="recognise a text by its content"),
+    *_uses(
+        "model",
+        "diffusers.hooks.faster_cache:FasterCacheDenoiserHook",
+        is_guidance_distilled="refuse FasterCache where a rank has one branch of guidance",
     ),
     *_uses(
         "model",

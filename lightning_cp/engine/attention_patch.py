@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cp.compat.torch_names import function_modes
@@ -149,6 +150,8 @@ def _stored(name: str, original: object, replaced: object) -> property:
     """Return a property for a function that a processor keeps as an attribute: read as its replacement."""
 
     def get(processor: Any) -> Any:
+        if torch.compiler.is_compiling():  # it does not trace the comparison below; `Structure` has compared before
+            return replaced
         if name not in processor.__dict__:
             raise AttributeError(name)
         return replaced if processor.__dict__[name] is original else processor.__dict__[name]

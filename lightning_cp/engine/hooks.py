@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
-from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.bypass import BypassCheck
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
@@ -112,7 +111,6 @@ class ModelHook(EngineHook):
         given = self._given(args, kwargs)
         STATS.enter(module, module)
         self._check(given, model=type(module).__name__)
-        refuse_caches(module)
         return given
 
     def after(self, module: nn.Module) -> None:
@@ -186,27 +184,3 @@ class ModelHook(EngineHook):
             uncompiled(check_values)(given, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:
             check_in_graph(given, session, model=model)
-
-
-def refuse_caches(module: nn.Module) -> None:
-    """Check that no cache of diffusers is on: it would decide by this rank's tokens only. Raises: InterceptionError."""
-    cache = getattr(module, "_cache_config", None)
-    if cache is not None:
-        raise InterceptionError(
-            f"{type(cache).__name__}: diffusers' caches compare and store the tokens of one rank only, so they cannot "
-            "be used context-parallel: call disable_cache()"
-        )
-
-
-def refuse_cache_hooks(module: nn.Module) -> None:
-    """Raises: PlanError: a step cache of diffusers was put on a model without `enable_cache`; see `refuse_caches`."""
-    if getattr(module, "_cache_config", None) is not None:
-        return  # refused by the next forward, unless it is disabled before
-    for inner in module.modules():
-        for kind, hook in hooks_of(inner):
-            if kind == "cache":
-                raise PlanError(
-                    f"{type(hook).__name__}: diffusers' step caches decide by, and keep, the tokens of one rank, so "
-                    "they cannot be used context-parallel: remove its hooks "
-                    "(diffusers.hooks.HookRegistry.remove_hook), or load the model again without the cache"
-                )

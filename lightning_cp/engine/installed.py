@@ -13,11 +13,12 @@ from torch import nn
 from lightning_cp.compat.torch_names import dynamo_is_imported
 from lightning_cp.compiler_options import allow_graphs_of_blocks
 from lightning_cp.engine.attention_patch import is_stuck
+from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.forwards import Around, Function, own_forward
-from lightning_cp.engine.hooks import ModelHook, refuse_cache_hooks
+from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Patches, install, strip
 from lightning_cp.engine.paths import is_compiled, submodule
 from lightning_cp.engine.rules import Rules
@@ -38,6 +39,7 @@ class Installed(Around):
     Attributes:
         module: the model.
         rules: the plan, compiled for the model when it was last installed.
+        caches: diffusers' step caches on the model.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Installed(Around):
     ) -> None:
         self.module, self.session, self.rules = module, session, rules
         register(session)
+        self.caches = StepCaches(module, session)
         self.original: Function | None = None
         self._had_forward = False
         self._plan, self._dispatcher = plan, dispatcher
@@ -62,8 +65,10 @@ class Installed(Around):
         self._had_forward = own_forward(self.module).get() is not None
         try:
             self._install()
+            self.caches.reset()  # steps of whole tokens would not fit
         except BaseException:
             strip(self.module.modules())
+            self.caches.release()
             raise
         self._forget_compiled()
         slot = own_forward(self.module)
@@ -81,6 +86,7 @@ class Installed(Around):
                     "remove_context_parallel, which cannot restore a forward inside a decorator"
                 )
         strip([*self.module.modules(), *self._touched])
+        self.caches.release()
         self._forget_compiled()
         self._hook, self._structure = None, None  # a wrapper around this forward may stay
         slot = own_forward(self.module, above=self)
@@ -96,14 +102,19 @@ class Installed(Around):
         """Run the model's forward: context-parallel, or the original once the plan was removed."""
         if self.module.__dict__.get(_INSTALLED) is not self:
             return self._own_forward(*args, **kwargs)
-        if self._structure is None or not self._structure.holds():
+        if self._structure is None or not self._structure.holds() or self.caches.have_changed():
             self._follow()
         if self._structure is not None and self._structure.hidden:
             self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
             allow_graphs_of_blocks(self._num_blocks)
         assert self._hook is not None, "a plan is installed"
-        return self._hook.run(self.module, self._own_forward, args, kwargs)
+        self.caches.before_forward()
+        try:
+            return self._hook.run(self.module, self._own_forward, args, kwargs)
+        except BaseException:
+            self.caches.reset()  # a forward that did not end has left steps that fit no other
+            raise
 
     def _refuse_hidden(self, path: str) -> None:
         """Raises: PlanError: attention that cannot be replaced is in compiled code, where calls are not checked."""
@@ -126,7 +137,7 @@ class Installed(Around):
         return self.original(*args, **kwargs)
 
     def _install(self) -> None:
-        refuse_cache_hooks(self.module)
+        self.caches.follow()
         self._hook = install(
             *(self.module, self.rules, self.session),
             patches=self._patches,
@@ -153,7 +164,7 @@ class Installed(Around):
         follow()
 
     def _follow_eagerly(self) -> None:
-        refuse_cache_hooks(self.module)
+        self.caches.follow()
         try:
             found = Structure(self.module, self.rules)
         except PlanError:  # planned modules are missing

@@ -148,6 +148,7 @@ class Session:
         checked: number of compiled forwards with checked arguments (int64 scalar).
         settled: by `Call.key`: True if each rank can derive all sizes from its own (for plans that do not describe
             attention).
+        rows: ranks that also hold other rows of the same batch (`pipelines.cfg_rows`); None: none do.
     """
 
     groups: MeshGroups
@@ -164,6 +165,12 @@ class Session:
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
     checked: torch.Tensor = field(default_factory=_zero)
     settled: dict[Hashable, bool] = field(default_factory=dict)
+    rows: MeshGroups | None = None
+
+    @property
+    def sample(self) -> MeshGroups:
+        """Return the groups of all ranks that compute the current batch; `sample.context` has them all."""
+        return self.groups if self.rows is None else self.rows
 
     def of_copy(self) -> Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""

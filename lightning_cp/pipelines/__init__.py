@@ -1,7 +1,7 @@
 """Sample with diffusers pipelines on several ranks: distribute tokens, CFG branches and prompts."""
 
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.follow import Leader, follow
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
@@ -15,6 +15,7 @@ __all__ = [
     "Leader",
     "StageTimes",
     "cfg_merge",
+    "cfg_rows",
     "cfg_split",
     "follow",
     "gather",

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
+from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
-from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split, is_repeated
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
 from lightning_cp.pipelines.forms import Form, key_of, taken_apart
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 
@@ -35,6 +37,7 @@ class BranchCalls:
         name: class name of the pipeline, for errors.
         branches: CFG, context and data groups of this rank.
         pending: results that other branches compute and that are not gathered yet.
+        owners: branch that computes each `cache_context`, while a step cache is on: it has the context's cache.
         forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
         incomplete_exchanges: number of consecutive exchanges with fewer calls than branches.
         shared: number of calls that were distributed over branches.
@@ -45,6 +48,7 @@ class BranchCalls:
     name: str
     branches: Branches
     pending: PendingGathers = field(init=False)
+    owners: dict[str, int] = field(default_factory=dict)
     forms: dict[Any, Form] = field(default_factory=dict)
     incomplete_exchanges: int = 0
     shared: int = 0
@@ -55,9 +59,10 @@ class BranchCalls:
         self.pending = PendingGathers(self.branches, self._count_exchange)
 
     def call(
-        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one transformer call, split or assigned to one branch. Ranks: all branches, with equal arguments."""
+        module = installed.module
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
                 f"cfg={self.branches.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
@@ -67,12 +72,14 @@ class BranchCalls:
         args, kwargs = resolve_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
-            return self._assign_to_branch(module, compute, args, kwargs)
+            return self._assign_to_branch(installed, compute, args, kwargs)
         if len(main) < self.branches.cfg:
             raise self._too_many(len(main))
+        refuse_unknown_rows(installed.caches, self.branches.cfg)
         self.shared += 1
         own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
-        return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
+        with cfg_rows(module, self.branches):
+            return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
     def use(self, branches: Branches) -> None:
         """Distribute the following calls over other groups."""
@@ -81,6 +88,7 @@ class BranchCalls:
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0
+        self.owners.clear()
         self.is_active, self.may_start_late = True, may_start_late
 
     def end(self) -> None:
@@ -89,18 +97,30 @@ class BranchCalls:
         self.is_active = False
 
     def _assign_to_branch(
-        self, module: nn.Module, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        key = (id(module), key_of((args, kwargs)))
-        form, turn = self.forms.get(key), len(self.pending.results) % self.branches.cfg
+        key = (id(installed.module), key_of((args, kwargs)))
+        context, form = context_of_branch(installed.caches, self.branches.cfg), self.forms.get(key)
+        is_new, turn = context not in self.owners, self._turn(context)
         if form is not None and turn != self.branches.cfg_rank:
+            if context is not None:
+                installed.caches.forget(context)  # this rank misses a step of it
             return form.filled(self.pending.lazy_tensors(form.empty(), turn))
         found, tensors = taken_apart(compute(*args, **kwargs))
         if form is None:
             form = self.forms[key] = found
-            return form.filled(self.pending.lazy_tensors(tensors, None))
+            return form.filled(self.pending.lazy_tensors(tensors, None if is_new else turn))
         assert found.layout == form.layout, "arguments of equal shapes give results of equal shapes"
         return form.filled(self.pending.lazy_tensors(tensors, turn))
+
+    def _turn(self, context: str | None) -> int:
+        """Return the branch that computes this call: round-robin, but always the same for a `cache_context`."""
+        if context is None:
+            return len(self.pending.results) % self.branches.cfg
+        if context not in self.owners:
+            taken = list(self.owners.values())
+            self.owners[context] = min(range(self.branches.cfg), key=taken.count)
+        return self.owners[context]
 
     def _count_exchange(self, calls: int) -> None:
         if calls >= self.branches.cfg:
@@ -118,6 +138,33 @@ class BranchCalls:
             "negative prompt where one is needed), is built into the model, or needs one branch to compute the "
             "next. Use cfg=1, and use the ranks for ring or ulysses"
         )
+
+
+def refuse_unknown_rows(caches: StepCaches, cfg: int) -> None:
+    """Refuse caches that read the rows of both branches, of which each rank has one. Raises: GuidanceError."""
+    for watched in caches.hooks:
+        if watched.cache.needs_both_branches and not watched.hook.is_guidance_distilled:
+            raise GuidanceError(
+                f"{watched.cache.name} computes the unconditional branch from the conditional one, but cfg={cfg} gives "
+                "each rank one of them: use cfg=1, and use the ranks for ring or ulysses"
+            )
+
+
+def context_of_branch(caches: StepCaches, cfg: int) -> str | None:
+    """Return the `cache_context` of a call that computes one branch; None if no step cache needs it.
+
+    Raises: GuidanceError: a cache keeps one state for all branches, so a rank that computes one of them would skip
+        other steps than one process.
+    """
+    context = caches.context
+    for cache in caches.kinds:
+        if cache.decides_by != "text" and (context is None or not cache.per_context):
+            why = "the pipeline names no cache_context" if cache.per_context else "so it is made"
+            raise GuidanceError(
+                f"{cache.name} keeps one state for all branches of guidance ({why}), and cfg={cfg} computes them on "
+                "different ranks: use cfg=1, and use the ranks for ring or ulysses"
+            )
+    return context
 
 
 def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:

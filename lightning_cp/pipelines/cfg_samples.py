@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cp.comm.shards import gather, shard_range, shard_sizes
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import tree_map
-from lightning_cp.errors import ShapeError
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.engine.paths import unwrapped
+from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 
@@ -75,6 +79,29 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
         return gather(x, 0, sizes, ranks.cfg_groups.name)
 
     return tree_map(merge, values, is_leaf=is_list)
+
+
+@contextmanager
+def cfg_rows(module: nn.Module, ranks: Branches) -> Iterator[None]:
+    """Call `module` with rows from `cfg_split` within this context, if a step cache is enabled on it.
+
+    A cache that compares tokens with the previous step then takes one decision for the rows of all branches. Without
+    this context, each branch would take its own.
+
+    Args:
+        module: a context-parallel transformer.
+        ranks: result of `sampling_ranks`.
+    Ranks: all branches, in each forward. Raises: PlanError: the module is not context-parallel.
+    """
+    installed = installed_on(unwrapped(module))
+    if installed is None:
+        raise PlanError(f"{type(module).__name__} is not context-parallel: call apply_context_parallel first")
+    session = installed.session
+    before, session.rows = session.rows, ranks.sample
+    try:
+        yield
+    finally:
+        session.rows = before
 
 
 def is_repeated(main: Any) -> bool:

@@ -1,9 +1,9 @@
-"""Placement of a pipeline's weights: checks of offloading, device maps and step caches; sharding over ranks (FSDP2)."""
+"""Placement of a pipeline's weights: checks of offloading and device maps; sharding over ranks (FSDP2)."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of, register_block_subclass
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
+from lightning_cp.engine.caches import CACHES
+from lightning_cp.engine.caches.table import cache_of
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
@@ -54,8 +56,8 @@ def check_placement(
     Args:
         shard: names of the components that we shard over ranks.
         stages: setting of `parallelize_pipeline`; we move components unless it is "together".
-    Raises: PlanError: a component on several devices, a component replaced since, a step cache of diffusers, a
-        component that both diffusers (or accelerate) and lightning_cp move, or weights that cannot be sharded.
+    Raises: PlanError: a component on several devices, a component replaced since, a component that both diffusers (or
+        accelerate) and lightning_cp move, weights that cannot be sharded, or SeaCache with sharded weights.
     """
     kind = type(pipe).__name__
     pipeline_devices = _mapped_devices(pipe)
@@ -81,11 +83,10 @@ def check_placement(
                 f"{kind}.{name} was replaced after parallelize_pipeline, and the new one is not parallel: call "
                 "unparallelize_pipeline, replace it, then call parallelize_pipeline again"
             )
-        cache = _cache_on(module)
-        if cache is not None:
+        if name in shard and any(cache_of(hook) is CACHES["sea_cache"] for hook in _hooks(module)):
             raise PlanError(
-                f"{cache} on {name}: diffusers' step caches read and store the tokens of one rank only, so they "
-                f"do not work with context parallelism: call {name}.disable_cache()"
+                f"SeaCache on {kind}.{name} computes every step if weights are sharded (shard={name!r}): use another "
+                f"step cache, or call {name}.disable_cache()"
             )
 
 
@@ -95,12 +96,8 @@ def _mapped_devices(thing: Any) -> set[str]:
     return {str(device) for device in found.values()} if isinstance(found, Mapping) else {str(found)}
 
 
-def _cache_on(module: nn.Module) -> str | None:
-    config = getattr(module, "_cache_config", None)
-    if config is not None:
-        return type(config).__name__
-    hooks = (found for inner in module.modules() for found in hooks_of(inner))
-    return next((type(hook).__name__ for kind, hook in hooks if kind == "cache"), None)
+def _hooks(module: nn.Module) -> Iterator[Any]:
+    return (hook for inner in module.modules() for _, hook in hooks_of(inner))
 
 
 def _mover(module: object) -> tuple[str, str] | None:

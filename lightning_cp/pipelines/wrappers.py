@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
+from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo, intercept_method
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
@@ -35,7 +36,7 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
             return call(*args, **kwargs)
         with votes.part():
             if calls.branches.cfg > 1:
-                return calls.call(installed.module, call, args, kwargs)
+                return calls.call(installed, call, args, kwargs)
             return call(*args, **kwargs)
 
     return around
@@ -67,7 +68,10 @@ def vote_before(
 
 
 def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
-    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results."""
+    """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
+
+    Step caches start empty in each call, also after one that was interrupted.
+    """
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
 
@@ -75,6 +79,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
         given = arguments_by_name(signature, args, kwargs)
         with votes.call():
             check()
+            _empty_caches(state)
             common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
             with votes.part():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
@@ -91,6 +96,19 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
                     one.reset()
 
     return around
+
+
+def _empty_caches(state: ParallelPipeline) -> None:
+    """Raises: PlanError: a step cache in a pipeline that computes a step in patches."""
+    for installed in state.transformers.values():
+        installed.caches.follow()
+        if installed.caches and state.patch_calls:
+            raise PlanError(
+                f"{installed.caches.kinds[0].name} on {type(installed.module).__name__}: with patches, a step runs the "
+                "transformer once for each patch, for which step caches were not made: call disable_cache(), or leave "
+                "out pipe and patches"
+            )
+        installed.caches.reset()
 
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:

@@ -10,8 +10,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from diffusers import FirstBlockCacheConfig, FluxTransformer2DModel, MagCacheConfig, QuantoConfig
-from diffusers.hooks import apply_first_block_cache
+from diffusers import FluxTransformer2DModel, QuantoConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -223,21 +222,6 @@ def _map(thing: Any) -> None:
 CAST: Callable[[Any], None] = WORKS["layerwise casting"]
 # name: feature, settings of parallelize_pipeline, message
 REFUSED: dict[str, tuple[Callable[[Any], None], dict[str, Any], tuple[str, ...]]] = {
-    "first block cache": (
-        lambda pipe: pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1)),
-        {},
-        ("FirstBlockCacheConfig on transformer", "transformer.disable_cache()"),
-    ),
-    "first block cache by its hooks": (
-        lambda pipe: apply_first_block_cache(pipe.transformer, FirstBlockCacheConfig(threshold=0.1)),
-        {},
-        ("FBC", "on transformer", "step caches"),
-    ),
-    "mag cache": (
-        lambda pipe: pipe.transformer.enable_cache(MagCacheConfig(num_inference_steps=2, mag_ratios=[1.0, 1.0])),
-        {},
-        ("MagCacheConfig on transformer",),
-    ),
     "device_map of two for the pipeline": (_map, {}, ("device_map puts FluxPipeline.", "cuda:0", "without device_map")),
     "device_map of two for the transformer": (
         lambda pipe: _map(pipe.transformer),
@@ -281,7 +265,7 @@ def _refusals(rank: int, world: int, name: str) -> tuple[str, str]:
     return str(before.value), str(after.value)
 
 
-QUICKLY_REFUSED = ("first block cache", "device_map of two for the pipeline", "leaf offload and stages")
+QUICKLY_REFUSED = ("device_map of two for the pipeline", "leaf offload and stages")
 
 
 @pytest.mark.parametrize(

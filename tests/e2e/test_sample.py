@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -130,6 +131,31 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
     assert third.exit_code == 0, third.stderr
     one = picture(tmp_path / "third" / "samples" / "0000.gif")
     assert np.abs(one - picture(clips[2])).max() <= 2
+
+
+@pytest.mark.full
+def test_a_step_cache_gives_the_same_pictures_on_ranks(trained: Path, tmp_path: Path) -> None:
+    cache = (f"source={trained}", "cache=first_block", "cache.threshold=0.3", "count=5")
+    alone = sampled(*cache, folder=tmp_path / "alone")
+    together = sampled(*cache, "strategy=cp", "ring=2", "cfg=2", folder=tmp_path / "together")
+    for done in (alone, together):
+        assert done.exit_code == 0, done.stderr
+    said = [re.search(r"The step cache skipped ([\d.]+)%", done.stdout) for done in (alone, together)]
+    assert said[0]
+    assert said[1]
+    assert said[0][1] == said[1][1]
+    assert float(said[0][1]) > 5
+    assert np.abs(pictures(alone.folder) - pictures(together.folder)).max() <= 2
+
+
+@pytest.mark.full
+def test_a_step_cache_of_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
+    """The recipe gives the cache the pipeline's timestep."""
+    cache = ("cache=broadcast", "cache.spatial_attention_timestep_skip_range=[-1,1001]")
+    call = ("prompts=[a cat]", "num_steps=3", "+call.height=48", "+call.width=80", "+call.num_frames=5")
+    done = sampled(f"source={pipeline}", *cache, *call, folder=tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert float(re.search(r"The step cache skipped ([\d.]+)%", done.stdout)[1]) > 5
 
 
 def test_an_argument_that_the_pipeline_does_not_take_is_named(pipeline: Path, tmp_path: Path) -> None:

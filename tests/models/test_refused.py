@@ -71,17 +71,6 @@ def test_a_mask_that_must_keep_the_first_tokens(kind: str, name: str) -> None:
         model(**{**arguments, name: arguments[name].flip(1)})
 
 
-def test_diffusers_caches_are_refused_by_name() -> None:
-    from diffusers import FirstBlockCacheConfig
-
-    model, arguments = _parallel("FluxTransformer2DModel")
-    model.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(InterceptionError, match=r"FirstBlockCacheConfig.*disable_cache"):
-        model(**arguments)
-    model.disable_cache()
-    model(**arguments)
-
-
 def test_a_backend_that_a_plan_refuses_also_where_the_kernel_is_given() -> None:
     (kind, name), *_ = [(kind, name) for kind, plan in REGISTERED.items() for name in plan.refused_backends]
     model, _ = _parallel(kind)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -74,15 +76,22 @@ class SharedGuidance(nn.Module):
     Args:
         model: denoiser, `model(x [n, ...], times [n], labels [n]) -> velocity [n, ...]`.
         ranks: CFG branches, from `lightning_cp.pipelines.sampling_ranks`.
+        around: context of each call of the denoiser, by time (`CachedSteps`).
     """
 
-    def __init__(self, model: nn.Module, ranks: Branches) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ranks: Branches,
+        around: Callable[[float], AbstractContextManager[None]] = lambda time: nullcontext(),
+    ) -> None:
         super().__init__()
-        self.model, self.ranks = model, ranks
+        self.model, self.ranks, self.around = model, ranks, around
 
     @override
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         """Run the model on this rank's rows and all-gather the results. Ranks: all branches, with equal arguments."""
         local = cfg_split((x, times, labels), self.ranks, like=x)
-        merged: Tensor = cfg_merge(self.model(*local), self.ranks, like=x)
+        with self.around(float(times[0])):
+            merged: Tensor = cfg_merge(self.model(*local), self.ranks, like=x)
         return merged

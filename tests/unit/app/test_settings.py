@@ -231,6 +231,7 @@ def test_the_table_knows_every_key_of_the_configuration() -> None:
     configs.append(check("optim=adamw_fused", "logger=wandb").config)
     configs.append(OmegaConf.create({"optim": OmegaConf.load(CONF / "optim/adamw_8bit.yaml")}))
     configs.append(OmegaConf.load(CONF / "sample.yaml"))  # type: ignore[arg-type]
+    configs += [OmegaConf.create({"cache": OmegaConf.load(path)}) for path in (CONF / "cache").glob("*.yaml")]  # type: ignore[misc]
     missing = [
         s.key for s in SETTINGS if all(OmegaConf.select(config, s.key, default="no") == "no" for config in configs)
     ]

@@ -7,16 +7,13 @@ import pkgutil
 import diffusers.hooks
 import pytest
 import torch
-from diffusers.hooks import FirstBlockCacheConfig, apply_first_block_cache, apply_layerwise_casting
+from diffusers.hooks import apply_layerwise_casting
 from diffusers.hooks.hooks import HookRegistry, ModelHook
 from torch import nn
 
 import lightning_cp.compat.diffusers_hooks as ours
-from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.compat.diffusers_hooks import has_hook, hooks_of
 from lightning_cp.compat.versions import IncompatibleVersionError
-from lightning_cp.errors import PlanError
-from tests.models import TINY
 
 
 class _UsersHook(ModelHook):
@@ -47,19 +44,3 @@ def test_an_unknown_hook_of_diffusers_is_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(_UsersHook, "__module__", "diffusers.hooks.a_new_cache")
     with pytest.raises(IncompatibleVersionError, match=r"a_new_cache\._UsersHook is a hook that lightning_cp was not"):
         list(hooks_of(module))
-
-
-@pytest.mark.parametrize("before", [True, False])
-def test_a_cache_without_enable_cache_is_refused(*, before: bool) -> None:
-    model = TINY["wan"].build()
-    config = FirstBlockCacheConfig(threshold=0.1)
-    if before:
-        apply_first_block_cache(model, config)
-        with pytest.raises(PlanError, match=r"FBC\w+Hook: diffusers' step caches .* remove its hooks"):
-            apply_context_parallel(model, ContextParallelConfig())
-        return
-    apply_context_parallel(model, ContextParallelConfig())
-    apply_first_block_cache(model, config)
-    with pytest.raises(PlanError, match=r"FBC\w+Hook: diffusers' step caches"):
-        model(**TINY["wan"].arguments())
-    remove_context_parallel(model)

@@ -17,6 +17,7 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import check_config, conf_dir
+from lightning_cp.app.sampling.step_cache import enable_cache
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
 from lightning_cp.launch import Machine
@@ -73,6 +74,23 @@ def test_every_model_takes_every_data(model: str, data: str) -> None:
 def test_the_larger_model_is_built() -> None:
     module = instantiate(resolved("model=wan_small", "data=moving_digits").model)
     assert 10e6 < sum(p.numel() for p in module.parameters()) < 30e6
+
+
+@pytest.mark.parametrize("name", options("cache"))
+def test_every_step_cache_is_enabled(name: str) -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        settings = compose("sample", overrides=[f"cache={name}"]).cache
+    transformer: Any = instantiate(resolved().model).transformer
+    enable_cache(settings, [transformer], lambda: 500.0)
+    assert type(transformer._cache_config).__name__ == settings._target_.rpartition(".")[2]
+    with pytest.raises(ValueError, match="diffusers has no step caches for Linear"):
+        enable_cache(settings, [torch.nn.Linear(1, 1)], lambda: 500.0)
+
+
+def test_a_step_cache_that_matches_no_module_is_refused() -> None:
+    settings = {"_target_": "diffusers.TaylorSeerCacheConfig", "cache_identifiers": ["nowhere"]}
+    with pytest.raises(ValueError, match="no module of WanTransformer3DModel matches TaylorSeerCacheConfig"):
+        enable_cache(settings, [instantiate(resolved().model).transformer], lambda: 500.0)
 
 
 @pytest.mark.parametrize("name", options("optim"))
