@@ -1,4 +1,4 @@
-"""Adapters (LoRA) of a pipeline's components: their weights, the state that ranks compare, and swaps."""
+"""Adapters (LoRA) of a pipeline's components: state that ranks compare, and fusing into sharded weights."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_cp.patching import Undo, intercept_method
+from lightning_cp.errors import PlanError
+from lightning_cp.patching import Around, Undo, intercept_method
 
 
 def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
@@ -47,6 +49,80 @@ def allow_hotswap(module: nn.Module) -> Undo:
     return intercept_method(module, "load_lora_adapter", around)
 
 
+def adapt_shards(name: str, module: nn.Module) -> None:
+    """Let adapters be added to a module with sharded weights (FSDP2), and fused into each rank's shard."""
+    around = {
+        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _without_whole_weights(name, module)),
+        "fuse_lora": _without_replacing(name, module),
+    }
+    for method in (method for method in around if hasattr(module, method)):
+        intercept_method(module, method, around[method])
+    _shard_deltas(module)
+
+
+def _without_whole_weights(name: str, module: Any) -> Around:
+    """Wrap a method that adds adapters: refuse those that are computed from whole weights."""
+
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for config in (*args, *kwargs.values()):
+            _check_config(name, config)
+        before = set(getattr(module, "peft_config", {}))
+        result = call(*args, **kwargs)
+        _shard_deltas(module)
+        for adapter in set(getattr(module, "peft_config", {})) - before:
+            try:
+                _check_config(name, module.peft_config[adapter])
+            except PlanError:
+                module.delete_adapters(adapter)
+                raise
+        return result
+
+    return around
+
+
+def _check_config(name: str, config: Any) -> None:
+    """Refuse adapters that are computed from whole weights. Raises: PlanError."""
+    if getattr(config, "use_dora", False):
+        raise _refusal(name, "DoRA needs the norms of whole weights: add it before parallelize_pipeline")
+    start = getattr(config, "init_lora_weights", True)
+    if start not in (True, False, "gaussian"):
+        raise _refusal(name, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
+
+
+def _without_replacing(name: str, module: nn.Module) -> Around:
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
+        if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
+            raise _refusal(name, "safe_fusing=True would replace them: use safe_fusing=False")
+        for layer in layers:
+            if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
+                raise _refusal(name, "an adapter has DoRA or a bias: fuse it before the set-up")
+        return call(*args, **kwargs)
+
+    return around
+
+
+def _shard_deltas(module: nn.Module) -> None:
+    """Let each layer add its adapters to a shard: pipelines merge and unmerge layers one by one."""
+    for layer in _adapted(module):
+        if isinstance(_base_weight(layer), DTensor) and "get_delta_weight" not in layer.__dict__:
+            intercept_method(layer, "get_delta_weight", _sharded_like(layer))
+
+
+def _sharded_like(layer: Any) -> Around:
+    def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        weight: Any = _base_weight(layer)
+        delta = call(*args, **kwargs).detach().to(weight.dtype)
+        # Every rank has the whole delta, so nothing is sent.
+        return distribute_tensor(delta, weight.device_mesh, weight.placements, src_data_rank=None)
+
+    return around
+
+
+def _refusal(name: str, reason: str) -> PlanError:
+    return PlanError(f"the weights of {name} are sharded (shard={name!r}), and {reason}")
+
+
 def _adapted(module: nn.Module) -> Iterator[Any]:
     """Yield the layers of peft, which wrap a layer of the model as `base_layer`."""
     return (layer for layer in module.modules() if "base_layer" in layer._modules and hasattr(layer, "active_adapters"))
@@ -55,6 +131,10 @@ def _adapted(module: nn.Module) -> Iterator[Any]:
 def _own_parameters(layer: Any) -> list[nn.Parameter]:
     base = {id(x) for x in layer.base_layer.parameters()}
     return [x for x in layer.parameters() if id(x) not in base]
+
+
+def _base_weight(layer: Any) -> Any:
+    return getattr(layer.get_base_layer(), "weight", None)
 
 
 def _described(layer: Any) -> str:

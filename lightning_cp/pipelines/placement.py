@@ -20,12 +20,11 @@ from lightning_cp.engine.caches.table import cache_of
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import Branches, MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
-from lightning_cp.pipelines.adapters import adapter_parameters
+from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
 
-_NEED_FULL_WEIGHTS = (
-    *("load_lora_adapter", "load_adapter", "add_adapter", "fuse_lora", "unfuse_lora"),
-    "compile_repeated_blocks",
-)
+# Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
+_REFUSED = ("compile_repeated_blocks",)
+_REFUSED_IN_ENCODERS = ("load_adapter", "add_adapter", *_REFUSED)
 
 
 def is_vae(module: object) -> bool:
@@ -192,12 +191,14 @@ def shard_layers(
             fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
             register_block_subclass(kind, type(layer))
         components[name].to(device)
-        _refuse_changes(name, components[name])
+        _refuse_changes(name, components[name], _REFUSED if name in transformers else _REFUSED_IN_ENCODERS)
+        if name in transformers:
+            adapt_shards(name, components[name])
 
 
-def _refuse_changes(name: str, module: nn.Module) -> None:
-    """Make methods raise that need whole weights or the original classes of the blocks (LoRA, compile)."""
-    for method in (method for method in _NEED_FULL_WEIGHTS if hasattr(module, method)):
+def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> None:
+    """Make methods raise that do not work with sharded weights."""
+    for method in (method for method in methods if hasattr(module, method)):
         message = (
             f"{name}.{method}: the weights of {name} are sharded (shard={name!r}): call it before parallelize_pipeline"
         )

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import PeerMismatchError, PlanError
@@ -79,41 +81,71 @@ def _compile(pipe: Any) -> None:
     pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
 
 
-def _changed(rank: int, world: int, compiled: bool) -> dict[str, tuple[float, float]]:
-    """By change: the error, and how much it changes."""
+def _changed(rank: int, world: int, settings: dict[str, Any], compiled: bool, before: int) -> dict[str, Any]:
+    """By change: the error, and how much it changes; the first `before` changes are made before the set-up."""
     dtype = torch.float64
     one, pipe = _pipe(dtype), _pipe(dtype)
+    for _, change in CHANGES[:before]:
+        _change(pipe, change)
     if compiled:
         _compile(pipe)
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
     found, last = {}, _latents(one)
-    for name, change in CHANGES:
+    for i, (name, change) in enumerate(CHANGES):
         _change(one, change)
-        _change(pipe, change)
+        if i >= before:
+            _change(pipe, change)
+        if i + 1 < before:
+            continue
         expected, latents = _latents(one), _latents(pipe)
         error = float((latents - expected).abs().max() / expected.abs().max())
         found[name] = error, float((expected - last).abs().max() / expected.abs().max())
         last = expected
+    weights = [x for key, x in pipe.transformer.named_parameters() if "blocks." in key and "lora_" not in key]
+    assert all(isinstance(x, DTensor) for x in weights) == bool(settings), "weights are no longer sharded"
     return found
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_adapters_changed_between_calls_give_one_process_latents(run_ranks: RankPool, compiled: bool) -> None:
-    for found in run_ranks(3, _changed, compiled, timeout_s=500):
+SHARD = {"shard": ["transformer"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "compiled", "before"),
+    [
+        ({}, False, 0),
+        (SHARD, False, 0),
+        pytest.param(SHARD, False, 3, marks=pytest.mark.full),
+        pytest.param({}, True, 0, marks=pytest.mark.full),
+        pytest.param(SHARD, True, 0, marks=pytest.mark.full),
+        pytest.param(SHARD, True, 3, marks=pytest.mark.full),
+    ],
+)
+def test_adapters_changed_between_calls_give_one_process_latents(
+    run_ranks: RankPool, settings: dict[str, Any], compiled: bool, before: int
+) -> None:
+    for found in run_ranks(3, _changed, settings, compiled, before, timeout_s=500):
         print({name: f"{error:.0e} {change:.0e}" for name, (error, change) in found.items()})
         for name, (error, change) in found.items():
             assert error <= 1e-10, name
             assert change > 1e-3 or name == "unfuse", f"{name} changes nothing"  # the adapter stays active
+            if settings:
+                features.compared("LoRA hot-swap, sharded weights", error)
+            else:
+                features.compared("LoRA hot-swap: load, set, disable, fuse, unfuse, unload, swap", error)
 
 
-def _refused(rank: int, world: int, shard: list[str]) -> str:
-    pipe, said = _pipe(torch.float32), ""
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=shard)
-    if shard:
-        with pytest.raises(PlanError) as caught:
-            _change(pipe, _load("one", 1))
-        return str(caught.value)
+def _refused(rank: int, world: int) -> list[str]:
+    pipe, said = _pipe(torch.float32), []
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **SHARD)
     _change(pipe, _load("one", 1))
+    for refused in (
+        lambda: pipe.fuse_lora(safe_fusing=True),
+        lambda: pipe.transformer.add_adapter(LoraConfig(use_dora=True, target_modules=["to_q"]), "dora"),
+        lambda: pipe.transformer.add_adapter(LoraConfig(init_lora_weights="pissa", target_modules=["to_q"]), "pissa"),
+    ):
+        with pytest.raises(PlanError) as caught:
+            refused()
+        said.append(str(caught.value))
     if rank == 1:
         _change(pipe, _load("two", 2))
     with pytest.raises(PeerMismatchError, match="adapters of transformer"):
@@ -121,8 +153,9 @@ def _refused(rank: int, world: int, shard: list[str]) -> str:
     return said
 
 
-@pytest.mark.parametrize("shard", [[], ["transformer"]], ids=["unequal", "sharded"])
-def test_unequal_adapters_and_those_of_sharded_weights_are_refused(run_ranks: RankPool, shard: list[str]) -> None:
-    features.refused("loading, fusing and swapping adapters of a transformer with sharded weights")
-    for said in run_ranks(3, _refused, shard, timeout_s=240):
-        assert said.startswith("transformer.load_lora_adapter: the weights of transformer are sharded") == bool(shard)
+def test_what_cannot_be_changed_is_refused_and_ranks_must_have_equal_adapters(run_ranks: RankPool) -> None:
+    features.refused("adapters with DoRA or PiSSA, and `safe_fusing`, with sharded weights")
+    for safe, dora, pissa in run_ranks(3, _refused, timeout_s=240):
+        assert safe.startswith("the weights of transformer are sharded (shard='transformer'), and safe_fusing=True")
+        assert "and DoRA needs the norms of whole weights" in dora
+        assert "and init_lora_weights='pissa' needs whole weights" in pissa
