@@ -99,8 +99,7 @@ class AttentionPatch:
             bound = rebind(function, self._replacements)
             made: dict[str, Any] = {x.name: found for x, found in methods.values() if x.of_class}
             made |= {} if bound is None else {name: bound}
-            # `__class__` is the original class: diffusers' AttentionProcessorRegistry looks it up.
-            attributes = {"__module__": kind.__module__, "__class__": property(lambda _: kind), ORIGINAL: kind}
+            attributes = {"__module__": kind.__module__, "__class__": _class_instead(kind), ORIGINAL: kind}
             attributes |= {x.name: _stored(x.name, x.stored, found) for x, found in methods.values() if not x.of_class}
             attributes |= {"_parallel_config": property(lambda _: mark)} if is_marked else {}
             attributes |= {"__slots__": (_PROCESSOR,), "__copy__": _copy, "__deepcopy__": _deepcopy}
@@ -113,6 +112,15 @@ class AttentionPatch:
                     "lightning_cp: replace it on processor.__class__, or before apply_context_parallel"
                 )
         return subclass
+
+
+def _class_instead(kind: type) -> property:
+    """Return a property `__class__` that is the original class: diffusers' AttentionProcessorRegistry looks it up.
+
+    While compiling, it is the true class: torch.compile looks attributes up in `__class__`, and would find the original
+    class's, or the shared `__dict__`'s, in place of the replacements.
+    """
+    return property(lambda processor: type(processor) if torch.compiler.is_compiling() else kind)
 
 
 def _in_place_of(processor: Any, kind: type) -> Any:

@@ -77,7 +77,10 @@ def build() -> Any:
 
         def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             x = attn.to_q(hidden_states)
-            return attend(x, self.scale) + self.inner(x) + self.inner.run(x) + self.function(x)
+            return self.attend(x) + self.inner(x) + self.inner.run(x) + self.function(x)
+
+        def attend(self, x: Tensor) -> Tensor:
+            return attend(x, self.scale)
 
     class Block(nn.Module):
         def __init__(self) -> None:
