@@ -25,7 +25,7 @@ _EXACT = 1e-9
 
 def attend(x: Tensor, scale: float = 1.0) -> Tensor:
     """Self-attention of 4 heads without weights."""
-    q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
     return F.scaled_dot_product_attention(scale * q, q.flip(-1), q).transpose(1, 2).flatten(2)
 
 
@@ -33,7 +33,7 @@ def imported(x: Tensor) -> Tensor:
     """Attention under a name that is no global."""
     from torch.nn.functional import scaled_dot_product_attention as attention
 
-    q = x.unflatten(-1, (4, -1)).transpose(1, 2)
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
     return attention(q, q.flip(-1), q).transpose(1, 2).flatten(2)
 
 
@@ -85,7 +85,7 @@ def build() -> Any:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.attention = Attention(16, heads=4, dim_head=4, processor=Processor())  # type: ignore[arg-type]
+            self.attention = Attention(16, heads=4, dim_head=4, processor=Processor())
             self.helper, self.items, self.table = Nested(Helper()), [torch.tanh], {"a": torch.tanh}
             self.only_in_evaluation: Any = None
 
@@ -234,7 +234,7 @@ def _allowed(rank: int, world: int) -> float:
             self.helper = Nested(imported)
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.helper(x.unflatten(1, (-1, 2)).flatten(0, 1)).view_as(x)  # within pairs of tokens
+            out: Tensor = self.helper(x.reshape(-1, 2, x.shape[-1])).view_as(x)  # within pairs of tokens
             return out
 
     single, model = build(), build()
