@@ -7,6 +7,7 @@ coordinate`. Other mesh axes, in any position, do not change it.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -60,43 +61,6 @@ class MeshGroups:
         return self.context_rank % self.context_shape[1]
 
 
-@dataclass(frozen=True, eq=False)
-class Branches:
-    """Groups of this rank when the CFG branches or the blocks of one sample are computed by several context groups.
-
-    Attributes:
-        context: groups over which the tokens of this branch are sharded.
-        cfg_groups: ranks that hold the same tokens and blocks, one from each branch, as a ring.
-        sample: all ranks that share a sample (cfg x pipe x ring x ulysses), as a ring.
-        data_rank, data_size: index of this sample, and number of samples computed at a time.
-        pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
-        control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
-    """
-
-    context: MeshGroups
-    cfg_groups: MeshGroups
-    sample: MeshGroups
-    data_rank: int
-    data_size: int
-    pipe_groups: MeshGroups
-    control: dist.ProcessGroup | None = None
-
-    @property
-    def cfg(self) -> int:
-        """Number of branches computed at a time."""
-        return self.cfg_groups.context_size
-
-    @property
-    def cfg_rank(self) -> int:
-        """Index of this rank's branch."""
-        return self.cfg_groups.context_rank
-
-    @property
-    def pipe(self) -> int:
-        """Number of stages that the blocks are divided into."""
-        return self.pipe_groups.context_size
-
-
 SINGLE_RANK = MeshGroups("single_rank", None, None, None, None, (1, 1), 0, 0, 1)
 
 
@@ -120,6 +84,15 @@ _by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({SINGLE_RAN
 # Part of the names: a name is a constant of compiled graphs, and torch's compile cache only finds a graph again if the
 # next process gives the same name.
 _numbers = itertools.count()
+
+
+def cached(key: object, build: Callable[[], Any]) -> Any:
+    """Return what is cached for this world by a key; build it at first use. Ranks: those that `build` needs."""
+    assert dist.group.WORLD is not None, "an initialised process group has a world"
+    built = _cache.of(dist.group.WORLD)
+    if key not in built:
+        built[key] = build()
+    return built[key]
 
 
 def cached_groups() -> tuple[object, ...]:
@@ -193,105 +166,16 @@ def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
-def branches_for(config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, shares: object = None) -> Branches:
-    """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x pipe x ring x ulysses mesh.
-
-    If the mesh has an axis named `cfg` or `pipe`, its size is used; otherwise `cfg` x `pipe` neighbouring context
-    groups share a prompt.
-
-    Args: shares: see `groups_for`; the same for all branches.
-    Ranks: every rank of the world, at first use. Raises: ValueError: the degrees do not fit the world, or the mesh.
-    """
-    groups = groups_for(config, shares)
-    cfg, pipe = _size_of(config.mesh, "cfg", cfg), _size_of(config.mesh, "pipe", pipe)
-    if cfg == pipe == 1 and groups is SINGLE_RANK:
-        return Branches(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, SINGLE_RANK)
-    if not dist.is_initialized():
-        degree = f"cfg={cfg}" if pipe == 1 else f"pipe={pipe}"
-        raise ValueError(f"{degree} needs a process group: call torch.distributed.init_process_group first")
-    context = groups.context_size
-    if groups.data_size % (cfg * pipe):
-        needed = cfg * pipe * context
-        raise ValueError(
-            f"cfg={cfg} x {f'pipe={pipe} x ' if pipe > 1 else ''}ring={config.ring} x ulysses={config.ulysses} = "
-            f"{needed} must divide the world size {groups.data_size * context}: start a multiple of {needed} ranks"
-        )
-    assert dist.group.WORLD is not None, "an initialised process group has a world"
-    built = _cache.of(dist.group.WORLD)
-    key = ("branches", cfg, pipe, groups.name)
-    if key not in built:
-        built[key] = _build_branches(groups, cfg, pipe)
-    found: Branches = built[key]
-    return found
-
-
-def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
-    """Return the size of a mesh axis, or the given degree if there is no such axis. Raises: ValueError: they differ."""
-    names = () if mesh is None else tuple(mesh.mesh_dim_names or ())
-    if axis not in names:
-        return given
-    assert mesh is not None, "its axes were read above"
-    size = mesh.size(names.index(axis))
-    if given not in (1, size):
-        raise ValueError(f"{axis}={given} contradicts the mesh: its axis '{axis}' has size {size}; leave {axis} out")
-    return size
-
-
-def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
-    mesh = groups.mesh
-    assert mesh is not None, "ranks of a process group have a mesh"
-    names = tuple(mesh.mesh_dim_names or ())
-    inner = [names.index(axis) for axis in ("cfg", "pipe", "ring", "ulysses") if axis in names]
-    others = [axis for axis in range(mesh.ndim) if axis not in inner]
-    ranks = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, pipe, groups.context_size)
-    data_rank, cfg_rank, pipe_rank, context_rank = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    sample, by_branch, by_stage = groups.context, None, None
-    if cfg > 1:  # collective: every rank creates all groups in the same order
-        by_branch = _new_groups(ranks.permute(0, 2, 3, 1))
-    if pipe > 1:
-        by_stage = _new_groups(ranks.permute(0, 1, 3, 2))
-    if cfg > 1 or pipe > 1:
-        sample = _new_groups(ranks.flatten(1))
-        _connect(by_branch, by_stage, sample)
-    control = None
-    if cfg * pipe * groups.context_size > 1:
-        control = _new_groups(ranks.flatten(1), backend="gloo")
-    coordinates = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
-    return Branches(
-        context=groups,
-        cfg_groups=_as_ring(groups, by_branch, cfg, cfg_rank, name="cfg"),
-        sample=_as_ring(
-            *(groups, sample, cfg * pipe * groups.context_size, coordinates),
-            name="sample",
-            shares=None if groups.shares is None else groups.shares * (cfg * pipe),
-        ),
-        data_rank=data_rank,
-        data_size=len(ranks),
-        pipe_groups=_as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
-        control=control,
-    )
-
-
-def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a group for each row of `ranks` [..., n], and return this rank's."""
-    group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
-    found: dist.ProcessGroup = group
-    return found
-
-
 def ring_groups(groups: MeshGroups) -> MeshGroups:
     """Return the ring of `groups` without its Ulysses group. Cached as long as the mesh."""
     if groups.ring is None:
         return SINGLE_RANK
-    assert dist.group.WORLD is not None, "a ring has a process group"
-    built, key = _cache.of(dist.group.WORLD), ("ring", groups.name)
-    if key not in built:
-        built[key] = _as_ring(groups, groups.ring, groups.context_shape[0], groups.ring_rank, name="ring")
-    found: MeshGroups = built[key]
+    size, rank = groups.context_shape[0], groups.ring_rank
+    found: MeshGroups = cached(("ring", groups.name), lambda: as_ring(groups, groups.ring, size, rank, name="ring"))
     return found
 
 
-def _as_ring(
+def as_ring(
     groups: MeshGroups,
     group: dist.ProcessGroup | None,
     size: int,
@@ -341,7 +225,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
             context, _ = dist.new_subgroups_by_enumeration(ranks.tolist())  # type: ignore[no-untyped-call]
     ring_group = mesh.get_group("ring") if ring > 1 else None
     ulysses_group = mesh.get_group("ulysses") if ulysses > 1 else None
-    _connect(ring_group, ulysses_group, context)
+    connect(ring_group, ulysses_group, context)
     return MeshGroups(
         name=f"{context.group_name if context is not None else 'single'}:{ring}x{ulysses}:{next(_numbers)}",
         mesh=mesh,
@@ -355,7 +239,7 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
     )
 
 
-def _connect(*groups: dist.ProcessGroup | None) -> None:
+def connect(*groups: dist.ProcessGroup | None) -> None:
     """Run one collective on each NCCL group, so that its communicator exists before the first point-to-point transfer.
 
     If the first call on a group is a batch of point-to-point operations, every rank must take part in it. A rank with

@@ -109,7 +109,7 @@ class Installed(Around):
         if not torch.compiler.is_compiling():
             allow_graphs_of_blocks(self._num_blocks)
         assert self._hook is not None, "a plan is installed"
-        self.caches.before_forward()
+        self.caches.before_forward(kwargs)
         try:
             return self._hook.run(self.module, self._own_forward, args, kwargs)
         except BaseException:

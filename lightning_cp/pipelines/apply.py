@@ -13,7 +13,6 @@ from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import branches_for
 from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
@@ -39,6 +38,7 @@ from lightning_cp.pipelines.wrappers import (
     vote_before,
     with_resolved_tensors,
 )
+from lightning_cp.sample_groups import branches_for
 from lightning_cp.shares import show_shares
 
 _log = logging.getLogger("lightning_cp")
@@ -109,6 +109,11 @@ def parallelize_pipeline(
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     num_stages = check_patches(pipe, patches, warmup)
     found = transformers_of(pipeline, components)
+    both = [name for name in shard if name in found]
+    if num_stages > 1 and both:
+        raise ValueError(
+            f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
+        )
     refuse_processor_swaps(pipeline)
     ranks = branches_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)

@@ -20,11 +20,11 @@ from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError
-from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
 from lightning_cp.pipelines.forms import Form, key_of, taken_apart
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
+from lightning_cp.sample_groups import Branches
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 

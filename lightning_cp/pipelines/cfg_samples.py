@@ -15,8 +15,8 @@ from lightning_cp.compat.torch_names import tree_map
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
-from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
+from lightning_cp.sample_groups import Branches
 
 _MAX_BRANCHES = 4
 _BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)

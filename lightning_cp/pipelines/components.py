@@ -11,9 +11,9 @@ from torch import nn
 
 from lightning_cp.engine.apply import installed_on, no_plan
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
+from lightning_cp.sample_groups import Branches
 from lightning_cp.vae import parallelize_vae
 
 

@@ -20,8 +20,8 @@ from typing_extensions import override
 from lightning_cp.comm.packet import layout_of
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.compat.torch_names import aten, make_wrapper_subclass
-from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type, replace
+from lightning_cp.sample_groups import Branches
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.

@@ -19,11 +19,11 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import GuidanceError, PlanError
-from lightning_cp.mesh import Branches
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
 from lightning_cp.pipelines.forms import key_of
+from lightning_cp.sample_groups import Branches
 
 
 @dataclass(eq=False)
@@ -185,7 +185,8 @@ def make_patch_calls(
 ) -> dict[str, PatchCalls]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
-    Raises: PlanError: a class cannot be computed in patches or stages. ValueError: more stages than blocks.
+    Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
+        than blocks.
     """
     if ranks.pipe == patches == 1:
         return {}
@@ -202,6 +203,7 @@ def make_patch_calls(
                 f"pipe={ranks.pipe}: the blocks of {kind} need outputs of other blocks than the one before, so they "
                 "cannot be divided into stages: use pipe=1"
             )
+        refuse_caches(installed)
         for path in blocks_of(installed):
             if submodule(installed.module, path).__dict__.get("_compiled_call_impl") is not None:
                 raise PlanError(
@@ -211,6 +213,17 @@ def make_patch_calls(
         stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
         found[name] = PatchCalls(installed, patches, warmup, clock, stage)
     return found
+
+
+def refuse_caches(installed: Installed) -> None:
+    """Raises: PlanError: a step cache on a transformer that is computed in patches or stages."""
+    installed.caches.follow()
+    if installed.caches:
+        raise PlanError(
+            f"{installed.caches.kinds[0].name} on {type(installed.module).__name__} with pipe or patches above 1: step "
+            "caches expect one forward for each step, over all blocks: call disable_cache(), or leave out pipe and "
+            "patches"
+        )
 
 
 def check_patches(pipe: object, patches: object, warmup: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches
+from lightning_cp.sample_groups import Branches
 
 
 def refuse_processor_swaps(pipe: Any) -> None:

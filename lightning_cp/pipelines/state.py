@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
-from lightning_cp.mesh import Branches
 from lightning_cp.patching import Undo
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.votes import Votes
+from lightning_cp.sample_groups import Branches
 
 INSTALLED = "_lightning_cp"
 

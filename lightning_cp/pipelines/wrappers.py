@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
-from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo, intercept_method
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
@@ -17,7 +16,7 @@ from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.degrees import Degrees
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.patch_calls import PatchCalls
+from lightning_cp.pipelines.patch_calls import PatchCalls, refuse_caches
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.pipelines.votes import Votes
@@ -31,6 +30,7 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
             call = partial(_in_patches, in_patches, call)
         if not calls.is_active:
             if in_patches is not None:
+                refuse_caches(installed)
                 in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
             return call(*args, **kwargs)
@@ -70,7 +70,7 @@ def vote_before(
 def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) -> Around:
     """Wrap the pipeline's calls: check components, sync the RNG, compare inputs, run the stages, resolve results.
 
-    Step caches start empty in each call, also after one that was interrupted.
+    Step caches start empty in each call, also after one that failed.
     """
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
@@ -101,14 +101,11 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 def _empty_caches(state: ParallelPipeline) -> None:
     """Raises: PlanError: a step cache in a pipeline that computes a step in patches."""
     for installed in state.transformers.values():
-        installed.caches.follow()
-        if installed.caches and state.patch_calls:
-            raise PlanError(
-                f"{installed.caches.kinds[0].name} on {type(installed.module).__name__}: with patches, a step runs the "
-                "transformer once for each patch, for which step caches were not made: call disable_cache(), or leave "
-                "out pipe and patches"
-            )
-        installed.caches.reset()
+        if state.patch_calls:
+            refuse_caches(installed)
+        else:
+            installed.caches.follow()
+            installed.caches.reset()
 
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:

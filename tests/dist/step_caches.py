@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,11 +132,17 @@ def loop(
     contexts: Sequence[str] = ("cond",),
     steps: Sequence[int] = tuple(range(STEPS)),
     call: Callable[[dict[str, Any]], Any] | None = None,
+    float64: bool = True,
 ) -> Run:
-    """Run a loop, in float64 and without gradients; each context has texts of its own."""
+    """Run a loop without gradients; each context has texts of its own.
+
+    Args: float64: keep float64 where the model's code casts to float32; False for compiled blocks, since dynamo fails
+        with a function mode (NameError in code that it resumes after a graph break).
+    """
     run, text = Run(), arguments.get("encoder_hidden_states")
     texts = [None if text is None else text * (1 - 0.4 * number) for number in range(len(contexts))]
-    with recording(model, run), torch.no_grad(), KeepFloat64(), warnings.catch_warnings():
+    keep = KeepFloat64() if float64 else nullcontext()
+    with recording(model, run), torch.no_grad(), keep, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of FasterCache's torch.meshgrid
         for step in steps:
             clock.step = step

@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_cp.families import StoredBatch
 from lightning_cp.finetune import FineTuning, HeldOutData, LoraSettings, add_lora, load_transformer
 from lightning_cp.latent_cache import LatentCache, LatentData
+from lightning_cp.objectives import micro_batches, objective_for
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
 from tests.dist.lightning_ranks import trainer_of
 from tests.e2e.finetuning import write_cache
@@ -132,6 +133,26 @@ def test_micro_batches_change_nothing(
         assert found["metrics"]["sigma"] == pytest.approx(alone["metrics"]["sigma"], rel=1e-6)
     with pytest.raises(RankFailure, match="does not work with Trainer"):
         run_ranks(1, _fit, "alone1", flux, {"micro": 1, "accumulate_grad_batches": 2}, init=False)
+
+
+def test_micro_batches_have_the_gradients_of_the_whole_batch(flux: Path) -> None:
+    """In float64, because the gradients of a float32 transformer already differ by 1e-5 through rounding."""
+    module, data = _module(flux).double(), LatentData(LatentCache(flux / "latents"))
+    stored, objective = data.collate([data[i] for i in range(4)]), objective_for(module.family, seed=1)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for p in trained:
+        torch.nn.init.normal_(p, std=0.1)
+    found = []
+    for size in (None, 3, 1):
+        module.zero_grad()
+        for part in micro_batches(objective, module.family, stored, size=size, step=2, first_index=4):
+            module.loss(part)[0].backward()
+        assert all(p.grad is not None for p in trained)
+        found.append(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
+    whole, *others = found
+    assert whole.norm() > 1e-3
+    for grads in others:
+        assert (grads - whole).norm() < 1e-10 * whole.norm()
 
 
 @pytest.mark.parametrize(("world", "name"), [(1, "alone1"), (2, "cp2"), pytest.param(2, "cp1", marks=pytest.mark.full)])

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import FirstBlockCacheConfig
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
@@ -128,6 +129,7 @@ def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
         ({"warmup": 2}, "no meaning with patches=1"),
         ({"patches": 2, "warmup": 0}, "warmup=0 must be at least 1"),
         ({"pipe": 2}, "pipe=2 needs a process group"),
+        ({"pipe": 2, "shard": ["transformer"]}, "leave one of them out"),
     ],
 )
 def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
@@ -138,6 +140,48 @@ def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
 def test_a_class_that_is_not_proven_is_refused() -> None:
     with pytest.raises(PlanError, match="ChromaTransformer2DModel cannot be computed in patches"):
         parallelize_pipeline(_pipe("chroma"), ContextParallelConfig(), patches=2)
+
+
+_CACHED = "FirstBlockCache on FluxTransformer2DModel with pipe or patches above 1"
+
+
+def test_a_step_cache_is_refused_before_and_after() -> None:
+    pipe = _pipe("flux")
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(PlanError, match=_CACHED):
+        parallelize_pipeline(pipe, ContextParallelConfig(), patches=2)
+    _latents(pipe, "flux")  # as before
+    pipe.transformer.disable_cache()
+    parallelize_pipeline(pipe, ContextParallelConfig(), patches=2)
+    expected = _latents(pipe, "flux")
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    with pytest.raises(PlanError, match=_CACHED):
+        _latents(pipe, "flux")
+    with pytest.raises(PlanError, match=_CACHED):
+        pipe.transformer()
+    pipe.transformer.disable_cache()
+    assert torch.equal(_latents(pipe, "flux"), expected)
+
+
+def _cached(rank: int, world: int) -> list[str]:
+    """What is said on each rank of two stages, with patches=1 too."""
+    said = []
+    for before, patches in ((True, 2), (False, 1)):
+        pipe = _pipe("flux")
+        if before:
+            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+        with pytest.raises(PlanError) as refusal:  # noqa: PT012 - where it is raised depends on the order
+            parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=patches)
+            pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+            _latents(pipe, "flux")
+        said.append(str(refusal.value))
+    return said
+
+
+@pytest.mark.full
+def test_a_step_cache_is_refused_on_every_stage(run_ranks: RankPool) -> None:
+    for said in run_ranks(3, _cached):
+        assert all(text.startswith(_CACHED) for text in said)
 
 
 def test_blocks_are_divided_by_cost() -> None:

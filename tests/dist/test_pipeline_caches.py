@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -67,7 +68,9 @@ def _transformers(name: str, pipe: Any) -> list[Any]:
 def _sample(pipe: Any, name: str, seed: int = 7, **others: Any) -> Tensor:
     tiny = table(FAMILIES[name])[name]
     given = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
-    value = getattr(pipe(**given, generator=torch.Generator().manual_seed(seed)), tiny.output)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of FasterCache's torch.meshgrid
+        value = getattr(pipe(**given, generator=torch.Generator().manual_seed(seed)), tiny.output)
     return torch.as_tensor(value if isinstance(value, Tensor) else value[0])
 
 
@@ -145,11 +148,11 @@ def test_latents_are_those_of_one_process_with_the_cache(
         if name in ("cogvideox", "flux"):  # one call a step, for all branches
             assert ran == [expected] * world
         else:  # a branch for each half of the ranks; all compute the first call of each shape
-            assert all(expected / 2 <= n < expected for n in ran)
+            assert sum(ran) >= expected > max(ran), (ran, expected)
 
 
-def _interrupted(rank: int, world: int) -> float:
-    """The error of a call after one that a callback ended at its third step."""
+def _failed(rank: int, world: int) -> float:
+    """The error of a call after one that failed in a callback, at its third step."""
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
     alone = _sample(pipe, "flux")
@@ -159,17 +162,17 @@ def _interrupted(rank: int, world: int) -> float:
 
     def stop(pipe: Any, step: int, *_: Any) -> Any:
         if step == 2:
-            raise KeyboardInterrupt
+            raise RuntimeError("step 2")
         return {}
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(RuntimeError, match="step 2"):
         _sample(pipe, "flux", callback_on_step_end=stop)
     together = _sample(pipe, "flux")
     return float((together - alone).abs().max() / alone.abs().max())
 
 
-def test_a_call_after_an_interrupted_one_starts_with_an_empty_cache(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _interrupted, timeout_s=120)) < 1e-4
+def test_a_call_after_a_failed_one_starts_with_an_empty_cache(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _failed, timeout_s=120)) < 1e-4
 
 
 def _prompts(rank: int, world: int) -> list[float]:

@@ -253,12 +253,12 @@ def _compiled(rank: int, world: int, cache: str) -> tuple[bool, float]:
     clock = Clock()
     model, arguments = _model("wan")
     _enable(model, cache, clock)
-    expected = loop(model, arguments, clock)
+    expected = loop(model, arguments, clock, float64=False)
     model, arguments = _model("wan")
     apply_context_parallel(model, MODES["ring"](world))
     _enable(model, cache, clock)
     model.compile_repeated_blocks(backend="aot_eager")
-    run = loop(model, arguments, clock)
+    run = loop(model, arguments, clock, float64=False)
     return [bool(x) for x in run.skips] == expected.skips, run.error(expected)
 
 
@@ -266,4 +266,4 @@ def _compiled(rank: int, world: int, cache: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("cache", ["first_block", "taylorseer", "mag"])
 def test_caches_of_compiled_blocks(run_ranks: RankPool, cache: str) -> None:
     for _, error in run_ranks(3, _compiled, cache, timeout_s=240):
-        assert error < 1e-9
+        assert error < 1e-5

@@ -29,8 +29,11 @@ def states(finished: Finished) -> dict[str, torch.Tensor]:
     return {f"{kind}.{name}": x for kind in ("model", "average") for name, x in saved[kind].items()}
 
 
-def assert_equal(finished: Finished, whole: Finished) -> None:
-    """Compare losses, mean sigma, gradient norms, weights and EMA with a run that accumulates nothing."""
+def assert_equal(finished: Finished, whole: Finished, *, weights: float = 1e-6) -> None:
+    """Compare losses, mean sigma, gradient norms, weights and EMA with a run that accumulates nothing.
+
+    Args: weights: largest absolute difference of the weights.
+    """
     assert finished.exit_code == 0, finished.stdout + finished.stderr
     assert len(set(whole.losses)) == STEPS
     for ours, expected in zip(finished.rows, whole.rows, strict=True):
@@ -43,7 +46,7 @@ def assert_equal(finished: Finished, whole: Finished) -> None:
     mine, reference = states(finished), states(whole)
     assert mine.keys() == reference.keys()
     for name, x in mine.items():
-        torch.testing.assert_close(x, reference[name], rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(x, reference[name], rtol=1e-6, atol=weights, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.fixture(scope="module")
@@ -98,4 +101,6 @@ def test_fine_tuning_is_the_same(
     wan: Path, lora: Finished, given: tuple[str, ...], trainer: str, tmp_path: Path
 ) -> None:
     size = 1 if "data_parallel=2" in given else 3
-    assert_equal(tune(wan, tmp_path / "run", f"trainer={trainer}", f"micro_batch_size={size}", *given), lora)
+    finished = tune(wan, tmp_path / "run", f"trainer={trainer}", f"micro_batch_size={size}", *given)
+    # float32 gradients differ by 1e-5 of their norm; tests/dist/test_finetuning_module.py compares them in float64
+    assert_equal(finished, lora, weights=2e-5)

@@ -15,6 +15,7 @@ OPTIONAL = {
     "attention/merge_triton.py": {"triton"},
     "export.py": {"peft"},
     "finetune/lora.py": {"peft"},
+    "finetune/quantize.py": {"optimum"},
     "media/decoder.py": {"av"},
     "precompute/terminal.py": {"transformers"},
 }

@@ -30,9 +30,9 @@ from lightning_cp.attention.heads import assign_heads
 from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
-from lightning_cp.mesh import branches_for
 from lightning_cp.patching import intercept_calls
 from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
+from lightning_cp.sample_groups import branches_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6

@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_cp.compat.diffusers_hooks import has_hook
 from lightning_cp.engine.apply import installed_on
-from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.cfg_samples import cfg_rows
+from lightning_cp.sample_groups import Branches
 
 _TIMESTEP = "current_timestep_callback"
 

@@ -20,8 +20,8 @@ from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.lora_file import read_lora
-from lightning_cp.mesh import Branches
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
+from lightning_cp.sample_groups import Branches
 
 
 def load_denoiser(

@@ -90,11 +90,17 @@ class StepCaches:
         for watched in self.hooks:
             watched.forget(name)
 
-    def before_forward(self) -> None:
+    def before_forward(self, kwargs: dict[str, Any]) -> None:
         """Compare the progress of the caches between ranks.
+
+        A hook around the model that was put on since the last forward has already run, unwatched, so what it sets
+        before the model's own forward is set again.
 
         Ranks: all of `session.sample`. Raises: PeerMismatchError, on all of these ranks.
         """
+        for watched in self.hooks:
+            if watched.before_compute is not None and watched.context is not None:
+                watched.before_compute(kwargs)
         if self.hooks and self._session.sample.context is not None:
             uncompiled(self._compare)()
 

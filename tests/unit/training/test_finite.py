@@ -60,13 +60,14 @@ class Loop:
 
     def step(self, factor: float = 1.0) -> None:
         self.steps.begin()
-        loss = self.module(torch.ones(4, 3)).square().mean() * factor
+        part: Any = SimpleNamespace(loss=lambda model: (self._loss(model, factor), torch.zeros(())))
+        loss = self.steps.loss(part, self.module)
         if self.scaler is None:
             loss.backward()
         else:
             self.scaler.scale(loss).backward()
             self.scaler.unscale_(self.optimizer)
-        self.steps.before_update(loss, max_norm=1.0)
+        self.steps.before_update(max_norm=1.0)
         if self.scaler is None:
             self.optimizer.step()
         else:
@@ -74,6 +75,11 @@ class Loop:
             self.scaler.update()
         self.optimizer.zero_grad()
         self.steps.end()
+
+    @staticmethod
+    def _loss(model: nn.Module, factor: float) -> torch.Tensor:
+        loss: torch.Tensor = model(torch.ones(4, 3)).square().mean() * factor
+        return loss
 
     @property
     def values(self) -> torch.Tensor:

@@ -1,0 +1,97 @@
+"""Measure how far samples in patches (PipeFusion) are from the exact samples of a run's model.
+
+    python -m lightning_cp.app.benchmark.patches_quality RUN PLOT.png [COUNT]
+
+RUN is the folder of a run of recipes/train.py on digits. One process draws the same samples exactly, and for each
+number of patches and of warm-up evaluations. The result does not depend on the number of stages (docs/pipefusion.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw_panels, load_digits, psnr
+from lightning_cp.app.sampling.recognise import recognise_digits
+from lightning_cp.patching import intercept_calls, undo_all
+from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
+
+PATCHES = (2, 4, 8)
+WARMUP = (1, 2, 4)
+
+
+class Measured(NamedTuple):
+    """Samples drawn in patches (1: exactly), with `warmup` first evaluations of the whole sequence.
+
+    psnr: against the exact samples, for a range of 2, in dB. largest: largest deviation of a value, in that range.
+    recognised: by a classifier of real digits.
+    """
+
+    patches: int
+    warmup: int
+    psnr: float
+    largest: float
+    recognised: float
+
+
+def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tensor:
+    """Draw the samples. Each evaluation is one forward, with both branches of guidance in its batch."""
+    clock = StepClock()
+    made = make_patch_calls(
+        {"transformer": digits.installed}, digits.ranks, pipe=1, patches=patches, warmup=warmup, clock=clock
+    )
+    undo = [x for calls in made.values() for x in (*calls.install(), intercept_calls(digits.transformer, calls.call))]
+
+    @contextmanager
+    def evaluation(time: float) -> Iterator[None]:
+        yield
+        clock.end_step()
+
+    try:
+        return digits.draw(evaluation)
+    finally:
+        undo_all(undo)
+
+
+def measure(run: Path, count: int) -> list[Measured]:
+    """Draw `count` samples exactly and with each setting."""
+    digits = load_digits(run, count)
+    exact = samples_in_patches(digits, patches=1, warmup=1)
+    found: list[Measured] = []
+    for patches, warmup in [(1, 1), *((n, w) for n in PATCHES for w in WARMUP)]:
+        samples = exact if patches == 1 else samples_in_patches(digits, patches, warmup)
+        largest, recognised = float((samples - exact).abs().max()), recognise_digits(samples, digits.labels).fraction
+        found.append(Measured(patches, warmup, psnr(samples, exact), largest, recognised))
+        print(found[-1], flush=True)
+    return found
+
+
+def draw(measured: list[Measured], path: Path) -> None:
+    """Plot the deviation against the number of patches, with a line for each warm-up."""
+    exact, *others = measured
+    lines = {f"warm-up {warmup}": [x for x in others if x.warmup == warmup] for warmup in WARMUP}
+    panels = [
+        Panel("PSNR to exact, dB", {name: [x.psnr for x in line] for name, line in lines.items()}),
+        Panel("largest deviation", {name: [x.largest for x in line] for name, line in lines.items()}),
+        Panel(
+            f"recognised, % (exact: {100 * exact.recognised:.0f})",
+            {name: [100 * x.recognised for x in line] for name, line in lines.items()},
+        ),
+    ]
+    draw_panels(panels, PATCHES, "patches", path)
+
+
+def main(run: str, plot: str, count: str = "20") -> None:
+    """Measure, and draw the plot."""
+    torch.set_num_threads(1)
+    draw(measure(Path(run).absolute(), int(count)), Path(plot))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
