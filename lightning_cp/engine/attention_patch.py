@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cp.compat.torch_names import function_modes
@@ -32,6 +33,7 @@ from lightning_cp.errors import InterceptionError, PlanError
 
 _SKIP = "AttentionScoreSkipFunctionMode"  # set by diffusers' guiders: attention returns its values
 ATTRIBUTES = "_lightning_cp_attributes"  # of a module: by name, an attribute (None: the class has it), its replacement
+_PROCESSOR = "_lightning_cp_processor"  # slot of the engine's processors: the processor that it replaces
 
 
 class AttentionPatch:
@@ -70,15 +72,7 @@ class AttentionPatch:
             self._intercept_forward(module)
         if attending_method(processor) is None:
             return
-        replacement: Any = copy.copy(processor)
-        kind, of_instance = self._class_of(processor)
-        replacement.__class__ = kind
-        replacement.__dict__.update(of_instance)
-        if of_instance:
-            replacement.__dict__[ATTRIBUTES] = tuple(of_instance)
-        if mark is not None and hasattr(processor, "_parallel_config"):
-            replacement._parallel_config = mark
-        exchange_processor(module, replacement)
+        module.processor = _in_place_of(processor, self._class_of(processor, mark))
 
     def _intercept_forward(self, module: nn.Module) -> None:
         function, of_class = own_function(module), own_forward(module).get() is None
@@ -94,19 +88,21 @@ class AttentionPatch:
         if replaced is not None:  # else only its methods attend
             put_forward(module, replaced)
 
-    def _class_of(self, processor: object) -> tuple[type, dict[str, Any]]:
-        """Make a subclass of a processor's class with replaced methods; also return replaced instance attributes."""
+    def _class_of(self, processor: object, mark: object) -> type:
+        """Make a subclass of a processor's class with replaced methods and functions."""
         kind, name = type(processor), attending_method(processor)
         assert name is not None, f"{kind.__name__} was found to attend"
-        function = getattr(kind, name)
+        function, is_marked = getattr(kind, name), mark is not None and hasattr(processor, "_parallel_config")
         methods = rebind_methods(processor, function, self._replacements, self._methods)
-        of_class = {x.name: made for x, made in methods.values() if x.of_class}
-        key = kind, function, *((x.name, x.stored) for x, _ in methods.values() if x.of_class)
+        key = kind, function, is_marked, *((x.name, x.stored, x.of_class) for x, _ in methods.values())
         if key not in self._classes:
             bound = rebind(function, self._replacements)
-            made = of_class if bound is None else {**of_class, name: bound}
-            # `__class__` is the original class: diffusers' AttentionProcessorRegistry looks it up.
-            attributes = {"__module__": kind.__module__, "__class__": property(lambda _: kind), ORIGINAL: kind}
+            made: dict[str, Any] = {x.name: found for x, found in methods.values() if x.of_class}
+            made |= {} if bound is None else {name: bound}
+            attributes = {"__module__": kind.__module__, "__class__": _class_instead(kind), ORIGINAL: kind}
+            attributes |= {x.name: _stored(x.name, x.stored, found) for x, found in methods.values() if not x.of_class}
+            attributes |= {"_parallel_config": property(lambda _: mark)} if is_marked else {}
+            attributes |= {"__slots__": (_PROCESSOR,), "__copy__": _copy, "__deepcopy__": _deepcopy}
             self._classes[key] = type(kind.__name__, (kind,), {**made, **attributes}), made
         subclass, made = self._classes[key]
         for name, bound in made.items():
@@ -115,7 +111,66 @@ class AttentionPatch:
                     f"{kind.__name__}.{name} was replaced on type(processor), which is a subclass made by "
                     "lightning_cp: replace it on processor.__class__, or before apply_context_parallel"
                 )
-        return subclass, {x.name: found for x, found in methods.values() if not x.of_class}
+        return subclass
+
+
+def _class_instead(kind: type) -> property:
+    """Return a property `__class__` that is the original class: diffusers' AttentionProcessorRegistry looks it up.
+
+    While compiling, it is the true class: torch.compile looks attributes up in `__class__`, and would find the original
+    class's, or the shared `__dict__`'s, in place of the replacements.
+    """
+    return property(lambda processor: type(processor) if torch.compiler.is_compiling() else kind)
+
+
+def _in_place_of(processor: Any, kind: type) -> Any:
+    replacement = _with_class(processor, kind)
+    object.__setattr__(replacement, _PROCESSOR, processor)
+    return replacement
+
+
+def _copy(replacement: Any) -> Any:
+    return _in_place_of(copy.copy(original_processor(replacement)), type(replacement))
+
+
+def _deepcopy(replacement: Any, memo: dict[int, Any]) -> Any:
+    return _in_place_of(copy.deepcopy(original_processor(replacement), memo), type(replacement))
+
+
+def _with_class(processor: Any, kind: type) -> Any:
+    """Make an object of another class that shares all attributes with a processor."""
+    made: Any = object.__new__(kind)
+    if hasattr(processor, "__dict__"):
+        object.__setattr__(made, "__dict__", processor.__dict__)
+    slots = {name for base in kind.__mro__ for name in _slots(base)} - {_PROCESSOR, "__dict__", "__weakref__"}
+    for name in slots:
+        if hasattr(processor, name):
+            object.__setattr__(made, name, getattr(processor, name))
+    return made
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _stored(name: str, original: object, replaced: object) -> property:
+    """Return a property for a function that a processor keeps as an attribute: read as its replacement."""
+
+    def get(processor: Any) -> Any:
+        if torch.compiler.is_compiling():  # it does not trace the comparison below; `Structure` has compared before
+            return replaced
+        if name not in processor.__dict__:
+            raise AttributeError(name)
+        return replaced if processor.__dict__[name] is original else processor.__dict__[name]
+
+    def put(processor: Any, value: object) -> None:
+        processor.__dict__[name] = value
+
+    def delete(processor: Any) -> None:
+        del processor.__dict__[name]
+
+    return property(get, put, delete)
 
 
 def replace_methods(module: nn.Module, replacements: Replacements, made: dict[object, Any]) -> bool:
@@ -162,21 +217,21 @@ def exchange_processor(module: nn.Module, replacement: Any) -> None:
 
 def original_processor(processor: Any) -> Any:
     """Return the processor that the engine's processor replaces; return other processors unchanged."""
-    return getattr(processor, "__dict__", {}).get(ORIGINAL, processor)
+    found = getattr(processor, _PROCESSOR, None)
+    return getattr(processor, "__dict__", {}).get(ORIGINAL, processor) if found is None else found
 
 
 def release(module: nn.Module) -> None:
     """Restore a module's own processor, methods and forward where the engine replaced them, also on deep copies."""
     replacement: Any = getattr(module, "processor", None)
-    if ORIGINAL in getattr(replacement, "__dict__", {}):
-        processor = replacement.__dict__[ORIGINAL]
-        if vars(type(replacement)).get(ORIGINAL) is type(processor):
-            # Keep attributes set since the replacement: a backend, the scale of an adapter.
-            replaced = (ORIGINAL, ATTRIBUTES, "_parallel_config", *replacement.__dict__.get(ATTRIBUTES, ()))
-            processor.__dict__.update({k: x for k, x in replacement.__dict__.items() if k not in replaced})
+    processor: Any = original_processor(replacement)
+    if processor is not replacement:
+        own = getattr(processor, "__dict__", {})
+        if own is not replacement.__dict__ and isinstance(replacement, type(processor)):  # `vars` was exchanged
+            own.update(replacement.__dict__)
         module.processor = processor
     elif ORIGINAL in vars(type(replacement)):  # created by type(module.processor)()
-        object.__dict__["__class__"].__set__(replacement, vars(type(replacement))[ORIGINAL])
+        module.processor = _with_class(replacement, vars(type(replacement))[ORIGINAL])
     for name, (stored, replaced) in module.__dict__.pop(ATTRIBUTES, {}).items():
         found = module.__dict__.get(name)
         if found is None or unbound(found) is not replaced:  # changed by the user since

@@ -46,15 +46,15 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     ]
     arguments += [arguments_of(module, (path,), x.arguments, joins=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
-    attention: dict[str, AttentionSpecs | None] = {}
+    found: dict[str, AttentionSpecs] = {}
     for pattern, specs in plan.blocks.items():
         paths = stack(module, pattern)
         if paths:
             arguments.append(arguments_of(module, paths, specs, is_block=True))
         for path in paths:
-            attention.update(_attention(submodule(module, path), path, pattern, plan))
+            found.update(_attention(submodule(module, path), path, pattern, plan))
     aside = tuple(f"{path}." for path, _ in whole)
-    attention = {path: x for path, x in attention.items() if not f"{path}.".startswith(aside)}
+    attention = {path: x for path, x in found.items() if x and not f"{path}.".startswith(aside)}
     known = [*(path for paths in plan.blocks for path in stack(module, paths)), *(path for path, _ in whole)]
     halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
     return Rules(
@@ -71,6 +71,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         leading=plan.leading,
         patches=plan.patches,
         unplanned=tuple(_unplanned(module, known)),
+        local=tuple(path for path, kinds in found.items() if not kinds),
         unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
     )
@@ -115,6 +116,7 @@ def _halo(module: nn.Module, path: str, dim: int, modality: str) -> Halo:
 
 
 def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[tuple[str, AttentionSpecs]]:
+    """Yield the path and kinds of attention of each module in a block that attends; no kinds for LOCAL modules."""
     found = False
     for name, inner in block.named_modules():
         at = f"{path}.{name}" if name else path
@@ -127,11 +129,11 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
             continue
         if kinds and not special:
             check_reachable(inner, at, may_call_flex=bool(plan.refused))
-        if not special and not attends(inner):
-            continue
-        found = True
-        if kinds:
+        if special or attends(inner):
+            found = True
             yield at, kinds
+        elif not kinds:
+            yield at, kinds  # marked LOCAL: helper objects of this module may attend
     if not found:
         raise PlanError(
             f"{path} ({type(block).__name__}) makes no attention call that could be intercepted: it must go through "

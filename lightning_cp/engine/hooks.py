@@ -11,8 +11,10 @@ from torch import nn
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.engine.bypass import BypassCheck
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
+from lightning_cp.engine.paths import is_compiled
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
@@ -74,7 +76,7 @@ class ModelHook(EngineHook):
                 args, kwargs = self.padding.before(module, args, kwargs)
             for hook in self.arguments:
                 args, kwargs = hook.before(module, args, kwargs)
-            output = forward(*args, **kwargs)
+            output = self._call(module, forward, args, kwargs)
             for output_hook in self.outputs:
                 output = output_hook.after(module, args, output)
             self.after(module)
@@ -89,6 +91,20 @@ class ModelHook(EngineHook):
             session.call = outer
             session.forwards -= 1
             STATS.leave()
+
+    def _call(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Call the forward; the first one in training, and in evaluation, is checked for hidden attention calls."""
+        session, training = self.session, module.training
+        if torch.compiler.is_compiling() or training not in session.unchecked or session.groups.context is None:
+            return forward(*args, **kwargs)
+        if any(is_compiled(inner) for inner in module.modules() if inner is not module):
+            session.unchecked.clear()  # the check would be compiled too; see `Structure.hidden`
+            return forward(*args, **kwargs)
+        with BypassCheck(session, module):
+            output = forward(*args, **kwargs)
+        if session.current().lengths:
+            session.unchecked.discard(training)
+        return output
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Check the arguments before the forward. Returns: the arguments by name."""

@@ -20,7 +20,7 @@ from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.forwards import Around, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Patches, install, strip
-from lightning_cp.engine.paths import submodule
+from lightning_cp.engine.paths import is_compiled, submodule
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.structure import Structure
@@ -104,6 +104,8 @@ class Installed(Around):
             return self._own_forward(*args, **kwargs)
         if self._structure is None or not self._structure.holds() or self.caches.have_changed():
             self._follow()
+        if self._structure is not None and self._structure.hidden:
+            self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
             allow_graphs_of_blocks(self._num_blocks)
         assert self._hook is not None, "a plan is installed"
@@ -113,6 +115,16 @@ class Installed(Around):
         except BaseException:
             self.caches.reset()  # a forward that did not end has left steps that fit no other
             raise
+
+    def _refuse_hidden(self, path: str) -> None:
+        """Raises: PlanError: attention that cannot be replaced is in compiled code, where calls are not checked."""
+        inner = (x for x in self.module.modules() if x is not self.module)
+        if torch.compiler.is_compiling() or any(map(is_compiled, inner)):
+            raise PlanError(
+                f"{type(self.module).__name__}: {path} makes attention calls, which cannot be intercepted: make them "
+                "in the forward of a module, in its processor, or in functions and methods that these call by name. "
+                "(Without torch.compile, this is refused only if queries would attend to shards)"
+            )
 
     def _forget_compiled(self) -> None:
         """Drop compiled code if a submodule was compiled separately: torch.compile does not guard on hooks."""
@@ -133,6 +145,7 @@ class Installed(Around):
             signature=self._signature,
             dispatcher=self._dispatcher,
         )
+        self.session.unchecked = {False, True}
         self._touched = list(self.module.modules())
         self._attending = [submodule(self.module, path) for path in self.rules.attention]
         self._structure = Structure(self.module, self.rules)

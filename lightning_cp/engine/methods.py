@@ -80,6 +80,14 @@ def called_on_first(owner: object, function: object) -> Called:
     return called
 
 
+def attributes_read(owner: object, function: object) -> list[str]:
+    """List the attributes that a function, and the methods that it calls on its first parameter, read from it."""
+    methods = called_on_first(owner, function).methods.values()
+    functions = [function, *(x.function for x in methods if not isinstance(x.stored, staticmethod))]
+    names = dict.fromkeys(name for x in functions for name in _names_on_first(x))
+    return [name for name in names if not name.startswith(_SUPER)]
+
+
 def _of_parent(owner: object, caller: object, name: str) -> Method | None:
     """Find the method that `super()` in a function finds."""
     order = (owner if isinstance(owner, type) else type(owner)).__mro__

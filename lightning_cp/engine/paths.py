@@ -37,6 +37,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if `torch.compile` was applied to this module, by `module.compile()` or as a wrapper around it."""
+    return module._compiled_call_impl is not None or "_orig_mod" in module._modules
+
+
 def is_a(module: nn.Module, name: str) -> bool:
     """Return True if a module's class or a base class has this name: FSDP2 replaces the class by a subclass."""
     return any(kind.__name__ == name for kind in type(module).__mro__)

@@ -57,6 +57,7 @@ class Rules:
     unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
     unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
         processor.
+    local: paths of modules in blocks that the plan marks LOCAL: their attention is not replaced.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
     patches: how the model is computed in patches; None: it cannot be.
     """
@@ -75,6 +76,7 @@ class Rules:
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()
     unproven: tuple[str, ...] = ()
+    local: tuple[str, ...] = ()
     patches: Patches | None = None
 
     @property

@@ -143,6 +143,8 @@ class Session:
         forwards: number of forwards under way: 0 or 1, or more if a model calls itself.
         succeeded: True after the first complete forward: the plan fits, so later failures have other causes.
         number: ID of the session in this process, for operators in compiled code.
+        unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
+            installed (see `BypassCheck`).
         checked: number of compiled forwards with checked arguments (int64 scalar).
         settled: by `Call.key`: True if each rank can derive all sizes from its own (for plans that do not describe
             attention).
@@ -160,6 +162,7 @@ class Session:
     evaluation: Evaluation | None = None
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
+    unchecked: set[bool] = field(default_factory=lambda: {False, True})
     checked: torch.Tensor = field(default_factory=_zero)
     settled: dict[Hashable, bool] = field(default_factory=dict)
     rows: MeshGroups | None = None

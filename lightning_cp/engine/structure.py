@@ -14,6 +14,7 @@ from torch import nn
 
 from lightning_cp.engine.attention_patch import ATTRIBUTES, original_processor
 from lightning_cp.engine.forwards import decorated_function, own_forward, own_function
+from lightning_cp.engine.held import Attribute, functions_of, held_by, helpers_in, hidden_in, lists_in
 from lightning_cp.engine.methods import ORIGINAL, called_on_first
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
@@ -29,8 +30,8 @@ _NUMBERS = count()
 class Structure:
     """All modules of a model, their classes, processors and forwards, by identity.
 
-    `holds` compares them before each forward: 75 µs for the 1275 modules of Flux (57 blocks); classes and forwards of
-    modules without children take 25 µs of this. It also changes if a wrapper is put around a module or its
+    `holds` compares them before each forward: 130 µs of CPU time for the 1275 modules of Flux (57 blocks). Forwards and
+    attributes that may hold code take 50 µs of this. It also changes if a wrapper is put around a module or its
     forward. `_parts` leaves wrappers out; if it changes, the plan must be installed again.
 
     `__dict__` is compared for planned modules and modules with children.
@@ -38,6 +39,9 @@ class Structure:
     torch.compile traces only the comparison of planned modules and of the functions of classes. It also guards on the
     class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again, and
     compares all modules at that time.
+
+    Attributes:
+        hidden: path of an attribute in a block that makes attention calls which are not replaced; "" if there is none.
     """
 
     def __init__(self, model: nn.Module, rules: Rules) -> None:
@@ -55,14 +59,25 @@ class Structure:
         self._kinds = [type(x) for x in self._objects]
         originals = {type(original_processor(processor)) for _, processor in self._processors}
         self._functions = [x for kind in dict.fromkeys([*self._kinds, *originals]) for x in _functions(kind)]
-        self._holders: list[dict[str, Any]] = []  # attributes of a module, or of a wrapper that keeps its forward
-        self._names: list[str] = []
-        self._forwards: list[object] = []
+        held = [x for module in modules for x in _held(module)]
+        self._lists = list(lists_in(held))
+        self._items = [list(x) for x in self._lists]
+        helpers = list(helpers_in(held))
+        self._objects += helpers
+        self._kinds += [type(x) for x in helpers]
+        self._functions += [x for kind in dict.fromkeys(map(type, helpers)) for x in functions_of(kind)]
+        self._holders: list[dict[Any, Any]] = []  # attributes of modules, processors, helpers and wrappers; tables
+        self._names: list[Any] = []
+        self._values: list[object] = []
         for module in modules:
             if module is not model:  # `Installed.put_on` replaces the model's forward later
                 self._add_forward(module)
-            self._add_attributes(module)
+            for name in _method_names(module):
+                self._add_attribute(module.__dict__, name)
+        for attributes, name, _ in held:
+            self._add_attribute(attributes, name)
         self._parts = list(_parts(model))
+        self.hidden = next(_hidden(model, rules), "")
         self._name = f"structure {next(_NUMBERS)}"  # an int that changes would become dynamic in a graph
         _STRUCTURES[self._name] = self
 
@@ -94,8 +109,9 @@ class Structure:
             return False
         if list(map(_MODULES, self._parents)) != self._children or list(map(type, self._objects)) != self._kinds:
             return False
-        now: list[object] = list(map(dict.get, self._holders, self._names))
-        return now == self._forwards
+        if not all(map(is_, map(dict.get, self._holders, self._names), self._values)):
+            return False
+        return all(len(x) == len(y) and all(map(is_, x, y)) for x, y in zip(self._lists, self._items))
 
     def has_parts_of(self, other: Structure) -> bool:
         """Return True if both consist of the same parts, wrappers left out."""
@@ -123,14 +139,10 @@ class Structure:
         for attributes, name in found:
             self._add_attribute(attributes, name)
 
-    def _add_attributes(self, module: nn.Module) -> None:
-        for name in _method_names(module):
-            self._add_attribute(module.__dict__, name)
-
-    def _add_attribute(self, attributes: dict[str, Any], name: str) -> None:
+    def _add_attribute(self, attributes: dict[Any, Any], name: Any) -> None:
         self._holders.append(attributes)
         self._names.append(name)
-        self._forwards.append(attributes.get(name))
+        self._values.append(attributes.get(name))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -154,6 +166,24 @@ def _parts(model: nn.Module) -> Iterator[object]:
             yield processor
             for kind in (type(processor), type(original_processor(processor))):
                 yield from (function for _, _, function in _functions(kind))
+        held = _held(module)
+        yield from (value for _, _, value in held if value is not None)
+        yield from (item for items in lists_in(held) for item in items)
+        for kind in dict.fromkeys(map(type, helpers_in(held))):
+            yield kind
+            yield from (function for _, _, function in functions_of(kind))
+
+
+def _held(module: nn.Module) -> list[Attribute]:
+    """List the objects and functions in the attributes of a module and of its processor."""
+    processors = [original_processor(where["processor"]) for where in _holding_processor(module)]
+    return [x for owner in (module, *processors) if hasattr(owner, "__dict__") for x in _held_by(owner)]
+
+
+def _held_by(owner: Any) -> list[Attribute]:
+    is_module = isinstance(owner, nn.Module)
+    calls = [own_function(owner)] if is_module else [getattr(type(owner), name, None) for name in _CALLS]
+    return [x for call in calls for x in held_by(owner, call)]
 
 
 def _functions(kind: type) -> Iterator[tuple[type, str, object]]:
@@ -179,6 +209,19 @@ def _holding_processor(module: nn.Module) -> Iterator[dict[str, Any]]:
     for attributes in (module.__dict__, module._modules):
         if "processor" in attributes:
             yield attributes
+
+
+def _hidden(model: nn.Module, rules: Rules) -> Iterator[str]:
+    """Yield the paths of attributes of modules in blocks that make attention calls which are not replaced."""
+    inside = tuple(f"{path}." for path in rules.blocks)
+    for path, module in model.named_modules():
+        if not f"{path}.".startswith(inside or "") or path in rules.local:
+            continue
+        processors = [original_processor(where["processor"]) for where in _holding_processor(module)]
+        for owner in (module, *(x for x in processors if hasattr(x, "__dict__"))):
+            name = hidden_in(owner, _held_by(owner))
+            if name is not None:
+                yield f"{path}.{name}" if owner is module else f"{path}.processor.{name}"
 
 
 def _planned_paths(rules: Rules) -> list[str]:
