@@ -67,10 +67,10 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     module = module.to(fabric.device)
     of_run = trained.sampling
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
-    if ranks.context.context_size > 1 or config.cache is not None:
+    if ranks.context.context_size > 1 or config.get("cache") is not None:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
     around: dict[str, Any] = {}
-    if config.cache is not None:
+    if config.get("cache") is not None:
         steps = around["around"] = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
         enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
@@ -96,7 +96,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         if are_digits(data):
             recognition = recognise_digits(drawn.pixels, drawn.labels)
             print(f"A classifier of the real digits recognises {recognition.fraction:.1%} of {count} samples.")
-        if config.cache is not None:
+        if config.get("cache") is not None:
             print(
                 f"The step cache skipped {skipped_fraction([module.transformer]):.1%} of the calls of cached modules."
             )
@@ -122,7 +122,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     if config.stages == "together":
         pipe.to(fabric.device)
     transformers = transformers_of(pipe, components_of(pipe)).values()
-    if config.cache is not None:
+    if config.get("cache") is not None:
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
@@ -140,7 +140,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         sound=True,
         **inputs,
     )
-    if config.cache is not None and fabric.is_global_zero:
+    if config.get("cache") is not None and fabric.is_global_zero:
         print(f"The step cache skipped {skipped_fraction(transformers):.1%} of the calls of cached modules.")
     sampling = times.encode_s + times.denoise_s + times.decode_s
     stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}

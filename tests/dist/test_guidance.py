@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError, PeerMismatchError
 from lightning_cp.pipelines import (
     cfg_merge,
@@ -49,6 +51,11 @@ class Counted(nn.Module):
         return x * scale, "kept"
 
 
+def _installed(model: nn.Module) -> Any:
+    """What BranchCalls reads of a transformer: the module, and its step caches (none)."""
+    return SimpleNamespace(module=model, caches=StepCaches(model, session=None))  # type: ignore[arg-type]
+
+
 def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
     """Two steps of as many branches as there are ranks. Their results are read in some way between the calls."""
     calls = BranchCalls("a loop", _ranks(rank, world))
@@ -58,7 +65,7 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
         for step in range(4):
             outs: list[Any] = []
             for branch in range(world):
-                out, word = calls.call(model, model, (x + step + branch,), {})
+                out, word = calls.call(_installed(model), model, (x + step + branch,), {})
                 assert word == "kept"
                 assert isinstance(out, LazyTensor)
                 if how == "views":
@@ -113,9 +120,12 @@ def _lonely(rank: int, world: int) -> tuple[list[float], int]:
     model, found = Counted(), list[float]()
     with torch.no_grad():
         for step in range(4):
-            outs = [calls.call(model, model, (torch.full((1, 2), 10.0 * step + branch),), {})[0] for branch in range(2)]
+            outs = [
+                calls.call(_installed(model), model, (torch.full((1, 2), 10.0 * step + branch),), {})[0]
+                for branch in range(2)
+            ]
             found += [float(x.sum()) for x in outs]
-            alone = calls.call(model, model, (torch.full((1, 2), 5.0 * step),), {})[0]
+            alone = calls.call(_installed(model), model, (torch.full((1, 2), 5.0 * step),), {})[0]
             found.append(float(alone.sum()))
     return found, calls.shared
 
@@ -133,7 +143,7 @@ def _autocast(rank: int, world: int) -> list[tuple[torch.dtype, bool]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float32, torch.bfloat16):
             with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
                 given = [torch.full((1, 4), 1.0 + branch) for branch in range(world)]
-                outs = [calls.call(model, model, (x,), {}) for x in given]
+                outs = [calls.call(_installed(model), model, (x,), {}) for x in given]
                 exact = [torch.equal(torch.cat([out]), model(x)) for out, x in zip(outs, given)]
                 found += [(out.dtype, same) for out, same in zip(outs, exact)]
     return found
@@ -213,7 +223,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         installed = parallel_pipeline(pipe)
         assert installed is not None
         with pytest.raises(GuidanceError) as told:
-            installed.calls.call(pipe.transformer, pipe.transformer, (torch.zeros(1),), {})
+            installed.calls.call(installed.transformers["transformer"], pipe.transformer, (torch.zeros(1),), {})
         return str(told.value)
     if what == "tangents":
         parallelize_pipeline(pipe, config, cfg=2)
@@ -221,7 +231,7 @@ def _refused(rank: int, world: int, what: str) -> str:
         assert installed is not None
 
         def call(x: Tensor) -> Any:
-            return installed.calls.call(pipe.transformer, pipe.transformer, (x,), {})
+            return installed.calls.call(installed.transformers["transformer"], pipe.transformer, (x,), {})
 
         with torch.no_grad(), pytest.raises(NotImplementedError) as refused:
             torch.func.jvp(call, (torch.zeros(1),), (torch.ones(1),))

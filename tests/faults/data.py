@@ -19,7 +19,8 @@ class SpoiltDigits(Digits):
         rank: number of the rank that does wrong.
     """
 
-    def __init__(self, fault: str, after: int, rank: int = -1, count: int = 1) -> None:
+    def __init__(self, fault: str, after: int, rank: int = -1, count: int = 1, held_out: int = 0) -> None:
+        super().__init__(held_out)
         self._fault, self._after, self._count, self._given = fault, after, count, 0
         self._spoils = rank in (-1, int(os.environ.get("RANK", "0")))
 
