@@ -42,12 +42,10 @@ class KeyBuffer:
         Args:
             tensors: K and V [b, h, n, d] and the key mask [.., .., 1, n], if there is one.
             ranges: positions of the n keys in the sequence. total: number of keys of the whole sequence.
-        Raises: ShapeError: the buffer is empty and `ranges` leave out positions, or a shape differs from the buffer's.
+        Raises: ShapeError: a shape differs from the buffer's.
         """
         shapes = [_whole_shape(x, i, total) for i, x in enumerate(tensors)]
         if not self.tensors:
-            if sum(map(len, ranges)) != total:
-                raise ShapeError("a patch was computed before the whole sequence, so the keys of others are missing")
             self.tensors = [x.new_empty(shape) for x, shape in zip(tensors, shapes, strict=True)]
         if [tuple(x.shape) for x in self.tensors] != shapes:
             raise ShapeError(
@@ -60,11 +58,6 @@ class KeyBuffer:
                 dim = _dim_of_keys(i)
                 whole.narrow(dim, positions.start, len(positions)).copy_(x.narrow(dim, start, len(positions)))
             start += len(positions)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the buffer in bytes."""
-        return sum(x.nbytes for x in self.tensors)
 
 
 def attend_buffered(
@@ -146,11 +139,9 @@ def _receive(new: list[Tensor], buffer: KeyBuffer, *, ranges: Sequence[Ranges], 
     degree = groups.context_shape[1]
     chunks = [[x for own in ranges[i : i + degree] for x in own] for i in range(0, len(ranges), degree)]
     layouts = [[piece_of(x, _dim_of_keys(i), sum(map(len, chunk))) for i, x in enumerate(new)] for chunk in chunks]
+    if not buffer.tensors and sum(len(x) for chunk in chunks for x in chunk) != total:
+        raise ShapeError("a patch was computed before the whole sequence, so the keys of others are missing")
     by_rank = all_gather_tensors(new, layouts, device=new[0].device, group=groups.ring) if groups.ring else [new]
-    if not buffer.tensors:  # the first evaluation brings all keys
-        merged = [torch.cat([tensors[i] for tensors in by_rank], _dim_of_keys(i)) for i in range(len(new))]
-        buffer.put(merged, [x for chunk in chunks for x in chunk], total)
-        return
     for tensors, chunk in zip(by_rank, chunks, strict=True):
         buffer.put(tensors, chunk, total)
 

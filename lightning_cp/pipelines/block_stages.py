@@ -250,17 +250,17 @@ def _check_same(found: Layout, expected: Layout) -> None:
 
 
 def _send_object(value: Any, to: int, group: dist.ProcessGroup) -> None:
-    dist.send_object_list([value], dst=dist.get_global_rank(group, to), group=group)
+    dist.send_object_list([value], group=group, group_dst=to)
 
 
 def _receive_object(source: int, group: dist.ProcessGroup) -> Any:
     received: list[Any] = [None]
-    dist.recv_object_list(received, src=dist.get_global_rank(group, source), group=group)
+    dist.recv_object_list(received, group=group, group_src=source)
     return received[0]
 
 
 def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """Broadcast an object from one rank of the group."""
     held = [value]
-    dist.broadcast_object_list(held, src=dist.get_global_rank(group, source), group=group)
+    dist.broadcast_object_list(held, group=group, group_src=source)
     return held[0]

@@ -97,11 +97,8 @@ class PatchCalls:
         """Follow the names that a pipeline gives to the branches of guidance (`cache_context`)."""
         undo = [] if self.stage is None else self.stage.install()
         module = self.installed.module
-        return (
-            [*undo, intercept_method(module, "cache_context", self._named)]
-            if hasattr(module, "cache_context")
-            else undo
-        )
+        named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
+        return [*undo, *named]
 
     def reset(self) -> None:
         """Forget all branches, before and after a call of the pipeline."""
