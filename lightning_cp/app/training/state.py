@@ -1,6 +1,6 @@
 """Save and restore the state that a run needs to resume exactly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,7 +167,7 @@ class TrainState:
         return found
 
 
-def _shapes(states: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of weights, averages and optimizer, by name."""
     tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
     return {name: tuple(x.shape) for name, x in tensors.items()}
