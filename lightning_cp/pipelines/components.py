@@ -13,7 +13,7 @@ from lightning_cp.engine.apply import installed_on, no_plan
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.vae import parallelize_vae
 
 
@@ -100,7 +100,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 
 
 def share_decoders(
-    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Callable[[], None]]
+    components: Mapping[str, Any], setting: bool | str, ranks: SampleGroups, undo: list[Callable[[], None]]
 ) -> tuple[str, ...]:
     """Make autoencoders parallel and return their names; with setting "auto", skip classes that do not support it.
 
