@@ -97,11 +97,11 @@ def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
     if installed is None:
         raise PlanError(f"{type(module).__name__} is not context-parallel: call apply_context_parallel first")
     session = installed.session
-    before, session.rows = session.rows, ranks.sample
+    before, session.batch_groups = session.batch_groups, ranks.sample
     try:
         yield
     finally:
-        session.rows = before
+        session.batch_groups = before
 
 
 def is_repeated(main: Any) -> bool:
