@@ -1,4 +1,4 @@
-"""Merge of partial attentions."""
+"""Merge partial attentions by their LSE."""
 
 from __future__ import annotations
 
