@@ -139,7 +139,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
     return found
 
 
-def moves_cuda_by(backend: str, group: dist.ProcessGroup | None = None) -> bool:
+def cuda_backend_is(backend: str, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a group (default: the world) uses `backend` for CUDA tensors; CPU tensors may use another one.
 
     `dist.get_backend` is not enough: for "cpu:gloo,cuda:nccl" it returns that string.
@@ -165,7 +165,7 @@ def check_world(ring: int, ulysses: int, world: int) -> int:
 
 def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     data = check_world(config.ring, config.ulysses, dist.get_world_size())
-    device_type = "cuda" if moves_cuda_by("nccl") and torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if cuda_backend_is("nccl") and torch.cuda.is_available() else "cpu"
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
@@ -248,5 +248,5 @@ def connect(*groups: dist.ProcessGroup | None) -> None:
     an empty shard, next to an empty shard, has nothing to send or receive, and the other ranks would hang.
     """
     for group in dict.fromkeys(groups):
-        if group is not None and moves_cuda_by("nccl", group):
+        if group is not None and cuda_backend_is("nccl", group):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

@@ -78,7 +78,7 @@ def ring_tangents(
         tangents: tangents of `inputs`, in their shapes and dtypes.
         part: the result of `ring_forward`.
         mask: see `ring_forward`; it has no tangent.
-    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
+    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for queries without keys.
     Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a key mask.
     """
     q, d = inputs.query, inputs.query.shape[3]
