@@ -6,6 +6,8 @@ gets the listening socket: it inherits the socket, or it is that process. This a
 the port before rank 0 uses it.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import ipaddress
 import os

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -55,10 +56,11 @@ __all__ = [
 
 
 @cache
-def aten(name: str) -> Any:
+def aten(name: str) -> Callable[..., Any]:
     """Return a private operator of aten. Raises: IncompatibleVersionError: this torch has no such operator."""
     try:
-        return getattr(torch.ops.aten, name)
+        operator: Callable[..., Any] = getattr(torch.ops.aten, name)
+        return operator
     except AttributeError as error:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
 
@@ -83,8 +85,9 @@ def process_groups() -> list[Any]:
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def fake_store() -> Any:
+def fake_store() -> torch.distributed.Store:
     """Return a store for the process group backend "fake", which sends nothing."""
     with private_names("torch"):
         from torch.testing._internal.distributed.fake_pg import FakeStore
-    return FakeStore()
+    store: torch.distributed.Store = FakeStore()
+    return store
