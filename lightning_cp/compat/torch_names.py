@@ -85,9 +85,8 @@ def process_groups() -> list[Any]:
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def fake_store() -> torch.distributed.Store:
+def fake_store() -> Any:
     """Return a store for the process group backend "fake", which sends nothing."""
     with private_names("torch"):
         from torch.testing._internal.distributed.fake_pg import FakeStore
-    store: torch.distributed.Store = FakeStore()
-    return store
+    return FakeStore()
