@@ -114,7 +114,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def on_rank_zero(write: Callable[[], object]) -> None:
-    """Call `write` on rank 0 and wait for it on every rank. Raises, on every rank: RuntimeError: it failed."""
+    """Call `write` on rank 0 and wait for it on every rank. Raises: RuntimeError, on every rank: it failed."""
     if not dist.is_initialized():
         write()
         return

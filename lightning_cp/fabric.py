@@ -128,7 +128,7 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
 
 
 class _SyncControl(ParallelBackwardSyncControl):
-    """Control of gradient averaging. Lightning's, with `enabled=False`, disables averaging of all later gradients."""
+    """Switch gradient averaging off and on. Lightning's class leaves it off after a call with `enabled=False`."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

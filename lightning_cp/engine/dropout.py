@@ -25,7 +25,7 @@ _Function = Callable[..., Any]
 
 
 class ShardDropouts:
-    """Replaces the dropout functions (`F.dropout`, `F.alpha_dropout`, ...) that modules in a model's blocks call.
+    """Replace the dropout functions (`F.dropout`, `F.alpha_dropout`, ...) that modules in a model's blocks call.
 
     Dropout modules call them too. Other random numbers in a block (labels dropped by sample, blocks skipped at random)
     must be the same on all ranks of a context group, so they are not changed.
@@ -101,7 +101,7 @@ def _replacement(name: str, session: Session) -> _Function:
             if name != "dropout":
                 raise _not_in_a_graph(name)
             return _drop_in_graph(input, p, rank=rank, inplace=inplace)
-        dropped: Tensor = _draw_apart(lambda: original(input, p, training, inplace), input.device, rank)
+        dropped: Tensor = _call_with_rank_seed(lambda: original(input, p, training, inplace), input.device, rank)
         return dropped
 
     return drop
@@ -116,7 +116,7 @@ def _wrap_dropout(function: _Function, session: Session) -> _Function:
             return function(module, input, *args, **kwargs)
         if torch.compiler.is_compiling() or _is_capturing(input):
             raise _not_in_a_graph(type(module).__name__)
-        return _draw_apart(lambda: function(module, input, *args, **kwargs), input.device, rank)
+        return _call_with_rank_seed(lambda: function(module, input, *args, **kwargs), input.device, rank)
 
     return forward
 
@@ -127,7 +127,7 @@ def _rank(session: Session) -> int | None:
     return None if call is None or not call.lengths or call.groups.context is None else call.groups.context_rank
 
 
-def _draw_apart(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
+def _call_with_rank_seed(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
     """Seed the device's generator for this rank, call the function, and restore the generator's state.
 
     The seed is a hash of the rank and of a random number that is the same on all ranks. Recomputation (activation
@@ -193,7 +193,7 @@ def _sharded_modules(module: nn.Module, rules: Rules) -> Iterator[nn.Module]:
 
 def _whole_modules(module: nn.Module, rules: Rules) -> set[int]:
     """Return the ids of modules that get whole tensors, inside blocks too."""
-    return {id(submodule(module, path)) for rule in rules.arguments if rule.joins for path in rule.paths if path}
+    return {id(submodule(module, path)) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
 
 
 def _outermost(module: nn.Module, path: str) -> str:

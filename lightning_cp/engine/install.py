@@ -109,7 +109,7 @@ def _install_unplanned(module: nn.Module, rules: Rules, session: Session, patche
 def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple[nn.Module, ScopeHook]]:
     """Yield each module between the model and its attention, with its hook.
 
-    The hook checks blocks with attention across ranks, and modules of `rules.unproven`, for interception.
+    In blocks with attention across ranks and in modules of `rules.unproven`, the hook checks the interception.
     """
     blocks = {path for rule in rules.arguments if rule.is_block for path in rule.paths}
     across = {path for path in blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
@@ -118,7 +118,8 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple
         atoms = path.split(".")
         paths |= {".".join(atoms[: i + 1]) for i in range(len(atoms))}
     # Few hooks for many blocks, so that compiled blocks can share their code.
-    hooks = {(a, b): ScopeHook(session, module, a, b) for a in (True, False) for b in (True, False)}
+    flags = (True, False)
+    hooks = {(outer, checked): ScopeHook(session, module, outer, checked) for outer in flags for checked in flags}
     for path in sorted(paths - {""}):
         scope = unwrapped(submodule(module, path))
         if isinstance(scope, nn.ModuleList):

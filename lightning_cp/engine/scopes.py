@@ -41,7 +41,7 @@ class ScopeHook(EngineHook):
             session.call.intercepted = False
 
     def _find_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Mark the block's first tensor with the forward under way; in recomputation, find that forward by the mark."""
+        """Mark the block's first tensor with the current forward; in recomputation, find that forward by the mark."""
         session = self.session
         first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
         if session.forwards:
@@ -75,7 +75,7 @@ class BypassHook(EngineHook):
         if call is None or not call.is_split or not isinstance(query, Tensor) or query.ndim != 3:
             return
         tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
-        if any(shares[rank] == tokens for shares in candidates(call)) and tokens not in call.whole:
+        if any(sizes[rank] == tokens for sizes in candidates(call)) and tokens not in call.whole:
             raise InterceptionError(
                 f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend to this rank's "
                 f"{tokens} tokens only: use F.scaled_dot_product_attention, or gather the tokens before it"

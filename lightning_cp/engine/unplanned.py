@@ -58,7 +58,7 @@ class UnplannedAttention:
             return
         if torch.compiler.is_compiling() or call.groups.context is None:
             # Compared with the counts of all ranks, so that all ranks take the same decision.
-            split = any(keys in shares for shares in candidates(call)) and keys not in call.whole
+            split = any(keys in sizes for sizes in candidates(call)) and keys not in call.whole
         else:
             with without_transforms() as plain:
                 split = not are_whole(plain((key, value)), keys, call.groups.context)

@@ -38,7 +38,7 @@ from lightning_cp.pipelines.wrappers import (
     vote_before,
     with_resolved_tensors,
 )
-from lightning_cp.sample_groups import branches_for
+from lightning_cp.sample_groups import sample_groups_for
 from lightning_cp.shares import show_shares
 
 _log = logging.getLogger("lightning_cp")
@@ -115,7 +115,7 @@ def parallelize_pipeline(
             f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
         )
     refuse_processor_swaps(pipeline)
-    ranks = branches_for(config, cfg, num_stages, shares=shares)
+    ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
     votes = Votes(type(pipeline).__name__, ranks.control)
     staged = make_stages(pipeline, stages, components, found, rank_device(ranks))

@@ -24,7 +24,7 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
 from lightning_cp.pipelines.forms import Form, key_of, taken_apart
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _MAX_INCOMPLETE_EXCHANGES = 2
 
@@ -46,7 +46,7 @@ class BranchCalls:
     """
 
     name: str
-    branches: Branches
+    branches: SampleGroups
     pending: PendingGathers = field(init=False)
     owners: dict[str, int] = field(default_factory=dict)
     forms: dict[Any, Form] = field(default_factory=dict)
@@ -81,7 +81,7 @@ class BranchCalls:
         with cfg_rows(module, self.branches):
             return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
 
-    def use(self, branches: Branches) -> None:
+    def use(self, branches: SampleGroups) -> None:
         """Distribute the following calls over other groups."""
         self.branches = self.pending.branches = branches
 

@@ -16,13 +16,13 @@ from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _MAX_BRANCHES = 4
 _BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 
 
-def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
+def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     """Split a batch over the CFG branches: return this rank's samples, [n, ...] -> [about n / cfg, ...].
 
     Args:
@@ -40,7 +40,7 @@ def cfg_split(values: Any, ranks: Branches, *, like: Any = None) -> Any:
     return _select(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
 
 
-def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
+def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     """Gather the results of all CFG branches on every rank: the inverse of `cfg_split`.
 
     Args:
@@ -82,7 +82,7 @@ def cfg_merge(values: Any, ranks: Branches, *, like: Any = None) -> Any:
 
 
 @contextmanager
-def cfg_rows(module: nn.Module, ranks: Branches) -> Iterator[None]:
+def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
     """Call `module` with rows from `cfg_split` within this context, if a step cache is enabled on it.
 
     A cache that compares tokens with the previous step then takes one decision for the rows of all branches. Without
@@ -97,11 +97,11 @@ def cfg_rows(module: nn.Module, ranks: Branches) -> Iterator[None]:
     if installed is None:
         raise PlanError(f"{type(module).__name__} is not context-parallel: call apply_context_parallel first")
     session = installed.session
-    before, session.rows = session.rows, ranks.sample
+    before, session.batch_groups = session.batch_groups, ranks.sample
     try:
         yield
     finally:
-        session.rows = before
+        session.batch_groups = before
 
 
 def is_repeated(main: Any) -> bool:

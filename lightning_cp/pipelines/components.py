@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.apply import installed_on, no_plan
+from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.vae import parallelize_vae
 
 
@@ -87,7 +87,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
                 f"({name}.compile_repeated_blocks()), before or after parallelize_pipeline"
             )
         if refusal(type(module)) is not None:
-            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")
+            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan_message(type(module))}")
         if registered_plan(type(module)) is not None:
             found[name] = module
     if not found:
@@ -100,7 +100,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 
 
 def share_decoders(
-    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Callable[[], None]]
+    components: Mapping[str, Any], setting: bool | str, ranks: SampleGroups, undo: list[Callable[[], None]]
 ) -> tuple[str, ...]:
     """Make autoencoders parallel and return their names; with setting "auto", skip classes that do not support it.
 

@@ -21,7 +21,7 @@ from lightning_cp.comm.packet import layout_of
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.compat.torch_names import aten, make_wrapper_subclass
 from lightning_cp.nest import of_type, replace
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
@@ -49,7 +49,7 @@ class PendingGathers:
         later: deferred operators, each with the tensor that takes its result.
     """
 
-    branches: Branches
+    branches: SampleGroups
     on_settle: Callable[[int], None] = lambda calls: None
     before_settle: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
@@ -82,7 +82,7 @@ class PendingGathers:
         self.results, self.later = [], []
 
 
-def _exchange(results: list[_Result], branches: Branches) -> None:
+def _exchange(results: list[_Result], branches: SampleGroups) -> None:
     by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(branches.cfg)]
     if not any(by_owner):
         return

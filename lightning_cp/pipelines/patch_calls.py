@@ -23,7 +23,7 @@ from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
 from lightning_cp.pipelines.forms import key_of
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 
 @dataclass(eq=False)
@@ -173,7 +173,7 @@ class PatchCalls:
 
 def make_patch_calls(
     transformers: Mapping[str, Installed],
-    ranks: Branches,
+    ranks: SampleGroups,
     *,
     pipe: int | Sequence[int],
     patches: int,

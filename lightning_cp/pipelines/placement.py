@@ -21,7 +21,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
 _REFUSED = ("compile_repeated_blocks",)
@@ -33,7 +33,7 @@ def is_vae(module: object) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
 
 
-def rank_device(ranks: Branches) -> torch.device:
+def rank_device(ranks: SampleGroups) -> torch.device:
     """Return the device on which this rank computes."""
     mesh = ranks.context.mesh
     kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ def _mover(module: object) -> tuple[str, str] | None:
 
 
 def layers_to_shard(
-    components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: Branches
+    components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: SampleGroups
 ) -> dict[str, list[nn.Module]]:
     """Find the layers of each component that `shard_layers` can shard. Changes nothing.
 
@@ -170,7 +170,7 @@ def shard_layers(
     found: Mapping[str, Sequence[nn.Module]],
     components: Mapping[str, Any],
     transformers: Mapping[str, nn.Module],
-    ranks: Branches,
+    ranks: SampleGroups,
 ) -> None:
     """Shard the weights of layers over ranks (FSDP2): each layer is all-gathered only while it computes.
 
