@@ -8,7 +8,7 @@ cannot meet an exchange of a rank that is elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,12 +72,21 @@ class Votes:
                 self._in_part, self._common = False, None
 
     @contextmanager
-    def part(self) -> Iterator[None]:
-        """Run a part of a call that has exchanges, after a vote. Outside of a call it does nothing."""
-        self.check()
+    def part(self, is_open: Callable[[], bool] = lambda: False) -> Iterator[None]:
+        """Run a part of a call that has exchanges, after a vote. Outside of a call it does nothing.
+
+        Args: is_open: True while an earlier part has exchanges left, so this one belongs to it and has no vote. Then
+            `end_part` ends both.
+        """
+        if not is_open():
+            self.check()
         self._in_part = True
         yield
-        self._in_part = False  # an error leaves it set
+        self._in_part = is_open()  # an error leaves it set
+
+    def end_part(self) -> None:
+        """End a part that was left open."""
+        self._in_part = False
 
     def check(self) -> None:
         """Vote to go on. Ranks: all that share the sample. Raises: CallFailedError: another rank has failed."""

@@ -33,8 +33,8 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
                 refuse_caches(installed)
                 in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
-            return call(*args, **kwargs)
-        with votes.part():
+            return resolve_all(call(*args, **kwargs))
+        with votes.part(lambda: in_patches is not None and in_patches.has_results_left):
             if calls.branches.cfg > 1:
                 return calls.call(installed, call, args, kwargs)
             return call(*args, **kwargs)
