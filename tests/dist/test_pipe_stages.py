@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
-from lightning_cp.patching import intercept_calls
+from lightning_cp.patching import Undo, intercept_calls, undo_all
 from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
 from tests.harness import RankPool
 
 _PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
+
+
+def _first_blocks(pipe: Any) -> list[nn.Module]:
+    """Return the first block of this rank's stage of each transformer."""
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    stages = [calls.stage for calls in state.patch_calls.values() if calls.stage is not None]
+    return [stage.blocks[stage.own.start] for stage in stages]
 
 
 @contextmanager
@@ -25,7 +35,6 @@ def _counted(pipe: Any) -> Iterator[dict[str, int]]:
     state, found = parallel_pipeline(pipe), {"votes": 0, "results": 0, "forwards": 0}
     assert state is not None
     calls = next(iter(state.patch_calls.values()))
-    assert calls.stage is not None
     assert calls.results is not None
     pending, vote, settle = calls.results.pending, state.votes._vote, calls.results.pending.on_settle
 
@@ -41,11 +50,11 @@ def _counted(pipe: Any) -> Iterator[dict[str, int]]:
         found["forwards"] += 1
         return call(*args, **kwargs)
 
-    undo = intercept_calls(calls.stage.blocks[calls.stage.own.start], count_forward)
+    undo = [intercept_calls(block, count_forward) for block in _first_blocks(pipe)]
     state.votes._vote, pending.on_settle = count_vote, count_results  # type: ignore[method-assign]
     yield found
     state.votes._vote, pending.on_settle = vote, settle  # type: ignore[method-assign]
-    undo()
+    undo_all(undo)
 
 
 def _compare(rank: int, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
@@ -81,6 +90,7 @@ _CASES = {
     "pixart": ("pixart_alpha", 2, {"pipe": 2}, {}, 2, 1),
     "z_image": ("z_image", 2, {"pipe": 2}, {}, 2, 1),
 }
+_VOTES = 2  # at the start and the end of a call
 _DEFAULT = ("prompts", "branches")
 
 
@@ -94,6 +104,7 @@ def test_micro_batches_are_exact_and_wait_once_a_step(run_ranks: RankPool, case:
         assert found["again"] == 0
         assert found["small"] < 1e-12
         assert (found["forwards"], found["results"]) == (forwards * STEPS, results * STEPS)
+        assert found["votes"] == _VOTES + 2 * results * STEPS if "cfg" not in settings else found["votes"] > 0
 
 
 class _StageError(RuntimeError):
@@ -114,18 +125,15 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
     parallelize_pipeline(pipe, ContextParallelConfig(), pipe=stages, **settings)
     state = parallel_pipeline(pipe)
     assert state is not None
-    stage = state.patch_calls["transformer"].stage
-    assert stage is not None
-    raised, latents = [], []
+    raised, latents = list[tuple[str, str]](), list[Tensor]()
     for forward in at:
         for failing in range(world):
-            undo = None
+            fail, undo = partial(_fail_once, forward, []), list[Undo]()
             if rank == failing:
-                undo = intercept_calls(stage.blocks[stage.own.start], partial(_fail_once, forward, []))
+                undo = [intercept_calls(block, fail) for block in _first_blocks(pipe)]
             with pytest.raises((_StageError, CallFailedError)) as error:
                 latents_of(pipe, name, **inputs)
-            if undo is not None:
-                undo()
+            undo_all(undo)
             raised.append((type(error.value).__name__, str(error.value)))
             latents.append(latents_of(pipe, name, **inputs))
     assert state.votes.broken is None
@@ -142,6 +150,7 @@ def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs:
         pytest.param(3, "flux", {"patches": 3}, {}, [1, 9], marks=pytest.mark.full, id="other_patches"),
         pytest.param(3, "flux", {}, {"prompt": _PROMPTS}, [0, 2, 4], marks=pytest.mark.full, id="samples"),
         pytest.param(2, "flux_true_cfg", {"patches": 2}, {}, [1, 4], marks=pytest.mark.full, id="branches"),
+        pytest.param(2, "wan_two_experts", {"patches": 2}, {}, [4, 7], marks=pytest.mark.full, id="experts"),
         pytest.param(4, "flux_true_cfg", {"patches": 2, "cfg": 2}, {}, [1, 3], marks=pytest.mark.full, id="cfg"),
     ],
 )
@@ -155,7 +164,7 @@ def test_an_error_on_one_stage_ends_the_call_on_all(
                 assert (kind, text) == ("_StageError", "this stage has no memory left")
             else:
                 assert kind == "CallFailedError"
-                assert f"rank {i % world} failed in this call of FluxPipeline: _StageError" in text
+                assert re.search(rf"rank {i % world} failed in this call of \w+Pipeline: _StageError", text)
         assert errors == [0] * len(errors)
 
 
