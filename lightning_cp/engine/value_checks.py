@@ -84,7 +84,8 @@ def _collect(value: Any, values: list[Tensor], kinds: list[str]) -> None:
         kinds.append(f"{value!r}")  # its quotes distinguish a string from a kind; it has no control characters
     elif isinstance(value, (int, float)):
         is_int = isinstance(value, int)
-        values.append(torch.full((), value, dtype=torch.int64 if is_int else torch.float64, device="cpu"))
+        # Not torch.full: inductor of torch 2.13 makes its value a constant of the graph.
+        values.append(torch.tensor(value, dtype=torch.int64 if is_int else torch.float64, device="cpu"))
         kinds.append("int" if is_int else "float")
     elif isinstance(value, (list, tuple)):
         for x in value:

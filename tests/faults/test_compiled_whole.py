@@ -132,7 +132,7 @@ def _numbers(rank: int, world: int, backend: str) -> list[str]:
     x = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
     changes = [change for one in _NUMBERS.values() for change in ({}, {}, one)]
     for forward, change in enumerate([*changes, {}]):
-        given = {"scale": 1.0 + forward, "count": 8 + forward, "nested": {"factors": [1, 1]}}
+        given = {"scale": 1.0 + forward, "count": 8 + forward, "mode": "a", "nested": {"factors": [1, 1]}}
         with torch.no_grad():
             try:
                 compiled(x, **(given | change if rank == world - 1 else given))
