@@ -140,7 +140,7 @@ def parallelize_pipeline(
         in_patches = make_patch_calls(installed, ranks, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
         for one in in_patches.values():
             undo += one.install()
-        calls.pending.before_settle = votes.check
+        calls.pending.before_flush = votes.check
         undo += [
             intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
             for name, one in installed.items()

@@ -44,15 +44,15 @@ class PendingGathers:
 
     Attributes:
         ranks: CFG, context and data groups of this rank.
-        on_settle: called after each exchange with its number of transformer calls.
-        before_settle: called before each exchange.
+        on_flush: called after each exchange with its number of transformer calls.
+        before_flush: called before each exchange.
         results: tensors of the pending calls, in call order.
         later: deferred operators, each with the tensor that takes its result.
     """
 
     ranks: SampleGroups
-    on_settle: Callable[[int], None] = lambda calls: None
-    before_settle: Callable[[], None] = lambda: None
+    on_flush: Callable[[int], None] = lambda calls: None
+    before_flush: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
@@ -66,17 +66,17 @@ class PendingGathers:
         self.later.append((held, function))
         return LazyTensor(held, self)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Exchange all pending results and run the deferred operators. Ranks: all branches with the same tokens."""
         results, later = self.results, self.later
         if not results:
             return
         self.results, self.later = [], []
-        self.before_settle()
+        self.before_flush()
         _exchange(results, self.ranks)
         for held, function in later:
             held.copy_(function())
-        self.on_settle(len(results))
+        self.on_flush(len(results))
 
     def drop(self) -> None:
         """Drop pending results without an exchange, at the end of a pipeline call."""
@@ -134,13 +134,13 @@ class LazyTensor(Tensor):
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
                 return pending.compute_later(partial(func, *args, **kwargs), _empty_result(func, args, kwargs))
         for tensor in lazy:
-            tensor.pending.settle()
+            tensor.pending.flush()
         args, kwargs = _held((args, kwargs))
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
         """Return the computed tensor. Ranks: all branches with the same tokens."""
-        self.pending.settle()
+        self.pending.flush()
         return self.held
 
     # These methods read memory without passing through the dispatcher.
