@@ -116,7 +116,7 @@ def main(spec: str) -> None:
     complete: list[bool] = []
     atexit.register(_end_process, complete)  # first, so that it runs last
     settings = json.loads(spec)
-    with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is no file
+    with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is not a file
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
     end_with_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
