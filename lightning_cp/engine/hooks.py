@@ -118,7 +118,7 @@ class ModelHook(EngineHook):
         session, call = self.session, self.session.current()
         if not torch.compiler.is_compiling():
             for key in call.unambiguous:
-                session.settled.setdefault(key, True)
+                session.can_derive_sizes.setdefault(key, True)
             if call.lengths:
                 session.peers.start()  # not yet started if a compiled block has split the first tensor
         if not self.rules.main and not call.intercepted and call.lengths:

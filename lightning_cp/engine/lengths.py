@@ -33,7 +33,7 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     size, rank = call.groups.context_size, call.groups.context_rank
     split, key = candidates(call), call.key()
     options = split + [[n] * size for n in sorted(call.whole) if [n] * size not in split]
-    if torch.compiler.is_compiling() or call.groups.context is None or session.settled.get(key):
+    if torch.compiler.is_compiling() or call.groups.context is None or session.can_derive_sizes.get(key):
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
         by_rank = all_gather_ints([queries, keys], group=call.groups.context)
@@ -41,7 +41,7 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
         if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(by_rank) for i in range(2)):
             call.unambiguous.append(key)
         else:
-            session.settled[key] = False
+            session.can_derive_sizes[key] = False
     if sizes[1] and sizes[1] not in split and sizes[1] in options:
         return None
     return sizes if sizes[0] and sizes[1] else ([], [])

@@ -146,7 +146,7 @@ class Session:
         unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
             installed (see `BypassCheck`).
         checked: number of compiled forwards with checked arguments (int64 scalar).
-        settled: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do not
+        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do not
             describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
@@ -165,7 +165,7 @@ class Session:
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
     checked: torch.Tensor = field(default_factory=_zero)
-    settled: dict[Hashable, bool] = field(default_factory=dict)
+    can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
 
     @property
@@ -177,7 +177,13 @@ class Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""
         peers = self.peers.of_copy()
         return Session(
-            self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
+            self.groups,
+            self.config,
+            self.rules,
+            peers,
+            self.kernel,
+            self.backends,
+            can_derive_sizes={**self.can_derive_sizes},
         )
 
     def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
@@ -188,7 +194,7 @@ class Session:
         if groups is not self.groups:
             self.peers.finish()
             self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
-            self.settled.clear()
+            self.can_derive_sizes.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy
