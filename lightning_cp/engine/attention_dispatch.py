@@ -58,16 +58,7 @@ class AttentionDispatcher:
             self._mark_intercepted()
             assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
             out: Tensor = self.original(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                attention_kwargs,
-                backend=backend,
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs, backend=backend
             )
             return out
         if attention_kwargs:

@@ -286,7 +286,7 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
     if not may_call_flex and any(calls_flex_attention(function) for function in (own, *methods)):
         raise PlanError(
-            f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
+            f"{path} calls flex_attention. Its block masks and score functions cannot be split over ranks: it must "
             "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
             "certain arguments lead to this call, list them in the plan's `refused`"
         )

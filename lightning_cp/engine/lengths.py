@@ -60,7 +60,7 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
     if torch.compiler.is_compiling():
         raise InterceptionError(
             "a module with LOCAL and other attention calls in its plan cannot be compiled, because only the contents "
-            "of the keys tell the calls apart: do not compile this block, or make each call in a separate module"
+            "of the keys distinguish the calls: do not compile this block, or make each call in a separate module"
         )
     sums = [x for tensor in contents for x in _norm_and_projection(tensor)]
     by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)

@@ -146,8 +146,8 @@ class Session:
         unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
             installed (see `BypassCheck`).
         checked: number of compiled forwards with checked arguments (int64 scalar).
-        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do not
-            describe attention).
+        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
+            not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
     """

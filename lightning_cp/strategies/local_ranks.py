@@ -109,5 +109,5 @@ class LocalRanks:
             use_inherited_listener(os.environ)
             return
         descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
-        self.close()  # in the other ranks, whose copy would keep the port open
+        self.close()  # in the other ranks: their copies would keep the port open
         rendezvous_at(environment.main_address, str(environment.main_port), listener=descriptor)
