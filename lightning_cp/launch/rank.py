@@ -135,7 +135,7 @@ def main(spec: str) -> None:
 def _end_process(complete: list[bool]) -> None:
     """End this process after Python's exit handlers, without the destructors of C++ libraries.
 
-    These destroy global objects that threads of gloo or OpenMP may still use, which could abort a rank after its work is
+    These destroy global objects that threads of gloo or OpenMP may still use. That could abort a rank after its work is
     complete. Files that Python would have closed are flushed here.
 
     Args: complete: empty if `main` did not reach its end; Python then ends the process, with its exit code.
