@@ -37,7 +37,7 @@ _PROCESSOR = "_lightning_cp_processor"  # slot of the engine's processors: the p
 
 
 class AttentionPatch:
-    """Replace the attention calls of modules by calls of two functions. Modules with equal `AttentionSpecs` share it.
+    """Replace the attention calls of modules by calls of two functions: one object for all with equal `AttentionSpecs`.
 
     Modules with the same original function share the replaced function, and processors with the same original class
     share the subclass, so that compiled blocks share their code. If an original is replaced, both are created again.

@@ -137,7 +137,7 @@ class Session:
         call: the current forward; None outside of a forward.
         evaluation: for a model that is computed in patches: the current evaluation.
         rules: the plan, compiled for the model.
-        kernel: name of the attention kernel; "auto": that of diffusers' backend, or if none is set, the best one.
+        kernel: name of the attention kernel; "auto": that of diffusers' backend; if none is set, by device and dtype.
         backends: diffusers' registry of backends; None for other models.
         peers: compares the arguments of forwards between peers.
         forwards: number of forwards that are running: 0 or 1, or more if a model calls itself.
