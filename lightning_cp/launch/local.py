@@ -26,7 +26,7 @@ _BOOT = (
     "from lightning_cp.launch.rank import main; main(sys.argv[2])"
 )
 _LOG_END_LINES, _LOG_END_BYTES = 30, 16 << 10
-_LONGEST_WAIT_S = 3600.0  # of one wait: the system cannot wait for an infinite time-out
+_LONGEST_WAIT_S = 3600.0  # longest single wait: the system takes no infinite time-out
 
 
 class StoppedBySignal(BaseException):

@@ -69,9 +69,8 @@ def parallelize_pipeline(
 
     World size = data x cfg x pipe x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
 
-    With `patches` above 1, later steps reuse keys of the previous step, so the result differs from the exact
-    one. It depends on `patches` and `warmup` only: one process with the same values gives the same. With patches=1 it
-    is exact.
+    With `patches` above 1, later steps reuse keys of the previous step, so the result is an approximation. It depends
+    on `patches` and `warmup` only, not on the number of ranks. With patches=1 it is exact.
 
     Args:
         pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
