@@ -59,7 +59,7 @@ def set_row_dim(marked: Tensor, rows: RowDim | None) -> None:
 
 def row_dim_of_result(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
+) -> RowDim | tuple[RowDim, ...] | None:
     """Return where the result of a function has rows: one `RowDim` or None, or a tuple with one for each result.
 
     Args:
@@ -122,12 +122,15 @@ def _check_assignment(target: Tensor, index: Any, value: Any) -> None:
     if row_dim_of(target) is None:
         _refuse("setitem", "of rows in a tensor that is not split by rows")
     rows = _of_view("setitem", Tensor.__getitem__, target, (target, index), {})
+    assert isinstance(rows, RowDim), "an index gives one tensor"
     if isinstance(value, Tensor):
         shape = torch.empty(target.shape, device="meta")[index].shape
         _broadcast("setitem", [(shape, rows), (value.shape, row_dim_of(value))], len(shape))
 
 
-def _of_view(name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_view(
+    name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowDim | tuple[RowDim, ...]:
     """Find the row dim of a view: call the function on a tensor without memory that has a stride for rows only."""
     rows = row_dim_of(x)
     assert rows is not None, "only such tensors are viewed here"

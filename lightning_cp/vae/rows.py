@@ -39,7 +39,7 @@ class RowShardedOps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _REPLACED:
-            rows: Any = self._checked(func, *(args or kwargs.values()))
+            rows: RowDim | tuple[RowDim, ...] | None = self._checked(func, *(args or kwargs.values()))
             result = _REPLACED[func](self, func, *args, **kwargs)
         else:
             name = check_row_local(func, args, kwargs)
