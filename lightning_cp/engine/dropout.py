@@ -42,7 +42,7 @@ class ShardDropouts:
         self._methods: dict[object, Any] = {}  # replacements of methods, by function
         self._without: set[tuple[type, _Function]] = set()  # classes and their forwards that call no dropout function
 
-    def put_on(self, module: nn.Module, rules: Rules) -> None:
+    def install(self, module: nn.Module, rules: Rules) -> None:
         """Replace dropout in the blocks of a model; `attention_patch.release` undoes it for each module."""
         if self._session.groups.context is None:
             return

@@ -31,8 +31,8 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if not call.lengths:  # nothing was split so far
         return None
     size, rank = call.groups.context_size, call.groups.context_rank
-    split, key = candidates(call), call.key()
-    options = split + [[n] * size for n in sorted(call.whole) if [n] * size not in split]
+    split, key = possible_sizes(call), call.key()
+    options = split + [[n] * size for n in sorted(call.unsplit_lengths) if [n] * size not in split]
     if torch.compiler.is_compiling() or call.groups.context is None or session.can_derive_sizes.get(key):
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
@@ -83,7 +83,7 @@ def _norm_and_projection(x: Tensor) -> list[float]:
         return sums
 
 
-def candidates(call: Call) -> list[list[int]]:
+def possible_sizes(call: Call) -> list[list[int]]:
     """List possible numbers of tokens on each rank: those of each split modality, and of each pair of modalities."""
     modalities, found = list(call.lengths), []
     for i, first in enumerate(modalities):

@@ -29,7 +29,7 @@ class Call:
         lengths: global number of tokens of each modality seen so far.
         rows: global number of rows, for modalities that are split between rows only.
         kept: arguments that the engine keeps for its own use and does not pass to a block.
-        whole: token counts of tensor arguments that are not split (for plans that do not describe attention).
+        unsplit_lengths: token counts of tensor arguments that are not split (for plans that do not describe attention).
         intercepted: True if the engine computed attention since the flag was last cleared.
         unambiguous: values of `key` for which this forward exchanged sizes, and found that each rank can derive them.
         block: name of the last block (or other planned module) that was entered.
@@ -43,7 +43,7 @@ class Call:
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
+    unsplit_lengths: set[int] = field(default_factory=set)
     intercepted: bool = False
     unambiguous: list[Hashable] = field(default_factory=list)
     block: str = ""
@@ -61,7 +61,7 @@ class Call:
 
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
-        return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
+        return tuple(sorted(self.lengths.items())), tuple(sorted(self.unsplit_lengths))
 
     def sizes_of(self, modality: str) -> tuple[int, ...]:
         """Return each rank's number of tokens of one modality; zeros if its length is unknown (it was not passed)."""
