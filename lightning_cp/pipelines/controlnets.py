@@ -20,7 +20,7 @@ from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.plans import plan_for
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _FOLDER = "diffusers.models.controlnets."
 
@@ -42,7 +42,7 @@ def controlnets_of(components: Mapping[str, Any]) -> dict[str, nn.Module]:
     return found
 
 
-def groups_of_all(config: ContextParallelConfig, ranks: Branches) -> tuple[ContextParallelConfig, MeshGroups]:
+def groups_of_all(config: ContextParallelConfig, ranks: SampleGroups) -> tuple[ContextParallelConfig, MeshGroups]:
     """Return the settings and groups of a model that all ranks of a sample compute: a ring over branches and stages."""
     if ranks.cfg == ranks.pipe == 1:
         return config, ranks.context
@@ -67,7 +67,7 @@ def parallelize_controlnets(
     Raises: PlanError: a plan does not fit.
     """
     installed = {}
-    own_config, groups = groups_of_all(config, calls.branches)
+    own_config, groups = groups_of_all(config, calls.ranks)
     for name, module in found.items():
         installed[name] = parallelize(module, own_config, groups=groups, **settings)
         undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
@@ -80,7 +80,7 @@ def _after_vote(calls: BranchCalls, votes: Votes, installed: Installed) -> Aroun
         if not calls.is_active:  # outside of the pipeline's calls the RNG is not synchronised
             installed.session.peers.compare_next_in_full()
         args, kwargs = resolve_all((args, kwargs))
-        with votes.part():
+        with votes.before_exchanges():
             return call(*args, **kwargs)
 
     return around

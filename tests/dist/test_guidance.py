@@ -1,4 +1,4 @@
-"""Branches of guidance over a cfg axis: promises, pieces for one's own loop, prompts over data groups, refusals."""
+"""CFG branches over a cfg axis: lazy tensors, pieces for your own loop, prompts over data groups, refusals."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from lightning_cp.pipelines import (
 )
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.harness import RankPool
 from tests.pipelines import table
 
 
-def _ranks(rank: int, cfg: int) -> Branches:
+def _ranks(rank: int, cfg: int) -> SampleGroups:
     return sampling_ranks(ContextParallelConfig(), cfg=cfg)
 
 

@@ -63,7 +63,7 @@ def fake_cuda() -> Iterator[CrossingRecorder]:
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),
-        mock.patch.object(transfer, "moves_cuda_by", lambda backend, group: backend == "nccl"),
+        mock.patch.object(transfer, "cuda_backend_is", lambda backend, group: backend == "nccl"),
         mock.patch.object(merging, "_has_triton", return_value=True),
         mock.patch.dict(
             "sys.modules", {"lightning_cp.attention.merge_triton": mock.Mock(merge_in_place=_merge_in_place)}

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_cp.compat.diffusers_hooks import has_hook
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.pipelines.cfg_samples import cfg_rows
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _TIMESTEP = "current_timestep_callback"
 
@@ -55,7 +55,7 @@ class CachedSteps:
     """
 
     transformer: Any
-    ranks: Branches
+    ranks: SampleGroups
     calls: int
     time: float = 1.0
     _call: int = 0

@@ -21,7 +21,7 @@ from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.lora_file import read_lora
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 
 def load_denoiser(
@@ -82,7 +82,7 @@ class SharedGuidance(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        ranks: Branches,
+        ranks: SampleGroups,
         around: Callable[[float], AbstractContextManager[None]] = lambda time: nullcontext(),
     ) -> None:
         super().__init__()
