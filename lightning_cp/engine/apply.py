@@ -96,7 +96,7 @@ def parallelize(
         kernel_for(session, backend)
     compare_shares(groups)
     installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
-    installed.put_on()
+    installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
     return installed
@@ -112,7 +112,7 @@ def remove_context_parallel(module: nn.Module) -> None:
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
-    installed.take_off()
+    installed.uninstall()
     module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 

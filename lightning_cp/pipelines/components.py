@@ -30,7 +30,8 @@ def load_pipeline(
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
-        without: names of components that are not loaded; they are None. (diffusers loads those with a default anyway.)
+        without: names of components that are not loaded; they are None. (Those with a default in
+            the pipeline's constructor are loaded anyway.)
         given: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.

@@ -206,7 +206,7 @@ class Plan:
         refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
             of a dict or an attribute.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
-        patches: how the model is computed in patches; None: it cannot be.
+        patches: settings for computation in patches; None: the model does not support it.
         variants: other plans, by (config entry, value).
     """
 

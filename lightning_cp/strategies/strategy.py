@@ -172,8 +172,8 @@ class ContextParallel:
             nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
             if len(nodes) > 1:
                 line += (
-                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: within a node, with "
-                    "ring across nodes, it would be faster"
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: Ulysses within a "
+                    "node and ring across nodes would be faster"
                 )
         if line in self.described:
             return None

@@ -67,7 +67,7 @@ def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dic
             with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
                 error = _error(_first(leader(**_inputs(*which, i))), alone[i])
             groups = state.transformers["transformer"].session.groups
-            found.append((error, groups.context_shape, state.calls.branches.cfg, state.calls.shared))
+            found.append((error, groups.context_shape, state.calls.ranks.cfg, state.calls.shared))
         return found
 
     found = follow(pipe, loop)
