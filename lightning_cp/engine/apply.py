@@ -24,7 +24,14 @@ from lightning_cp.kernels import check_kernel
 from lightning_cp.mesh import groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
-__all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "parallelize", "remove_context_parallel"]
+__all__ = [
+    "Installed",
+    "apply_context_parallel",
+    "installed_on",
+    "no_plan_message",
+    "parallelize",
+    "remove_context_parallel",
+]
 
 
 def apply_context_parallel(
@@ -44,7 +51,7 @@ def apply_context_parallel(
             the first rank two thirds of the tokens (and of the heads, with Ulysses). None: equal.
     Gradient: each rank computes the whole loss. Each parameter's gradient, averaged over the ranks of the context
         group, equals the gradient in one process. (DDP and FSDP average over all ranks.)
-    Ranks: all of the context group; every later forward and backward too.
+    Ranks: all of the context group, also in every later forward and backward.
     Raises:
         ValueError: the class has no plan, the plan does not fit, the module is already parallel (by lightning_cp or by
             diffusers), or the degrees do not fit the world size. The module is unchanged then.
@@ -63,7 +70,7 @@ def parallelize(
     check_peers: str = "sampled",
     shares: Sequence[float] | None = None,
 ) -> Installed:
-    """Do what `apply_context_parallel` does, with more settings.
+    """Make a module context-parallel: `apply_context_parallel` with more settings.
 
     Args:
         kernel: name of the attention kernel.
@@ -80,7 +87,7 @@ def parallelize(
     forwards_to_check(check_peers)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
-        raise PlanError(no_plan(type(module)))
+        raise PlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
     groups = groups_for(config, shares)
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
@@ -89,7 +96,7 @@ def parallelize(
         kernel_for(session, backend)
     compare_shares(groups)
     installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
-    installed.put_on()
+    installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
     return installed
@@ -105,7 +112,7 @@ def remove_context_parallel(module: nn.Module) -> None:
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
-    installed.take_off()
+    installed.uninstall()
     module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 
@@ -123,7 +130,7 @@ def _check_untouched(module: nn.Module) -> None:
             )
 
 
-def no_plan(kind: type) -> str:
+def no_plan_message(kind: type) -> str:
     """Return the error text for a class without a plan: the reason, what works instead, how to write a plan."""
     reason = refusal(kind)
     name = f"{kind.__module__}.{kind.__name__}"

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from lightning_cp.engine.apply import installed_on, no_plan
+from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.vae import parallelize_vae
 
 
@@ -30,7 +30,8 @@ def load_pipeline(
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
-        without: names of components that are not loaded; they are None. (diffusers loads those with a default anyway.)
+        without: names of components that are not loaded; they are None. (Those with a default in
+            the pipeline's constructor are loaded anyway.)
         given: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
@@ -87,7 +88,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
                 f"({name}.compile_repeated_blocks()), before or after parallelize_pipeline"
             )
         if refusal(type(module)) is not None:
-            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan(type(module))}")
+            raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan_message(type(module))}")
         if registered_plan(type(module)) is not None:
             found[name] = module
     if not found:
@@ -100,7 +101,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
 
 
 def share_decoders(
-    components: Mapping[str, Any], setting: bool | str, ranks: Branches, undo: list[Callable[[], None]]
+    components: Mapping[str, Any], setting: bool | str, ranks: SampleGroups, undo: list[Callable[[], None]]
 ) -> tuple[str, ...]:
     """Make autoencoders parallel and return their names; with setting "auto", skip classes that do not support it.
 

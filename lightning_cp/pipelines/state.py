@@ -15,7 +15,7 @@ from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.votes import Votes
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 INSTALLED = "_lightning_cp"
 
@@ -38,7 +38,7 @@ class ParallelPipeline:
         undo: functions that restore the pipeline, to be called last to first.
     """
 
-    ranks: Branches
+    ranks: SampleGroups
     transformers: dict[str, Installed]
     decoders: tuple[str, ...]
     calls: BranchCalls

@@ -34,8 +34,8 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
                 in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
             return call(*args, **kwargs)
-        with votes.part():
-            if calls.branches.cfg > 1:
+        with votes.before_exchanges():
+            if calls.ranks.cfg > 1:
                 return calls.call(installed, call, args, kwargs)
             return call(*args, **kwargs)
 
@@ -53,10 +53,10 @@ def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwarg
 def vote_before(
     votes: Votes, components: Mapping[str, Any], decoders: Sequence[str], sharded: Sequence[str]
 ) -> Iterator[Undo]:
-    """Let the ranks vote before the other calls that have exchanges: of parallel VAEs and of sharded encoders."""
+    """Make the ranks vote before calls of parallel VAEs and of sharded encoders, which have exchanges too."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with votes.part():
+        with votes.before_exchanges():
             return call(*args, **kwargs)
 
     for name in decoders:
@@ -81,7 +81,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             check()
             _empty_caches(state)
             common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
-            with votes.part():
+            with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
             for one in in_patches:
@@ -99,7 +99,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 
 
 def _empty_caches(state: ParallelPipeline) -> None:
-    """Raises: PlanError: a step cache in a pipeline that computes a step in patches."""
+    """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
     for installed in state.transformers.values():
         if state.patch_calls:
             refuse_caches(installed)
@@ -110,8 +110,8 @@ def _empty_caches(state: ParallelPipeline) -> None:
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:
     for installed in state.transformers.values():
-        installed.session.use(degrees.config, degrees.branches.context)
-    state.calls.use(degrees.branches)
+        installed.session.use(degrees.config, degrees.ranks.context)
+    state.calls.use(degrees.ranks)
 
 
 def device_properties(stages: Stages | None) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed.
 
-`LazyTensor` (pipelines/lazy_tensor.py) cannot take their place: its shape, dtype and device are known
-from an earlier call, and a tile's result has a shape, a memory format and a feature cache that only its rank knows.
+`LazyTensor` (pipelines/lazy_tensor.py) cannot be used here: it needs shape, dtype and device from an earlier call, but
+only the rank that computes a tile knows the shape, the memory format and the feature cache of its result.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class UnitCall:
     def tile(self) -> Tensor:
         """Return the input tile; the cost of the call is proportional to its size."""
         tile = self.args[0]
-        assert isinstance(tile, Tensor), "a unit's input is there before the unit is handed out"
+        assert isinstance(tile, Tensor), "the input tile of a call is a computed tensor"
         return tile
 
     def run(self) -> None:
         """Compute the call on this rank and set `result` and `cache`."""
-        out = self.forward(*(settle(x) for x in self.args), **{name: settle(x) for name, x in self.kwargs.items()})
+        out = self.forward(*(resolve(x) for x in self.args), **{name: resolve(x) for name, x in self.kwargs.items()})
         self.result.value = out
         if self.cache is not None:
             self.result.value, self.cache.value = out
@@ -95,7 +95,7 @@ class Batch:
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
         """Queue a call of a unit and return its deferred result; with `caches`, also its deferred feature cache."""
-        args = tuple(settle(x) for x in args)
+        args = tuple(resolve(x) for x in args)
         result, cache = Deferred(self), Deferred(self) if caches else None
         unit = self._unit_of(kwargs)
         self.pending.append(UnitCall(forward, args, kwargs, unit, result, cache))
@@ -137,24 +137,24 @@ class Deferred:
         self.value: Any = _MISSING
 
     @property
-    def there(self) -> bool:
+    def is_computed(self) -> bool:
         """Return True if the value is computed."""
         return self.value is not _MISSING
 
-    def settled(self) -> Any:
+    def resolved(self) -> Any:
         """Return the value; compute the batch first if necessary."""
-        if not self.there:
+        if not self.is_computed:
             self.batch.flush()
-        assert self.there, "a unit's feature cache was asked for on a rank that does not compute it"
+        assert self.is_computed, "a feature cache is only on the rank that computes its unit"
         return self.value
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        absent = [x for x in of_type(Deferred, (args, kwargs)) if not x.there]
-        if absent:
-            return absent[0].batch.defer(func, args, kwargs or {})
+        pending = [x for x in of_type(Deferred, (args, kwargs)) if not x.is_computed]
+        if pending:
+            return pending[0].batch.defer(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
     def __getitem__(self, index: Any) -> Any:
@@ -169,16 +169,16 @@ class Deferred:
         return self.__torch_function__(Tensor.unsqueeze, (), (self, dim))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.settled()[index] = settle(value)
+        self.resolved()[index] = resolve(value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.settled(), name)
+        return getattr(self.resolved(), name)
 
 
-def settle(nest: Any) -> Any:
+def resolve(nest: Any) -> Any:
     """Replace the deferred values in `nest` by computed ones; a diffusers output (dict-like) is changed in place."""
-    return replace(Deferred, Deferred.settled, nest)
+    return replace(Deferred, Deferred.resolved, nest)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*settle(args), **settle(kwargs))
+    return function(*resolve(args), **resolve(kwargs))

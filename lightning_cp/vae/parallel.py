@@ -14,7 +14,7 @@ from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
-from lightning_cp.vae.deferred import Batch, settle
+from lightning_cp.vae.deferred import Batch, resolve
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
@@ -39,8 +39,8 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
         groups: context group of the ranks; a group of size 1 changes nothing.
     Returns: a function that restores the VAE exactly.
     Raises: ValueError: a class that is not supported, or only with tiling and tiling is off; noise in the decoder; a
-        compiled part; attention that does not call F.scaled_dot_product_attention; a VAE that is already parallel. From
-        `decode` and `encode`: a gradient is needed, or tiling was disabled since.
+        compiled module; attention that does not call F.scaled_dot_product_attention; a VAE that is already parallel.
+        From `decode` and `encode`: a gradient is needed, or tiling has been disabled.
     Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
     """
     if groups.context_size == 1:
@@ -106,7 +106,7 @@ class _TileLoop:
             return loop(*args, **kwargs)
         session.batch = Batch(TileWorker(session.groups))
         try:
-            return settle(loop(*args, **kwargs))
+            return resolve(loop(*args, **kwargs))
         finally:
             session.batch = None
 
@@ -133,7 +133,7 @@ class _CoderCall:
         if session.batch is not None:
             return session.batch.call(forward, args, kwargs, caches=kind.caches)
         if kind.halos:
-            least = max(2, self.reach)  # 2: a dim with one row looks like another dim of size 1
-            return by_rows(forward, args, kwargs, groups=session.groups, least=least, step=self.step)
+            min_steps = max(2, self.reach)  # 2: a dim of one row cannot be distinguished from other dims of size 1
+            return by_rows(forward, args, kwargs, groups=session.groups, min_steps=min_steps, step=self.step)
         session.refuse_untiled()
         return forward(*args, **kwargs)

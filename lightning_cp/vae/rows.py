@@ -39,7 +39,7 @@ class RowShardedOps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _REPLACED:
-            rows: Any = self._checked(func, *(args or kwargs.values()))
+            rows: RowDim | tuple[RowDim, ...] | None = self._checked(func, *(args or kwargs.values()))
             result = _REPLACED[func](self, func, *args, **kwargs)
         else:
             name = check_row_local(func, args, kwargs)
@@ -86,7 +86,7 @@ def by_rows(
     kwargs: dict[str, Any],
     *,
     groups: MeshGroups,
-    least: int,
+    min_steps: int,
     step: int,
 ) -> Any:
     """Compute `forward(*args, **kwargs)` by rows: shard the first argument, all-gather the (first) result.
@@ -96,7 +96,7 @@ def by_rows(
         args: positional arguments; the first one is x [b, c, (f,) h, w], split along the longer of height and width.
         kwargs: keyword arguments.
         groups: context group of the ranks.
-        least: minimum number of steps per rank; with fewer, every rank computes the whole.
+        min_steps: minimum number of steps per rank; with fewer, every rank computes the whole.
         step: rows per step. They stay on one rank, because they become one row of the result.
     Ranks: all of the context group; the result is bitwise equal on all.
     """
@@ -104,7 +104,7 @@ def by_rows(
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     steps, rest = divmod(x.shape[dim], step)
     steps_by_rank = sizes_in(groups, steps)
-    if min(steps_by_rank) < least:
+    if min(steps_by_rank) < min_steps:
         return forward(*args, **kwargs)
     sizes = [size * step for size in steps_by_rank]
     sizes[-1] += rest
@@ -126,14 +126,14 @@ def _extend(rows: RowShardedOps, x: Tensor, before: int, after: int, zeros: tupl
     """Add halos of `before` and `after` rows to `x`; at the ends of the image, `zeros` rows of zeros instead."""
     above, below = fetch_halo(x, x.ndim + rows.dim, before, after, groups=rows.groups)
     shape = list(x.shape)
-    parts = [x]
-    for piece, at_end, count, place in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
+    pieces = [x]
+    for piece, at_end, count, index in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
         if at_end and count:
             shape[rows.dim] = count
             piece = x.new_zeros(shape)
         if piece is not None:
-            parts.insert(place, piece)
-    return torch.cat(parts, rows.dim) if len(parts) > 1 else x
+            pieces.insert(index, piece)
+    return torch.cat(pieces, rows.dim) if len(pieces) > 1 else x
 
 
 def _convolve(

@@ -44,7 +44,7 @@ _PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imp
 
 
 class RankFailure(AssertionError):
-    """Some rank raised, hung or died."""
+    """A rank raised an error, hung or died."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class _Worker:
 
 
 class RankPool:
-    """Runs a module-level function on every rank of a world and returns their results, in rank order.
+    """Run a module-level function on every rank of a world and return the results, in rank order.
 
-    pool(3, function, *args) calls function(rank, 3, *args) in three processes with a gloo group of three (none with
-    `init=False`; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set either way). A rank that raises
-    fails the call with its traceback; one that has not answered after `timeout_s` fails it with the stacks of all its
-    threads. After a failure every worker is replaced.
+    pool(3, function, *args) calls function(rank, 3, *args) in three processes with a gloo group of three ranks (without
+    a group with `init=False`). RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are always set. If a rank
+    raises, the call fails with its traceback. If a rank does not finish within `timeout_s`, the call fails with the
+    stacks of all its threads. After a failure all workers are replaced.
     """
 
     def __init__(self) -> None:
