@@ -3,8 +3,8 @@
     python -m lightning_cp.app.benchmark.patches_counts [MODEL …]
 
 MODEL is a key of MODELS; without one, all are counted. For each number of devices it prints the weights, the buffered
-keys and values, and the sent bytes of the device with the most, for one evaluation of one branch of guidance. The counts
-come from a forward of the model in patches. The formulas are those of Fang et al., arXiv:2405.14430.
+keys and values, and the sent bytes of the device with the most, for one evaluation of one branch of guidance. The
+counts come from a forward of the model in patches, the formulas from Fang et al., arXiv:2405.14430.
 """
 
 from __future__ import annotations
