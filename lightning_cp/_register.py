@@ -15,10 +15,11 @@ _REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning_cp.fabric"),
     "lightning.pytorch.strategies": ("StrategyRegistry", "lightning_cp.pytorch"),
 }
+# Registered name -> axis that takes all ranks; None: the degrees are given as settings.
 _WHOLE_WORLD = {"cp": None, "cp_ring": "ring", "cp_ulysses": "ulysses"}
 
 
-def _build(module: str, **settings: Any) -> Any:
+def _build(module: str, **settings: Any) -> object:
     return import_module(module).ContextParallelStrategy(**settings)
 
 

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_cp.checkpoint.folder import atomic_folder
 
+__all__ = ["save_lora", "save_pretrained"]
+
 LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
@@ -35,7 +37,7 @@ def save_pretrained(
         RuntimeError: rank 0 could not write (OSError in a single process).
     Ranks: the whole world.
     """
-    model: Any = _unwrapped(transformer)
+    model: Any = unwrapped(transformer)
     if getattr(model, "peft_config", None):
         names = ", ".join(model.peft_config)
         raise ValueError(f"{type(model).__name__} has adapters ({names}): use save_lora, or merge them first")
@@ -48,7 +50,7 @@ def save_pretrained(
         with atomic_folder(Path(folder), replaces="diffusion_pytorch_model*") as scratch:
             plain.save_pretrained(scratch, safe_serialization=True, **save_settings)
 
-    _on_rank_zero(write)
+    on_rank_zero(write)
 
 
 def save_lora(
@@ -75,7 +77,7 @@ def save_lora(
     from diffusers.loaders.lora_base import LoraBaseMixin
     from peft import get_peft_model_state_dict
 
-    model: Any = _unwrapped(transformer)
+    model: Any = unwrapped(transformer)
     adapters = getattr(model, "peft_config", None) or {}
     if adapter not in adapters:
         names = ", ".join(adapters) or "none"
@@ -95,10 +97,10 @@ def save_lora(
                 lora_adapter_metadata={f"{component}.{key}": x for key, x in adapters[adapter].to_dict().items()},
             )
 
-    _on_rank_zero(write)
+    on_rank_zero(write)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """Return the diffusers model inside wrappers of Fabric, DDP and `torch.compile`. Raises: TypeError: none found."""
     from diffusers import ModelMixin
 
@@ -111,8 +113,8 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return found  # type: ignore[no-any-return]
 
 
-def _on_rank_zero(write: Callable[[], None]) -> None:
-    """Call `write` on rank 0 and wait for it on every rank. Raises, on every rank: RuntimeError: it failed."""
+def on_rank_zero(write: Callable[[], object]) -> None:
+    """Call `write` on rank 0 and wait for it on every rank. Raises: RuntimeError, on every rank: it failed."""
     if not dist.is_initialized():
         write()
         return

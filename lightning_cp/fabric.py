@@ -33,7 +33,7 @@ class _FabricMixin(ContextParallelMixin):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> Any:
+    def distributed_sampler_kwargs(self) -> Any:  # dict or None; Lightning declares a dict
         """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
@@ -128,7 +128,7 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
 
 
 class _SyncControl(ParallelBackwardSyncControl):
-    """Control of gradient averaging. Lightning's, with `enabled=False`, disables averaging of all later gradients."""
+    """Switch gradient averaging off and on. Lightning's class leaves it off after a call with `enabled=False`."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:

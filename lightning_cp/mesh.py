@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.shares import Shares, check_shares
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,7 @@ SINGLE_RANK = MeshGroups("single_rank", None, None, None, None, (1, 1), 0, 0, 1)
 
 
 class _GroupCache:
-    """Cache of the groups of one world. It is cleared at the first use of the next world: a mesh holds its world."""
+    """Cache of the groups of one world. A new world clears it at first use: cached meshes keep the old one alive."""
 
     def __init__(self) -> None:
         self.world: dist.ProcessGroup | None = None
@@ -81,18 +83,19 @@ class _GroupCache:
 _cache = _GroupCache()
 # Operators take the name of their groups, because a process group cannot be an operator's argument.
 _by_name: WeakValueDictionary[str, MeshGroups] = WeakValueDictionary({SINGLE_RANK.name: SINGLE_RANK})
-# Part of the names: a name is a constant of compiled graphs, and torch's compile cache only finds a graph again if the
-# next process gives the same name.
+# Numbers in the groups' names. A name is a constant of compiled graphs, and torch's compile cache reuses a graph only
+# if the next process gives the same name: a counter does, `id()` would not.
 _numbers = itertools.count()
 
 
-def cached(key: object, build: Callable[[], Any]) -> Any:
-    """Return what is cached for this world by a key; build it at first use. Ranks: those that `build` needs."""
+def cached(key: object, build: Callable[[], T]) -> T:
+    """Return the object cached under `key` for this world; build it at first use. Ranks: those that `build` needs."""
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
     if key not in built:
         built[key] = build()
-    return built[key]
+    found: T = built[key]
+    return found
 
 
 def cached_groups() -> tuple[object, ...]:
@@ -136,7 +139,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
     return found
 
 
-def moves_cuda_by(backend: str, group: dist.ProcessGroup | None = None) -> bool:
+def cuda_backend_is(backend: str, group: dist.ProcessGroup | None = None) -> bool:
     """Return whether a group (default: the world) uses `backend` for CUDA tensors; CPU tensors may use another one.
 
     `dist.get_backend` is not enough: for "cpu:gloo,cuda:nccl" it returns that string.
@@ -162,7 +165,7 @@ def check_world(ring: int, ulysses: int, world: int) -> int:
 
 def _world_mesh(config: ContextParallelConfig) -> DeviceMesh:
     data = check_world(config.ring, config.ulysses, dist.get_world_size())
-    device_type = "cuda" if moves_cuda_by("nccl") and torch.cuda.is_available() else "cpu"
+    device_type = "cuda" if cuda_backend_is("nccl") and torch.cuda.is_available() else "cpu"
     return init_device_mesh(device_type, (data, *config.mesh_shape), mesh_dim_names=("data", "ring", "ulysses"))
 
 
@@ -171,8 +174,7 @@ def ring_groups(groups: MeshGroups) -> MeshGroups:
     if groups.ring is None:
         return SINGLE_RANK
     size, rank = groups.context_shape[0], groups.ring_rank
-    found: MeshGroups = cached(("ring", groups.name), lambda: as_ring(groups, groups.ring, size, rank, name="ring"))
-    return found
+    return cached(("ring", groups.name), lambda: as_ring(groups, groups.ring, size, rank, name="ring"))
 
 
 def as_ring(
@@ -246,5 +248,5 @@ def connect(*groups: dist.ProcessGroup | None) -> None:
     an empty shard, next to an empty shard, has nothing to send or receive, and the other ranks would hang.
     """
     for group in dict.fromkeys(groups):
-        if group is not None and moves_cuda_by("nccl", group):
+        if group is not None and cuda_backend_is("nccl", group):
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)

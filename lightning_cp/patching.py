@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -25,9 +25,9 @@ _STATE = "_lightning_cp_interception"
 def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     """Make `thing(...)` run `around(call, args, kwargs)`, where `call` is the original call; return an undo function.
 
-    A module keeps its class, because diffusers identifies components by class: torch lets a module instance override
-    its call (`_compiled_call_impl`). `module.compile()` sets it too, so it raises until the undo. Any other object gets
-    a subclass of its class.
+    A module keeps its class, because diffusers identifies components by class. Its call is replaced by an attribute of
+    the instance that torch reads, `_compiled_call_impl`. `module.compile()` would overwrite it, and therefore raises
+    until the undo. Any other object gets a subclass of its class.
 
     Args:
         thing: module or other callable object.
@@ -59,8 +59,8 @@ def intercept_calls(thing: Any, around: Around, **attributes: Any) -> Undo:
     return undo
 
 
-def _refuse_compile(module: nn.Module, *_: object) -> Any:
-    """Raises: PlanError: always."""
+def _refuse_compile(module: nn.Module, *_: object) -> NoReturn:
+    """Raise PlanError: the module's call is intercepted."""
     raise PlanError(
         f"{type(module).__name__}.compile() would drop the wrapper that parallelize_pipeline put around its calls: "
         "compile it before parallelize_pipeline, or, if it is a transformer, compile its blocks "
@@ -71,8 +71,8 @@ def _refuse_compile(module: nn.Module, *_: object) -> Any:
 def intercept_method(thing: Any, name: str, around: Around) -> Undo:
     """Make `thing.name(...)` run `around(call, args, kwargs)`; return an undo function.
 
-    The object keeps its class, and a copy of it calls its own method. Undo restores the attribute of the instance that
-    was there before (a hook of accelerate, for example).
+    The object keeps its class, and a copy of it calls the method of the copy. Undo restores the attribute that the
+    instance had before (a hook of accelerate, for example).
     """
     state = _Interception(around)
     thing.__dict__[name] = _Method(getattr(thing, name), state, thing.__dict__.get(name, _Absent))
@@ -135,14 +135,14 @@ class _Interception:
 
 
 class _Absent:
-    """Marks an attribute that the instance does not have. A class, because a deep copy keeps its identity."""
+    """Marks an attribute that the instance does not have. It is a class, because `deepcopy` does not copy classes."""
 
 
 class _Method:
     """Instance attribute that shadows a method of the object's class; `before` is the attribute that it replaces."""
 
     def __init__(self, bound: Callable[..., Any], state: _Interception, before: object) -> None:
-        self.__wrapped__, self.state = bound, state  # `inspect.signature` follows `__wrapped__`; copies rebind it
+        self.__wrapped__, self.state = bound, state  # for `inspect.signature`; `deepcopy` binds it to the copy
         self.before = before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

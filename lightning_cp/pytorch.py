@@ -130,12 +130,13 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
             )
         if self._save_distributed_checkpoint and isinstance(self.checkpoint_io, AsyncCheckpointIO):
             raise ValueError(
-                "AsyncCheckpointIO needs save_distributed_checkpoint=False: a file a rank is written at once"
+                "AsyncCheckpointIO needs save_distributed_checkpoint=False: checkpoints with one file per rank are "
+                "written synchronously"
             )
 
     @override
     @torch.inference_mode(mode=False)
-    def load_checkpoint(  # type: ignore[override]  # `path` to Fabric
+    def load_checkpoint(  # type: ignore[override]  # Fabric names it `path`
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint; optimizers are loaded only when fitting. See `FSDPMixin.load_checkpoint`."""

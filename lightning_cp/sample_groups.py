@@ -13,8 +13,10 @@ from lightning_cp.mesh import SINGLE_RANK, MeshGroups, as_ring, cached, connect,
 
 
 @dataclass(frozen=True, eq=False)
-class Branches:
-    """Groups of this rank when the CFG branches or the blocks of one sample are computed by several context groups.
+class SampleGroups:
+    """Process groups of this rank among the ranks that share one sample.
+
+    With `cfg` or `pipe` above 1, several context groups share a sample: each has one CFG branch, or some of the blocks.
 
     Attributes:
         context: groups over which the tokens of this branch are sharded.
@@ -49,7 +51,9 @@ class Branches:
         return self.pipe_groups.context_size
 
 
-def branches_for(config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, shares: object = None) -> Branches:
+def sample_groups_for(
+    config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, shares: object = None
+) -> SampleGroups:
     """Return the groups that share a prompt, on the mesh of `config` or on a data x cfg x pipe x ring x ulysses mesh.
 
     If the mesh has an axis named `cfg` or `pipe`, its size is used; otherwise `cfg` x `pipe` neighbouring context
@@ -61,7 +65,7 @@ def branches_for(config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, sha
     groups = groups_for(config, shares)
     cfg, pipe = _size_of(config.mesh, "cfg", cfg), _size_of(config.mesh, "pipe", pipe)
     if cfg == pipe == 1 and groups is SINGLE_RANK:
-        return Branches(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, SINGLE_RANK)
+        return SampleGroups(SINGLE_RANK, SINGLE_RANK, SINGLE_RANK, 0, 1, SINGLE_RANK)
     if not dist.is_initialized():
         degree = f"cfg={cfg}" if pipe == 1 else f"pipe={pipe}"
         raise ValueError(f"{degree} needs a process group: call torch.distributed.init_process_group first")
@@ -72,8 +76,7 @@ def branches_for(config: ContextParallelConfig, cfg: int = 1, pipe: int = 1, sha
             f"cfg={cfg} x {f'pipe={pipe} x ' if pipe > 1 else ''}ring={config.ring} x ulysses={config.ulysses} = "
             f"{needed} must divide the world size {groups.data_size * context}: start a multiple of {needed} ranks"
         )
-    found: Branches = cached(("branches", cfg, pipe, groups.name), lambda: _build_branches(groups, cfg, pipe))
-    return found
+    return cached(("branches", cfg, pipe, groups.name), lambda: _build_sample_groups(groups, cfg, pipe))
 
 
 def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
@@ -88,7 +91,7 @@ def _size_of(mesh: DeviceMesh | None, axis: str, given: int) -> int:
     return size
 
 
-def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
+def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroups:
     mesh = groups.mesh
     assert mesh is not None, "ranks of a process group have a mesh"
     names = tuple(mesh.mesh_dim_names or ())
@@ -108,12 +111,16 @@ def _build_branches(groups: MeshGroups, cfg: int, pipe: int) -> Branches:
     if cfg * pipe * groups.context_size > 1:
         simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
         control = _new_groups(ranks.flatten(1), backend=None if simulated else "gloo")
-    coordinates = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
-    return Branches(
+    sample_size = cfg * pipe * groups.context_size
+    sample_rank = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
+    return SampleGroups(
         context=groups,
         cfg_groups=as_ring(groups, by_branch, cfg, cfg_rank, name="cfg"),
         sample=as_ring(
-            *(groups, sample, cfg * pipe * groups.context_size, coordinates),
+            groups,
+            sample,
+            sample_size,
+            sample_rank,
             name="sample",
             shares=None if groups.shares is None else groups.shares * (cfg * pipe),
         ),

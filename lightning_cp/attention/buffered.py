@@ -77,7 +77,7 @@ def attend_buffered(
 ) -> Tensor:
     """Put the keys of all ranks into `buffer`, and compute attention of the local queries over the whole buffer.
 
-    Each rank sends its keys once: over Ulysses for the heads of the other ranks, then around the ring by all-gather.
+    Each rank sends its new keys by Ulysses, then those of its heads to the other ring ranks, by all-gather.
 
     Args:
         query: [b, s_local, hq, d]. key, value: [b, keys_local, hk, d], the new keys.
@@ -87,7 +87,7 @@ def attend_buffered(
         total: number of keys of the whole sequence.
         q_lengths: number of queries on each rank.
         scale: factor on the scores; None: head_dim ** -0.5.
-        groups, kernel, accumulate_fp32: groups of the context, name of the kernel, dtype of sums (see `Ring`).
+        groups: process groups of the mesh. kernel, accumulate_fp32: see `Ring`.
     Returns: [b, s_local, hq, d]. Ranks: all of the context group. Gradient: none.
     Raises: ShapeError, KernelError: shapes, dtypes or the mask do not fit; an input requires a gradient.
     """
@@ -120,18 +120,19 @@ def _lengths(
 ) -> Lengths:
     """Return the lengths on each rank and the kind of the mask. Raises: ShapeError: the mask has another size."""
     kv_lengths = tuple(sum(map(len, own)) for own in ranges)
-    kind, rows = "", tuple(0 for _ in q_lengths)
+    kind, mask_queries = "", tuple(0 for _ in q_lengths)
     if mask is not None:
         if mask.shape[-1] == k.shape[1] and mask.shape[-2] == 1:
-            kind, rows = "key_mask", tuple(1 for _ in q_lengths)
+            kind, mask_queries = "key_mask", tuple(1 for _ in q_lengths)
         elif mask.shape[-1] == total and mask.shape[-2] in (1, q.shape[1]):
-            kind, rows = "query_mask", tuple(1 for _ in q_lengths) if mask.shape[-2] == 1 else tuple(q_lengths)
+            kind = "query_mask"
+            mask_queries = tuple(1 for _ in q_lengths) if mask.shape[-2] == 1 else tuple(q_lengths)
         else:
             raise ShapeError(
                 f"attn_mask {tuple(mask.shape)} fits neither the {k.shape[1]} new keys of this rank nor all {total} "
                 f"keys, for {q.shape[1]} queries"
             )
-    return Lengths(tuple(q_lengths), kv_lengths, kind, rows)
+    return Lengths(tuple(q_lengths), kv_lengths, kind, mask_queries)
 
 
 def _receive(new: list[Tensor], buffer: KeyBuffer, *, ranges: Sequence[Ranges], total: int, groups: MeshGroups) -> None:
@@ -140,7 +141,7 @@ def _receive(new: list[Tensor], buffer: KeyBuffer, *, ranges: Sequence[Ranges], 
     chunks = [[x for own in ranges[i : i + degree] for x in own] for i in range(0, len(ranges), degree)]
     layouts = [[piece_of(x, _dim_of_keys(i), sum(map(len, chunk))) for i, x in enumerate(new)] for chunk in chunks]
     if not buffer.tensors and sum(len(x) for chunk in chunks for x in chunk) != total:
-        raise ShapeError("a patch was computed before the whole sequence, so the keys of others are missing")
+        raise ShapeError("a patch was computed before the whole sequence, so the keys of the other patches are missing")
     by_rank = all_gather_tensors(new, layouts, device=new[0].device, group=groups.ring) if groups.ring else [new]
     for tensors, chunk in zip(by_rank, chunks, strict=True):
         buffer.put(tensors, chunk, total)

@@ -169,9 +169,9 @@ def _is_ambiguous(q_lengths: list[int], kv_lengths: list[int]) -> bool:
     return sum(kv_lengths) in kv_lengths or 1 in q_lengths
 
 
-def _possible_mask_kinds(rows: int, columns: int, own_q: int, own_k: int, all_k: int) -> list[str]:
-    kinds = ["key_mask"] if rows == 1 and columns == own_k else []
-    return [*kinds, "query_mask"] if columns == all_k and rows in (1, own_q) else kinds
+def _possible_mask_kinds(mask_q: int, mask_k: int, own_q: int, own_k: int, all_k: int) -> list[str]:
+    kinds = ["key_mask"] if mask_q == 1 and mask_k == own_k else []
+    return [*kinds, "query_mask"] if mask_k == all_k and mask_q in (1, own_q) else kinds
 
 
 def _exchange(
@@ -214,7 +214,7 @@ def _exchange(
     if mask is None:
         return replace(lengths, mask_query_sizes=(0,) * len(signatures))
     options = [
-        _possible_mask_kinds(rows, columns, sq, sk, sum(lengths.key)) for _, sq, sk, rows, columns, *_ in signatures
+        _possible_mask_kinds(mask_q, mask_k, sq, sk, sum(lengths.key)) for _, sq, sk, mask_q, mask_k, *_ in signatures
     ]
     kinds = [kind for kind in ("key_mask", "query_mask") if all(kind in option for option in options)]
     if not kinds:
@@ -254,7 +254,7 @@ def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Uly
     local = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
     return Ulysses(
         group=groups.ulysses,
-        shares=tuple(assign_heads(hq, hk, degree, head_shares(groups))),
+        heads_by_rank=tuple(assign_heads(hq, hk, degree, head_shares(groups))),
         q_lengths=lengths.query[local],
         kv_lengths=lengths.key[local],
         mask_kind=lengths.mask_kind,

@@ -173,7 +173,7 @@ def _all_at_once(
 
 
 class _GatheredGradReducer:
-    """Sum of every rank's dK and dV at their owner; one slice is in transit while the next one is computed."""
+    """Sum every rank's dK and dV at the keys' owner; one slice is in transit while the next one is computed."""
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
         self._k, self._ring, self._dtype = k, ring, ring.accumulation_dtype(k.dtype)
@@ -197,14 +197,14 @@ class _GatheredGradReducer:
             self._recv_buffer = BUFFERS.take(sum(own_sizes), self._k)
         packets = list(torch.split(self._send_buffer[: sum(sizes)], sizes))
         own_keys = [total[:, :, heads.key].transpose(1, 2) for total in self._totals]
-        partial = sum(grads.key.shape[1] for _, grads in piece_grads) < sum(ring.kv_lengths)
+        has_gaps = sum(grads.key.shape[1] for _, grads in piece_grads) < sum(ring.kv_lengths)
         for owner, (packet, layout) in enumerate(zip(packets, layouts, strict=True)):
             views = own_keys if owner == ring.rank else unpack(packet, layout)
-            if partial:
+            if has_gaps:
                 for view in views:
                     view.zero_()
             for start, grads in piece_grads:
-                _copy_rows(views, ring.keys_of(owner), (grads.key, grads.value), start)
+                _copy_keys(views, ring.keys_of(owner), (grads.key, grads.value), start)
         incoming = torch.split(self._recv_buffer[: sum(own_sizes)], own_sizes)
         self._pending = (heads, exchange_packets(packets, incoming, group=ring.process_group))
 
@@ -227,13 +227,13 @@ class _GatheredGradReducer:
         self._pending = None
 
 
-def _copy_rows(views: list[Tensor], owned: range, grads: tuple[Tensor, Tensor], start: int) -> None:
+def _copy_keys(views: list[Tensor], owned: range, grads: tuple[Tensor, Tensor], start: int) -> None:
     """Copy the gradients of an owner's keys from one piece [b, sk, heads, d] to `views` [b, heads, s_owner, d]."""
     begin, end = max(owned.start, start), min(owned.stop, start + grads[0].shape[1])
     if begin < end:
         for view, x in zip(views, grads, strict=True):
-            rows = x[:, begin - start : end - start].transpose(1, 2)
-            view[:, :, begin - owned.start : end - owned.start].copy_(rows)
+            overlap = x[:, begin - start : end - start].transpose(1, 2)
+            view[:, :, begin - owned.start : end - owned.start].copy_(overlap)
 
 
 def _remote_sizes(sizes: Sequence[int], ring: Ring) -> list[int]:
@@ -249,7 +249,7 @@ def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
 
 def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:
     """Return the layout of a packet with K and V of `length` keys, [b, heads, length, d]: kernels are faster on it."""
-    return [Piece((k.shape[0], heads.keys, length, k.shape[3]), dtype or k.dtype)] * 2
+    return [Piece((k.shape[0], heads.num_keys, length, k.shape[3]), dtype or k.dtype)] * 2
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:

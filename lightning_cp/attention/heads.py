@@ -20,29 +20,29 @@ class Heads:
 
     Attributes:
         query, key: indices of the query and KV heads.
-        group: query heads per KV head in the whole attention.
+        queries_per_key: query heads per KV head in the whole attention.
     """
 
     query: slice
     key: slice
-    group: int
+    queries_per_key: int
 
     @property
-    def queries(self) -> int:
+    def num_queries(self) -> int:
         """Number of query heads."""
         return int(self.query.stop - self.query.start)
 
     @property
-    def keys(self) -> int:
+    def num_keys(self) -> int:
         """Number of KV heads."""
         return int(self.key.stop - self.key.start)
 
     @property
     def ragged(self) -> bool:
         """True if the query heads do not share the KV heads evenly: attention then needs one KV head per query head."""
-        used = [head // self.group - self.key.start for head in range(self.query.start, self.query.stop)]
-        even = self.queries % self.keys == 0 and used == [i // (self.queries // self.keys) for i in range(self.queries)]
-        return not even
+        used = [head // self.queries_per_key - self.key.start for head in range(self.query.start, self.query.stop)]
+        queries, keys = self.num_queries, self.num_keys
+        return queries % keys != 0 or used != [i // (queries // keys) for i in range(queries)]
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Select these heads of q, k and v, [b, s, h, d]."""
@@ -51,7 +51,7 @@ class Heads:
     def key_of_each(self, device: torch.device) -> Tensor:
         """Return each query head's KV head, relative to the first KV head. Computed on `device`, without a copy."""
         heads = torch.arange(self.query.start, self.query.stop, device=device)
-        return heads.div(self.group, rounding_mode="floor") - int(self.key.start)
+        return heads.div(self.queries_per_key, rounding_mode="floor") - int(self.key.start)
 
 
 def assign_heads(hq: int, hk: int, degree: int, shares: Shares | None = None) -> list[Heads]:
@@ -81,9 +81,10 @@ def head_shares(groups: MeshGroups) -> Shares | None:
 
 def slice_heads(hq: int, hk: int, count: int) -> list[Heads]:
     """Split all heads into `count` even slices of whole KV heads; into hk slices if hk < count."""
-    count, group = min(hk, count) or 1, hq // hk
-    return _between([index * hk // count * group for index in range(count + 1)], group)
+    count, queries_per_key = min(hk, count) or 1, hq // hk
+    return _between([index * hk // count * queries_per_key for index in range(count + 1)], queries_per_key)
 
 
-def _between(bounds: Sequence[int], group: int) -> list[Heads]:
-    return [Heads(slice(a, b), slice(a // group, (b - 1) // group + 1), group) for a, b in pairwise(bounds)]
+def _between(bounds: Sequence[int], queries_per_key: int) -> list[Heads]:
+    n = queries_per_key
+    return [Heads(slice(a, b), slice(a // n, (b - 1) // n + 1), n) for a, b in pairwise(bounds)]

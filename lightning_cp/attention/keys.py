@@ -211,8 +211,8 @@ def _chunk_mask(q: Tensor, key: Tensor, mask: Tensor | None, *, start: int, ring
         return None
     if start == ring.q_start and sq == sk and mask is None:
         return _ChunkMask(None, causal=True)
-    rows = torch.arange(ring.q_start, ring.q_start + sq, device=q.device)
-    visible = (torch.arange(start, start + sk, device=q.device) <= rows.unsqueeze(1))[None, None]
+    queries = torch.arange(ring.q_start, ring.q_start + sq, device=q.device)
+    visible = (torch.arange(start, start + sk, device=q.device) <= queries.unsqueeze(1))[None, None]
     if mask is None:
         return _ChunkMask(visible, causal=False)
     if mask.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Merge of partial attentions."""
+"""Merge partial attentions by their LSE."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def merge(a: PartialAttention, b: PartialAttention) -> PartialAttention:
     w = sigmoid(lse_b - lse_a);  out = out_a + w (out_b - out_a);  lse = log(exp(lse_a) + exp(lse_b))
 
     Args:
-        a: out [b, s, h, d], lse [b, s, h] (natural log). Rows without a key: lse -inf, and out 0. Its tensors are
+        a: out [b, s, h, d], lse [b, s, h] (natural log). Queries without a key: lse -inf, out 0. Its tensors are
             reused.
         b: same shapes as `a`.
-    Returns: out and lse over the union, in a's dtypes; rows without a key in a and b: out 0, lse -inf.
+    Returns: out and lse over the union, in a's dtypes; queries without a key in a and b: out 0, lse -inf.
     Raises: ShapeError: the shapes differ.
     Source: Milakov and Gimelshein, arXiv:1805.02867.
     """

@@ -1,4 +1,4 @@
-"""Attention as two PyTorch custom operators, forward and backward, for eager, compiled and replayed code.
+"""Attention as two PyTorch custom operators, forward and backward, in eager, compiled and checkpointed code.
 
 All collectives of one attention run inside one operator, so that a compiler cannot reorder or drop some of them.
 Process groups are passed by name; see `mesh.groups_by_name`. The derivatives are in `derivatives.py`.
@@ -44,12 +44,13 @@ def attention(
 
     With Ulysses lse is empty unless `with_lse`. The other arguments: see `Settings` and `exchange_lengths`.
     """
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
+    mesh_groups = groups_by_name(groups)
+    settings = Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
     lengths = exchange_lengths(
-        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=group, settings=settings
+        query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=mesh_groups, settings=settings
     )
-    ring = ring_of(lengths, groups=group, settings=settings)
-    ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=group)
+    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
+    ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=mesh_groups)
     encoded_lengths = encode_lengths(lengths)
     if ulysses is None:
         part = ring_forward(query, key, value, mask, ring=ring)
@@ -80,31 +81,33 @@ def _(
     with_lse: bool,
 ) -> ForwardResults:
     keep_order_of_attentions()
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
-    check_tensors(query, key, value, mask, groups=group, settings=settings)
+    mesh_groups = groups_by_name(groups)
+    settings = Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
+    check_tensors(query, key, value, mask, groups=mesh_groups, settings=settings)
     lse_dtype = accumulation_dtype_of(query.dtype)
     out, lse = query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=lse_dtype)
-    encoded_lengths = torch.empty(3 * group.context_size + 1, dtype=torch.int64, device="cpu")
-    degree = group.context_shape[1]
+    encoded_lengths = torch.empty(3 * mesh_groups.context_size + 1, dtype=torch.int64, device="cpu")
+    degree = mesh_groups.context_shape[1]
     if degree == 1:
         return out, lse, *[query.new_empty(0) for _ in range(6)], encoded_lengths  # type: ignore[return-value]
     if not (q_lengths and kv_lengths):
         raise ShapeError("torch.compile with ulysses_degree > 1 needs the arguments q_lengths and kv_lengths")
-    ulysses_ranks = slice(group.ring_rank * degree, (group.ring_rank + 1) * degree)
+    ulysses_ranks = slice(mesh_groups.ring_rank * degree, (mesh_groups.ring_rank + 1) * degree)
     sq, sk = sum(q_lengths[ulysses_ranks]), sum(kv_lengths[ulysses_ranks])
-    share = assign_heads(query.shape[2], key.shape[2], degree, head_shares(group))[group.ulysses_rank]
+    own_heads = assign_heads(query.shape[2], key.shape[2], degree, head_shares(mesh_groups))[mesh_groups.ulysses_rank]
     b, _, _, d = query.shape
-    hq = share.queries
+    hq = own_heads.num_queries
     q = query.new_empty(sq, b, hq, d).transpose(0, 1)
-    if not share.ragged:
-        k, v = (key.new_empty(sk, b, share.keys, d).transpose(0, 1) for _ in range(2))
+    if not own_heads.ragged:
+        k, v = (key.new_empty(sk, b, own_heads.num_keys, d).transpose(0, 1) for _ in range(2))
     else:
         k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))
     m = query.new_empty(0)
     if mask is not None:
         heads = 1 if mask.shape[1] == 1 else hq
         is_key_mask = mask.shape[2] == 1 and mask.shape[3] == key.shape[1]
-        m = mask.new_empty(mask.shape[0], heads, *((1, sk) if is_key_mask else (sq, mask.shape[3])))
+        size = (1, sk) if is_key_mask else (sq, mask.shape[3])
+        m = mask.new_empty(mask.shape[0], heads, *size)
     saved = (q, k, v, m, query.new_empty(b, sq, hq, d), query.new_empty(b, sq, hq, dtype=lse_dtype))
     return out, lse if with_lse else lse.new_empty(0), *saved, encoded_lengths
 
@@ -130,14 +133,14 @@ def attention_backward(
         grad_lse: gradient of lse; None if lse was not used.
         saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange.
         mask: mask after the Ulysses exchange.
-        encoded_lengths: the encoded lengths.
+        encoded_lengths: result of `encode_lengths`.
         key_shape: shape of the key passed to forward.
     """
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(encoded_lengths, group)
+    mesh_groups, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
+    lengths = decode_lengths(encoded_lengths, mesh_groups)
     q, k, v, out, lse = saved
-    ring = ring_of(lengths, groups=group, settings=settings)
-    ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=group)
+    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
+    ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=mesh_groups)
     if ulysses is None:
         grads = ring_backward(
             PartialAttentionGrad(grad_out, grad_lse), q, k, v, PartialAttention(out, lse), mask, ring=ring
@@ -166,9 +169,8 @@ def _(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = saved[0].dtype
-    return grad_out.new_empty(grad_out.shape, dtype=dtype), *(
-        grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2)
-    )  # type: ignore[return-value]
+    key, value = (grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2))
+    return grad_out.new_empty(grad_out.shape, dtype=dtype), key, value
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:
@@ -183,5 +185,5 @@ def decode_lengths(encoded_lengths: Tensor, groups: MeshGroups) -> Lengths:
     """Decode the result of `encode_lengths`."""
     kind, *numbers = encoded_lengths.tolist()
     size = groups.context_size
-    query, key, rows = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))
-    return Lengths(query, key, ("", "key_mask", "query_mask")[kind], rows)
+    query, key, mask_queries = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))
+    return Lengths(query, key, ("", "key_mask", "query_mask")[kind], mask_queries)

@@ -22,9 +22,9 @@ from lightning_cp.mesh import groups_by_name
 
 
 def attention_tangents(
-    query: Tensor | None,
-    key: Tensor | None,
-    value: Tensor | None,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,19 +47,19 @@ def attention_tangents(
     With Ulysses the tangent of lse is empty unless `with_lse`.
 
     Args:
-        query, key, value: tangents of the inputs; None: 0.
+        dq, dk, dv: tangents of the inputs, as in the formulas above; None: 0.
         q, k, v, out, lse, mask, encoded_lengths: tensors saved by `operator.attention`.
         query_shape, key_shape: shapes of the inputs query and key.
         with_lse, causal, ...: see `operator.attention`.
     Ranks: all of the context group.
     """
-    group, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(encoded_lengths, group)
+    mesh_groups, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
+    lengths = decode_lengths(encoded_lengths, mesh_groups)
     shapes = (query_shape, key_shape, key_shape)
-    pairs = ((query, key, value), shapes)
-    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in zip(*pairs, strict=True)))
-    ring = ring_of(lengths, groups=group, settings=settings)
-    ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=group)
+    given = zip((dq, dk, dv), shapes, strict=True)
+    tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in given))
+    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
+    ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=mesh_groups)
     if ulysses is not None:
         tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
     contribution = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)
@@ -78,7 +78,7 @@ def ring_tangents(
         tangents: tangents of `inputs`, in their shapes and dtypes.
         part: the result of `ring_forward`.
         mask: see `ring_forward`; it has no tangent.
-    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for rows without a key.
+    Returns: tangents of out [b, sq_local, hq, d] in q's dtype and of lse [b, sq_local, hq]; 0 for queries without keys.
     Ranks: all of `ring.group`. Each sends K, V and their tangents n - 1 times, and a key mask.
     """
     q, d = inputs.query, inputs.query.shape[3]

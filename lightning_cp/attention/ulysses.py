@@ -24,14 +24,14 @@ class Ulysses:
 
     Attributes:
         group: process group of the Ulysses ranks.
-        shares: heads of each rank of `group`.
+        heads_by_rank: heads of each rank of `group`.
         q_lengths, kv_lengths: number of queries and of keys on each rank of `group`, in rank order.
         mask_kind: "key_mask", "query_mask" or "" (see `Ring`).
         mask_query_sizes: size of the query dim of each rank's mask.
     """
 
     group: dist.ProcessGroup
-    shares: tuple[Heads, ...]
+    heads_by_rank: tuple[Heads, ...]
     q_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
     mask_kind: str
@@ -40,7 +40,7 @@ class Ulysses:
     @property
     def own_heads(self) -> Heads:
         """This rank's heads."""
-        return self.shares[dist.get_rank(self.group)]
+        return self.heads_by_rank[dist.get_rank(self.group)]
 
 
 def tokens_to_heads(
@@ -54,14 +54,14 @@ def tokens_to_heads(
     Adjoint: `grads_to_tokens`.
     """
     lengths, own_heads = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.own_heads
-    heads = (own_heads.queries, own_heads.keys, own_heads.keys)
+    heads = (own_heads.num_queries, own_heads.num_keys, own_heads.num_keys)
     outputs = [_empty_tokens_first(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
     recv_buffers = [list(buffers) for buffers in zip(*map(_by_rank, outputs, lengths), strict=True)]
-    messages = [[_tokens_first(x) for x in share.of(q, k, v)] for share in to.shares]
+    messages = [[_tokens_first(x) for x in rank_heads.of(q, k, v)] for rank_heads in to.heads_by_rank]
     masks: list[Tensor] = []
     if mask is not None:
-        shares, masks = _mask_messages(mask, to)
-        for message, recv_buffer, sent, received in zip(messages, recv_buffers, shares, masks, strict=True):
+        sent_masks, masks = _mask_messages(mask, to)
+        for message, recv_buffer, sent, received in zip(messages, recv_buffers, sent_masks, masks, strict=True):
             message.append(sent)
             recv_buffer.append(received)
     all_to_all(messages, recv_buffers, group=to.group)
@@ -74,8 +74,8 @@ def tokens_to_heads(
 
 def mask_to_heads(mask: Tensor, *, to: Ulysses) -> Tensor:
     """Return the mask for this rank's heads over all tokens of the group. Ranks: all of `to.group`."""
-    shares, masks = _mask_messages(mask, to)
-    all_to_all([[x] for x in shares], [[x] for x in masks], group=to.group)
+    sent_masks, masks = _mask_messages(mask, to)
+    all_to_all([[x] for x in sent_masks], [[x] for x in masks], group=to.group)
     return _join_masks(masks, to)
 
 
@@ -85,8 +85,8 @@ def _mask_messages(mask: Tensor, to: Ulysses) -> tuple[list[Tensor], list[Tensor
     received = []
     for sk, mask_queries in zip(to.kv_lengths, to.mask_query_sizes, strict=True):
         size = (1, sk) if to.mask_kind == "key_mask" else (mask_queries, mask.shape[3])
-        received.append(mask.new_empty(mask.shape[0], 1 if shared_by_heads else to.own_heads.queries, *size))
-    return [mask if shared_by_heads else mask[:, share.query] for share in to.shares], received
+        received.append(mask.new_empty(mask.shape[0], 1 if shared_by_heads else to.own_heads.num_queries, *size))
+    return [mask if shared_by_heads else mask[:, rank_heads.query] for rank_heads in to.heads_by_rank], received
 
 
 def _join_masks(masks: Sequence[Tensor], to: Ulysses) -> Tensor:
@@ -105,9 +105,9 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
 def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
-    outputs = [_empty_tokens_first(x, sum(to.q_lengths), to.own_heads.queries) for x in tensors]
+    outputs = [_empty_tokens_first(x, sum(to.q_lengths), to.own_heads.num_queries) for x in tensors]
     recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in outputs), strict=True))
-    messages = [[_tokens_first(x[:, :, share.query]) for x in tensors] for share in to.shares]
+    messages = [[_tokens_first(x[:, :, rank_heads.query]) for x in tensors] for rank_heads in to.heads_by_rank]
     return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [_tokens_first(x) for x in outputs])
 
 
@@ -122,9 +122,9 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_tokens`. Returns: a function that waits for it and returns its result."""
     messages = list(zip(*(_by_rank(_tokens_first(x), to.q_lengths) for x in tensors), strict=True))
-    length, heads = to.q_lengths[dist.get_rank(to.group)], to.shares[-1].query.stop
+    length, heads = to.q_lengths[dist.get_rank(to.group)], to.heads_by_rank[-1].query.stop
     outputs = [x.new_empty(x.shape[0], length, heads, *x.shape[3:]) for x in tensors]
-    recv_buffers = [[_tokens_first(x[:, :, share.query]) for x in outputs] for share in to.shares]
+    recv_buffers = [[_tokens_first(x[:, :, rank_heads.query]) for x in outputs] for rank_heads in to.heads_by_rank]
     return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: outputs)
 
 
@@ -158,25 +158,28 @@ def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
         zip(*(_by_rank(_tokens_first(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True)
     )
     rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
-    hq, hk = to.shares[-1].query.stop, to.shares[-1].key.stop
+    hq, hk = to.heads_by_rank[-1].query.stop, to.heads_by_rank[-1].key.stop
     query = dq.new_empty(b, to.q_lengths[rank], hq, d)
-    if sum(share.keys for share in to.shares) == hk:
+    if sum(rank_heads.num_keys for rank_heads in to.heads_by_rank) == hk:
         key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
-        recv_buffers = [[_tokens_first(x) for x in share.of(query, key, value)] for share in to.shares]
+        recv_buffers = [[_tokens_first(x) for x in rank_heads.of(query, key, value)] for rank_heads in to.heads_by_rank]
         all_to_all(messages, recv_buffers, group=to.group)
         return Grads(query, key, value)
-    keys, values = ([_empty_tokens_first(x, to.kv_lengths[rank], share.keys) for share in to.shares] for x in (dk, dv))
-    queries = [_tokens_first(query[:, :, share.query]) for share in to.shares]
+    keys, values = (
+        [_empty_tokens_first(x, to.kv_lengths[rank], rank_heads.num_keys) for rank_heads in to.heads_by_rank]
+        for x in (dk, dv)
+    )
+    queries = [_tokens_first(query[:, :, rank_heads.query]) for rank_heads in to.heads_by_rank]
     all_to_all(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
-    return Grads(query, *(_sum_shared_heads(x, to.shares) for x in (keys, values)))
+    return Grads(query, *(_sum_shared_heads(x, to.heads_by_rank) for x in (keys, values)))
 
 
-def _sum_shared_heads(parts: Sequence[Tensor], shares: Sequence[Heads]) -> Tensor:
+def _sum_shared_heads(grads: Sequence[Tensor], heads_by_rank: Sequence[Heads]) -> Tensor:
     """Sum the gradients of KV heads that several ranks use: from each rank [s, b, hk_i, d] -> [b, s, hk, d]."""
-    (s, b, _, d), dtype = parts[0].shape, parts[0].dtype
-    total = parts[0].new_zeros(b, s, shares[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
-    for share, part in zip(shares, parts, strict=True):
-        total[:, :, share.key] += _tokens_first(part)
+    (s, b, _, d), dtype = grads[0].shape, grads[0].dtype
+    total = grads[0].new_zeros(b, s, heads_by_rank[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
+    for rank_heads, grad in zip(heads_by_rank, grads, strict=True):
+        total[:, :, rank_heads.key] += _tokens_first(grad)
     return total.to(dtype)
 
 
@@ -194,6 +197,6 @@ def _by_rank(x: Tensor, lengths: Sequence[int]) -> tuple[Tensor, ...]:
     return torch.split(x, list(lengths))
 
 
-def _sum_heads(x: Tensor, share: Heads) -> Tensor:
-    heads = share.key_of_each(x.device)
-    return x.new_zeros(*x.shape[:2], share.keys, x.shape[3]).index_add_(2, heads, x)
+def _sum_heads(x: Tensor, own_heads: Heads) -> Tensor:
+    heads = own_heads.key_of_each(x.device)
+    return x.new_zeros(*x.shape[:2], own_heads.num_keys, x.shape[3]).index_add_(2, heads, x)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.comm.transfer import all_gather_tensor
-from lightning_cp.mesh import moves_cuda_by
+from lightning_cp.mesh import cuda_backend_is
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class BackgroundGather:
         return bool(self.work.is_completed() if self.copied is None else self.copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> npt.NDArray[np.float64]:
-        """Return the values of every rank, [ranks, values]. Blocks the host until they are there."""
+        """Return the values of every rank, [ranks, values]. Blocks the host until they have arrived."""
         if self.copied is None:
             self.work.wait()
         else:
@@ -70,7 +70,7 @@ def wait_for_gathers(*, within_s: float) -> None:
 
 def gather_device(group: dist.ProcessGroup) -> torch.device:
     """Return the device that `gather_in_background` needs its values on: the GPU with NCCL, otherwise the CPU."""
-    if moves_cuda_by("nccl", group):
+    if cuda_backend_is("nccl", group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

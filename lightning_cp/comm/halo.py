@@ -15,11 +15,11 @@ from lightning_cp.mesh import MeshGroups, groups_by_name
 @torch.library.custom_op("lightning_cp::sum_over_ranks", mutates_args=())
 def sum_operator(x: Tensor, groups: str) -> Tensor:
     """Custom operator of `sum_over_ranks`, without a forward derivative."""
-    group = groups_by_name(groups)
-    if group.context is None:
+    mesh_groups = groups_by_name(groups)
+    if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
     mine, piece = pack([x]), Piece(tuple(x.shape), x.dtype)
-    packets = all_gather_packets(mine, [mine.numel()] * group.context_size, group=group.context)
+    packets = all_gather_packets(mine, [mine.numel()] * mesh_groups.context_size, group=mesh_groups.context)
     accumulation_dtype = torch.promote_types(x.dtype, torch.float32)
     total = torch.zeros(x.shape, dtype=accumulation_dtype, device=x.device)
     for buffer in packets:
@@ -56,13 +56,13 @@ def halo_ranges(sizes: list[int], reach: int) -> list[tuple[int, int]]:
 @torch.library.custom_op("lightning_cp::halo_exchange", mutates_args=())
 def halo_operator(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     """Custom operator of `halo_exchange`, without a forward derivative."""
-    group = groups_by_name(groups)
-    if group.context is None:
+    mesh_groups = groups_by_name(groups)
+    if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    parts = _exchange_slices(x, dim, *_overlaps(sizes, reach, group), group=group)
-    first = halo_ranges(sizes, reach)[group.context_rank][0]
-    parts.append((sum(sizes[: group.context_rank]) - first, x))
-    return torch.cat([part for _, part in sorted(parts, key=lambda entry: entry[0])], dim)
+    pieces = _exchange_slices(x, dim, *_overlaps(sizes, reach, mesh_groups), groups=mesh_groups)
+    first = halo_ranges(sizes, reach)[mesh_groups.context_rank][0]
+    pieces.append((sum(sizes[: mesh_groups.context_rank]) - first, x))
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda entry: entry[0])], dim)
 
 
 @halo_operator.register_fake
@@ -76,14 +76,14 @@ def _(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
 @torch.library.custom_op("lightning_cp::reduce_halo", mutates_args=())
 def halo_adjoint(x: Tensor, dim: int, sizes: list[int], reach: int, groups: str) -> Tensor:
     """Adjoint of `halo_operator`, same arguments: send halos back to their owners, and add them there."""
-    group = groups_by_name(groups)
-    if group.context is None:
+    mesh_groups = groups_by_name(groups)
+    if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    receives, sends = _overlaps(sizes, reach, group)
-    first, own = halo_ranges(sizes, reach)[group.context_rank][0], sum(sizes[: group.context_rank])
-    total = x.narrow(dim, own - first, sizes[group.context_rank]).clone(memory_format=torch.contiguous_format)
-    for start, part in _exchange_slices(x, dim, sends, receives, group=group):
-        total.narrow(dim, start, part.shape[dim]).add_(part)
+    receives, sends = _overlaps(sizes, reach, mesh_groups)
+    first, own = halo_ranges(sizes, reach)[mesh_groups.context_rank][0], sum(sizes[: mesh_groups.context_rank])
+    total = x.narrow(dim, own - first, sizes[mesh_groups.context_rank]).clone(memory_format=torch.contiguous_format)
+    for start, halo in _exchange_slices(x, dim, sends, receives, groups=mesh_groups):
+        total.narrow(dim, start, halo.shape[dim]).add_(halo)
     return total
 
 
@@ -132,44 +132,44 @@ def fetch_halo(
     assert rows >= max(before, after), f"a shard of {rows} rows is smaller than the halo of {max(before, after)}"
     sends = [(rank + 1, rows - before, before), (rank - 1, 0, after)]
     receives = [(rank - 1, 0, before), (rank + 1, 1, after)]  # 0: from the previous rank, 1: from the next rank
-    valid = [[part for part in parts if part[2] and 0 <= part[0] <= last] for parts in (sends, receives)]
-    found = dict(_exchange_slices(x, dim, *valid, group=groups)) if groups.context is not None else {}
+    valid = [[entry for entry in slices if entry[2] and 0 <= entry[0] <= last] for slices in (sends, receives)]
+    found = dict(_exchange_slices(x, dim, *valid, groups=groups)) if groups.context is not None else {}
     return found.get(0), found.get(1)
 
 
 _Slice = tuple[int, int, int]  # peer, start, length
 
 
-def _overlaps(sizes: list[int], reach: int, group: MeshGroups) -> tuple[list[_Slice], list[_Slice]]:
+def _overlaps(sizes: list[int], reach: int, groups: MeshGroups) -> tuple[list[_Slice], list[_Slice]]:
     """Return the slices to send and to receive for a halo exchange.
 
-    Sends: parts of the local shard in a peer's halo, start relative to the shard. Receives: parts of a peer's shard in
-    the local halo, start relative to the extended shard.
+    Sends: slices of the local shard in a peer's halo; `start` is relative to the shard. Receives: slices of a peer's
+    shard in the local halo; `start` is relative to the extended shard.
     """
-    rank, ranges = group.context_rank, halo_ranges(sizes, reach)
+    rank, ranges = groups.context_rank, halo_ranges(sizes, reach)
     own = [(sum(sizes[:r]), sum(sizes[: r + 1])) for r in range(len(sizes))]
     sends: list[_Slice] = []
     receives: list[_Slice] = []
     for peer in (r for r in range(len(sizes)) if r != rank):
-        for parts, owner, viewer, origin in (
+        for slices, owner, viewer, origin in (
             (sends, rank, peer, own[rank][0]),
             (receives, peer, rank, ranges[rank][0]),
         ):
             start, stop = max(own[owner][0], ranges[viewer][0]), min(own[owner][1], ranges[viewer][1])
             if start < stop:
-                parts.append((peer, start - origin, stop - start))
+                slices.append((peer, start - origin, stop - start))
     return sends, receives
 
 
 def _exchange_slices(
-    x: Tensor, dim: int, sends: list[_Slice], receives: list[_Slice], *, group: MeshGroups
+    x: Tensor, dim: int, sends: list[_Slice], receives: list[_Slice], *, groups: MeshGroups
 ) -> list[tuple[int, Tensor]]:
     """Exchange slices of `x` with peers. Returns: (start, tensor) for each of `receives`."""
-    assert group.context is not None, "slices are exchanged only between several ranks"
+    assert groups.context is not None, "slices are exchanged only between several ranks"
     pieces = [piece_of(x, dim, n) for _, _, n in receives]
     out = [(peer, pack([x.narrow(dim, start, n)])) for peer, start, n in sends]
     buffers = [torch.empty(packet_bytes([piece]), dtype=torch.uint8, device=x.device) for piece in pieces]
     peers = [peer for peer, _, _ in receives]
-    exchange(out, list(zip(peers, buffers, strict=True)), group=group.context).wait()
+    exchange(out, list(zip(peers, buffers, strict=True)), group=groups.context).wait()
     starts = [start for _, start, _ in receives]
     return [(s, unpack(b, [p])[0]) for s, b, p in zip(starts, buffers, pieces, strict=True)]

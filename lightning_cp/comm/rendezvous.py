@@ -6,6 +6,8 @@ gets the listening socket: it inherits the socket, or it is that process. This a
 the port before rank 0 uses it.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import ipaddress
 import os
@@ -16,11 +18,14 @@ from datetime import timedelta
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from lightning_cp.compat.versions import incompatible
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 LISTENER = "LIGHTNING_CP_LISTENER"  # variable: descriptor of the listening socket in rank 0, -1 in the others
 _MODULE = "torch.distributed.rendezvous"
@@ -122,7 +127,8 @@ class _Rendezvous:
 
     def __init__(self, address: tuple[str, str], listener: int) -> None:
         self._address, self._listener, self._process = address, listener, os.getpid()
-        self._store: Any = None  # kept until the process ends, because the socket can be passed to a store only once
+        # Kept until the process ends, because the socket can be passed to a store only once.
+        self._store: TCPStore | None = None
         self._uses = 0
         self._default: Any = None
 
@@ -162,7 +168,7 @@ class _Rendezvous:
         yield PrefixStore(f"group_{self._uses}", store), rank, world
         raise RuntimeError("the ranks of a local job cannot repeat their rendezvous: start a new job")
 
-    def _connect(self, rank: int, world: int, timeout: timedelta) -> Any:
+    def _connect(self, rank: int, world: int, timeout: timedelta) -> TCPStore:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         if self._store is not None:

@@ -17,7 +17,7 @@ from lightning_cp.shares import Shares
 
 
 def shard_sizes(length: int, ranks: int, shares: Shares | None = None) -> tuple[int, ...]:
-    """Divide `length` tokens (or rows, or heads) over ranks. Everything that is divided over a group is divided here.
+    """Divide `length` tokens (or rows, or heads) over ranks. All code that divides work over ranks uses this function.
 
     Equal shares: `length // ranks`, and one more on the first `length % ranks` ranks. Otherwise each rank's end is
     rounded to the nearest token. Each rank gets at least one token if there are as many tokens as ranks.
@@ -50,14 +50,14 @@ def shard_range(length: int, ranks: int, rank: int, shares: Shares | None = None
 @torch.library.custom_op("lightning_cp::gather", mutates_args=())
 def gather_operator(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
     """Custom operator of `gather`, without a forward derivative."""
-    group = groups_by_name(groups)
-    if group.context is None:
+    mesh_groups = groups_by_name(groups)
+    if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    segments = _by_rank(sizes, group.context_size)
+    segments = _by_rank(sizes, mesh_groups.context_size)
     pieces = [piece_of(x, dim, sum(lengths)) for lengths in segments]
-    received = all_gather_tensors([x], [[piece] for piece in pieces], device=x.device, group=group.context)
-    parts = [part for (part,) in received]
-    split = [torch.split(part, lengths, dim) for part, lengths in zip(parts, segments, strict=True)]
+    received = all_gather_tensors([x], [[piece] for piece in pieces], device=x.device, group=mesh_groups.context)
+    shards = [shard for (shard,) in received]
+    split = [torch.split(shard, lengths, dim) for shard, lengths in zip(shards, segments, strict=True)]
     return torch.cat([piece for segment in zip(*split, strict=True) for piece in segment], dim)
 
 
@@ -74,17 +74,17 @@ def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
     Ranks: all of the context group. The sum is computed in float32 or wider.
     """
-    group = groups_by_name(groups)
-    if group.context is None:
+    mesh_groups = groups_by_name(groups)
+    if mesh_groups.context is None:
         return x.clone(memory_format=torch.contiguous_format)
-    segments = _by_rank(sizes, group.context_size)
+    segments = _by_rank(sizes, mesh_groups.context_size)
     pieces = iter(torch.split(x, sizes, dim))
     by_segment = [[next(pieces) for _ in segments] for _ in segments[0]]
     shards = [torch.cat(parts, dim) for parts in zip(*by_segment, strict=True)]
-    total = shards[group.context_rank].to(torch.promote_types(x.dtype, torch.float32))
-    others = [rank for rank in range(group.context_size) if rank != group.context_rank]
-    received = [(rank, torch.empty_like(pack([shards[group.context_rank]]))) for rank in others]
-    exchange([(rank, pack([shards[rank]])) for rank in others], received, group=group.context).wait()
+    total = shards[mesh_groups.context_rank].to(torch.promote_types(x.dtype, torch.float32))
+    others = [rank for rank in range(mesh_groups.context_size) if rank != mesh_groups.context_rank]
+    received = [(rank, torch.empty_like(pack([shards[mesh_groups.context_rank]]))) for rank in others]
+    exchange([(rank, pack([shards[rank]])) for rank in others], received, group=mesh_groups.context).wait()
     for _, buffer in received:
         total = total + unpack(buffer, [Piece(tuple(total.shape), x.dtype)])[0]
     return total.to(x.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -92,9 +92,9 @@ def scatter_sum(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
 
 @scatter_sum.register_fake
 def _(x: Tensor, dim: int, sizes: list[int], groups: str) -> Tensor:
-    group = groups_by_name(groups)
+    mesh_groups = groups_by_name(groups)
     shape = list(x.shape)
-    shape[dim] = sum(_by_rank(sizes, group.context_size)[group.context_rank])
+    shape[dim] = sum(_by_rank(sizes, mesh_groups.context_size)[mesh_groups.context_rank])
     return x.new_empty(shape)
 
 

@@ -18,7 +18,7 @@ from torch import nn
 _COMM_DIR = str(Path(__file__).parent)
 _TORCH_DIRS = (str(Path(dist.__file__).parent), str(Path(nn.parallel.__file__).parent))
 _PACKAGE_DIR, _STDLIB_DIR = str(Path(__file__).parents[1]), sysconfig.get_path("stdlib")
-BACKWARD = "_engine_run_backward"  # calls C++ code, which averages gradients
+BACKWARD = "_engine_run_backward"  # torch function that runs backward in C++; DDP and FSDP average gradients inside it
 _WRAPPERS = ("wrapper", "inner", "_call_impl", "_wrapped_call_impl")
 
 

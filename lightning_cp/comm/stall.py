@@ -25,7 +25,7 @@ from lightning_cp.comm import channel
 from lightning_cp.comm.loopback import host_store
 from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import moves_cuda_by
+from lightning_cp.mesh import cuda_backend_is
 
 _REQUEST_TIMEOUT = timedelta(seconds=10)  # time-out of a request to the store
 
@@ -92,7 +92,7 @@ class StallWatch:
         self._tick_s = min(10.0, after_s / 4)
         self._ended = threading.Event()
         # With NCCL a collective returns at once on the host, which blocks later, when it needs a GPU result.
-        self._gpu = torch.cuda.current_device() if moves_cuda_by("nccl") else None
+        self._gpu = torch.cuda.current_device() if cuda_backend_is("nccl") else None
         self._status = Status(StackLocation("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []

@@ -12,7 +12,7 @@ from torch import nn
 
 
 @dataclass(frozen=True)
-class Module:
+class RecordedModule:
     """A module of a model, held by weak references so that the statistics keep no model alive.
 
     Attributes:
@@ -53,7 +53,7 @@ class CommStats:
     sent_bytes: int = 0
     waited_s: float = 0.0
     traced: bool = False
-    module: Module | None = None
+    module: RecordedModule | None = None
 
     def enter(self, module: nn.Module, model: nn.Module | None = None) -> None:
         """Record that the thread entered `module`.
@@ -63,7 +63,7 @@ class CommStats:
         if not self.records_modules or torch.compiler.is_compiling():
             return
         outer = weakref.ref(model) if model is not None else None if self.module is None else self.module.outer
-        self.module = None if outer is None else Module(weakref.ref(module), outer)
+        self.module = None if outer is None else RecordedModule(weakref.ref(module), outer)
 
     def leave(self) -> None:
         """Record that the thread left the model."""
@@ -71,7 +71,7 @@ class CommStats:
             self.module = None
 
     @contextmanager
-    def inside_module(self, module: Module | None) -> Iterator[None]:
+    def inside_module(self, module: RecordedModule | None) -> Iterator[None]:
         """Record `module` for the duration of a backward. Args: module: module recorded in the forward."""
         self.module = module
         try:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import moves_cuda_by
+from lightning_cp.mesh import cuda_backend_is
 
 # Names in a profile, followed by the number of the exchange: it runs from its EXCHANGE mark to its WAIT mark.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
@@ -86,9 +86,8 @@ def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list
 
     Ranks: all of `group`.
     """
-    device = "cuda" if moves_cuda_by("nccl", group) else "cpu"
-    gathered: list[list[int]] = _all_gather_scalars(torch.tensor(values, dtype=torch.int64, device=device), group)
-    return gathered
+    device = "cuda" if cuda_backend_is("nccl", group) else "cpu"
+    return _all_gather_scalars(torch.tensor(values, dtype=torch.int64, device=device), group)
 
 
 def all_gather_floats(values: Tensor, *, group: dist.ProcessGroup) -> list[list[float]]:
@@ -96,23 +95,23 @@ def all_gather_floats(values: Tensor, *, group: dist.ProcessGroup) -> list[list[
 
     Ranks: all of `group`.
     """
-    gathered: list[list[float]] = _all_gather_scalars(_host(values, group), group)
-    return gathered
+    return _all_gather_scalars(_host(values, group), group)
 
 
-def _all_gather_scalars(local: Tensor, group: dist.ProcessGroup) -> Any:
+def _all_gather_scalars(local: Tensor, group: dist.ProcessGroup) -> list[list[Any]]:
     by_rank = local.new_empty(dist.get_world_size(group) * len(local))
     all_gather_tensor(by_rank, local, group=group)
-    return by_rank.view(-1, len(local)).tolist()
+    values: list[list[Any]] = by_rank.view(-1, len(local)).tolist()
+    return values
 
 
-def _staged(buffer: Tensor, group: dist.ProcessGroup) -> bool:
-    return buffer.device.type != "cpu" and moves_cuda_by("gloo", group)
+def _goes_through_host(buffer: Tensor, group: dist.ProcessGroup) -> bool:
+    return buffer.device.type != "cpu" and cuda_backend_is("gloo", group)
 
 
 def _host(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return buffer.cpu() if _staged(buffer, group) else buffer
+    return buffer.cpu() if _goes_through_host(buffer, group) else buffer
 
 
 def _recv_buffer(buffer: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return torch.empty_like(buffer, device="cpu") if _staged(buffer, group) else buffer
+    return torch.empty_like(buffer, device="cpu") if _goes_through_host(buffer, group) else buffer

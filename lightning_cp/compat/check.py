@@ -18,7 +18,7 @@ _CHECKED: set[PrivateUse] = set()  # found in this process: they are checked onc
 def check_private_uses(feature: Feature) -> None:
     """Check that all names which a feature needs exist, in the packages that are imported.
 
-    Nothing is imported: an object of a module that is not imported cannot be there.
+    Nothing is imported: if a module is not imported, none of its objects are in use.
 
     Raises: IncompatibleVersionError: a name does not exist in the installed version.
     """
@@ -35,7 +35,7 @@ def check_uses(uses: Iterable[tuple[PrivateUse, Any]]) -> None:
         raise incompatible(missing[0].package, "; ".join(map(str, missing)))
 
 
-def owner_of(use: PrivateUse, *, load: bool = False) -> Any:
+def owner_of(use: PrivateUse, *, load: bool = False) -> object:
     """Return the owner of a name; None if its module exists and is not imported.
 
     Args: load: import its module if necessary.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -55,10 +56,11 @@ __all__ = [
 
 
 @cache
-def aten(name: str) -> Any:
+def aten(name: str) -> Callable[..., Any]:
     """Return a private operator of aten. Raises: IncompatibleVersionError: this torch has no such operator."""
     try:
-        return getattr(torch.ops.aten, name)
+        operator: Callable[..., Any] = getattr(torch.ops.aten, name)
+        return operator
     except AttributeError as error:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
 

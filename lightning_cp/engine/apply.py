@@ -21,10 +21,17 @@ from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
-__all__ = ["Installed", "apply_context_parallel", "installed_on", "no_plan", "parallelize", "remove_context_parallel"]
+__all__ = [
+    "Installed",
+    "apply_context_parallel",
+    "installed_on",
+    "no_plan_message",
+    "parallelize",
+    "remove_context_parallel",
+]
 
 
 def apply_context_parallel(
@@ -44,7 +51,7 @@ def apply_context_parallel(
             the first rank two thirds of the tokens (and of the heads, with Ulysses). None: equal.
     Gradient: each rank computes the whole loss. Each parameter's gradient, averaged over the ranks of the context
         group, equals the gradient in one process. (DDP and FSDP average over all ranks.)
-    Ranks: all of the context group; every later forward and backward too.
+    Ranks: all of the context group, also in every later forward and backward.
     Raises:
         ValueError: the class has no plan, the plan does not fit, the module is already parallel (by lightning_cp or by
             diffusers), or the degrees do not fit the world size. The module is unchanged then.
@@ -62,13 +69,15 @@ def parallelize(
     kernel: str = "auto",
     check_peers: str = "sampled",
     shares: Sequence[float] | None = None,
+    groups: MeshGroups | None = None,
 ) -> Installed:
-    """Do what `apply_context_parallel` does, with more settings.
+    """Make a module context-parallel: `apply_context_parallel` with more settings.
 
     Args:
         kernel: name of the attention kernel.
         check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
         shares: see `apply_context_parallel`.
+        groups: ranks that share the tokens; None: the context group of `config`, with `shares`.
     Returns: the state of the parallel model.
     """
     if not isinstance(module, nn.Module):
@@ -80,16 +89,16 @@ def parallelize(
     forwards_to_check(check_peers)
     plan = plan if plan is not None else registered_plan(type(module))
     if plan is None:
-        raise PlanError(no_plan(type(module)))
+        raise PlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
-    groups = groups_for(config, shares)
+    groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
     session = Session(groups, config, rules, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     compare_shares(groups)
     installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
-    installed.put_on()
+    installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
     return installed
@@ -105,7 +114,7 @@ def remove_context_parallel(module: nn.Module) -> None:
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
-    installed.take_off()
+    installed.uninstall()
     module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 
@@ -123,7 +132,7 @@ def _check_untouched(module: nn.Module) -> None:
             )
 
 
-def no_plan(kind: type) -> str:
+def no_plan_message(kind: type) -> str:
     """Return the error text for a class without a plan: the reason, what works instead, how to write a plan."""
     reason = refusal(kind)
     name = f"{kind.__module__}.{kind.__name__}"

@@ -25,7 +25,7 @@ from lightning_cp.plans import LOCAL, Attention
 class AttentionDispatcher:
     """Context-parallel attention of a session, for all modules with the same `kinds`.
 
-    `kinds` None: the kind of each call is derived from its lengths (diffusers-format plans).
+    `kinds=None`, for plans in diffusers' format: the kind of each call is derived from its token counts.
     """
 
     session: Session
@@ -51,15 +51,14 @@ class AttentionDispatcher:
         parallel_config: object = None,
     ) -> Tensor:
         """Replace `diffusers...dispatch_attention_fn`; tensors are [b, s, h, d]."""
-        # Diffusers-format plans do not describe attention: a processor with whole keys passes no parallel_config.
+        # Plans in diffusers' format do not describe attention. A call without parallel_config has whole keys.
         local = self.kinds is None and parallel_config is None
         sizes = None if local else self._sizes(query.shape[1], key.shape[1], (key, value))
         if sizes is None:
-            self._touch()
+            self._mark_intercepted()
             assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
             out: Tensor = self.original(
-                *(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs),
-                backend=backend,
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs, backend=backend
             )
             return out
         if attention_kwargs:
@@ -87,7 +86,9 @@ class AttentionDispatcher:
         if mask is not None or segments is None:
             raise InterceptionError("block-causal attention needs the argument `segments`, and takes no other mask")
         return attend_by_segments(
-            *(query, key, value),
+            query,
+            key,
+            value,
             segments=segments,
             key_valid=call.kept.get("key_valid"),
             sizes=sizes,
@@ -109,7 +110,7 @@ class AttentionDispatcher:
         """Replace `F.scaled_dot_product_attention`; tensors are [b, h, s, d]."""
         sizes = self._sizes(query.shape[-2], key.shape[-2], (key, value))
         if sizes is None:
-            self._touch()
+            self._mark_intercepted()
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -136,7 +137,7 @@ class AttentionDispatcher:
         backend: Any,
     ) -> Tensor:
         session = self.session
-        self._touch()
+        self._mark_intercepted()
         if dropout_p:
             raise InterceptionError(f"dropout_p={dropout_p}: context-parallel attention has no dropout; set it to 0")
         if mask is not None and not isinstance(mask, Tensor):
@@ -152,7 +153,11 @@ class AttentionDispatcher:
         kernel = kernel_for(session, backend)
         if session.current().evaluation is not None:
             return attend_in_patches(
-                *(query, key, value, mask, self._split_kind(sizes)),
+                query,
+                key,
+                value,
+                mask,
+                self._split_kind(sizes),
                 sizes=sizes,
                 causal=causal,
                 scale=scale,
@@ -160,7 +165,10 @@ class AttentionDispatcher:
                 kernel=kernel,
             )
         out = attend_across(
-            *(query, key, value, mask if mask is None else self._as_given(mask, sizes[1])),
+            query,
+            key,
+            value,
+            mask if mask is None else self._split_mask(mask, sizes[1]),
             causal=causal,
             scale=scale,
             grouped=True,
@@ -189,12 +197,12 @@ class AttentionDispatcher:
         if self._has_local_among_others and are_whole(contents, keys, call.groups.context):
             return None
         for kind in self.kinds:
-            lengths = self._lengths(kind, keys)
-            if (queries, keys) == (lengths[0][rank], lengths[1][rank]):
-                self._check_distinct(kind, lengths, keys)
-                return None if kind.keys == LOCAL else lengths
+            sizes = self._sizes_of(kind, keys)
+            if (queries, keys) == (sizes[0][rank], sizes[1][rank]):
+                self._check_distinct(kind, sizes, keys)
+                return None if kind.keys == LOCAL else sizes
             to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
-            expected.append(f"{lengths[0][rank]} and {lengths[1][rank]} ({' + '.join(kind.queries)} to {to})")
+            expected.append(f"{sizes[0][rank]} and {sizes[1][rank]} ({' + '.join(kind.queries)} to {to})")
         raise PlanError(
             f"attention got {queries} queries and {keys} keys, expected {', or '.join(expected)} on this rank: the "
             "plan does not fit this model"
@@ -207,7 +215,7 @@ class AttentionDispatcher:
         split = {kind.queries for kind in kinds if kind.keys != LOCAL}
         return any(kind.queries in split for kind in kinds if kind.keys == LOCAL)
 
-    def _lengths(self, kind: Attention, keys: int) -> Sizes:
+    def _sizes_of(self, kind: Attention, keys: int) -> Sizes:
         call = self.session.current()
         if kind.keys == LOCAL:
             return call.sizes(kind.queries), [keys] * call.groups.context_size
@@ -216,19 +224,19 @@ class AttentionDispatcher:
     def _split_kind(self, sizes: Sizes) -> Attention | None:
         """Return the first kind of attention over split keys that has these sizes."""
         split = [kind for kind in self.kinds or () if kind.keys != LOCAL and not kind.ragged]
-        return next((kind for kind in split if self._lengths(kind, 0) == sizes), None)
+        return next((kind for kind in split if self._sizes_of(kind, 0) == sizes), None)
 
-    def _check_distinct(self, found: Attention, lengths: Sizes, keys: int) -> None:
+    def _check_distinct(self, found: Attention, sizes: Sizes, keys: int) -> None:
         """Check that token counts distinguish this call from other kinds of attention on every rank.
 
         Raises: ShapeError: on some rank they are equal, because it has too few tokens.
         """
-        call, pairs = self.session.current(), list(zip(*lengths))
+        call, pairs = self.session.current(), list(zip(*sizes))
         for kind in self.kinds or ():
             modalities = (*kind.queries, *(kind.keys or ()))
             if kind == found or kind.keys == LOCAL or not all(call.lengths.get(modality) for modality in modalities):
                 continue
-            other = list(zip(*self._lengths(kind, keys)))
+            other = list(zip(*self._sizes_of(kind, keys)))
             if pairs != other and any(a == b for a, b in zip(pairs, other)):
                 raise ShapeError(
                     f"attention of {' + '.join(found.queries)} and of {' + '.join(kind.queries)} have the same numbers "
@@ -237,7 +245,10 @@ class AttentionDispatcher:
                 )
 
     def _is_unsplit(self, mask: Tensor, query: Tensor, sizes: Sizes) -> bool:
-        """Return True for a whole key mask over several modalities: its keys must be in rank order."""
+        """Return True for a key mask over all keys of several modalities that was not split.
+
+        Attention gathers the keys in rank order, so the mask's columns would belong to other keys.
+        """
         if self.kinds is None or self.kinds[0].mask != "given" or query.shape[-3] == 1 or not sizes[1]:
             return False
         modalities = self.kinds[0].queries if self.kinds[0].keys is None else self.kinds[0].keys
@@ -246,7 +257,7 @@ class AttentionDispatcher:
         whole = sum(call.lengths.get(modality, 0) for modality in modalities)
         return is_joint and mask.ndim == 4 and mask.shape[-2] == 1 and own != mask.shape[-1] == whole
 
-    def _as_given(self, mask: Tensor, keys: list[int]) -> Tensor:
+    def _split_mask(self, mask: Tensor, keys: list[int]) -> Tensor:
         """Convert a mask made for local queries and keys to a key mask, or to a query mask over all keys."""
         if self.kinds is None or self.kinds[0].mask == "given":
             return mask
@@ -254,6 +265,7 @@ class AttentionDispatcher:
             return mask[..., :1, :]
         if self.kinds[0].mask == "padded":
             return mask[..., : sum(keys)]
+        # The mask is the outer product of a token mask with itself: its diagonal holds the squares.
         own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
         own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)
@@ -261,7 +273,7 @@ class AttentionDispatcher:
         query_mask: Tensor = own.unsqueeze(-1) * gathered.unsqueeze(-2)
         return query_mask
 
-    def _touch(self) -> None:
+    def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
 
 

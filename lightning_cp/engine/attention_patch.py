@@ -31,13 +31,13 @@ from lightning_cp.engine.rebinding import (
 )
 from lightning_cp.errors import InterceptionError, PlanError
 
-_SKIP = "AttentionScoreSkipFunctionMode"  # set by diffusers' guiders: attention returns its values
-ATTRIBUTES = "_lightning_cp_attributes"  # of a module: by name, an attribute (None: the class has it), its replacement
+_SKIP = "AttentionScoreSkipFunctionMode"  # mode set by diffusers' guiders: attention then returns `value`
+ATTRIBUTES = "_lightning_cp_attributes"  # on a module: name -> (original or None: the class's, replacement)
 _PROCESSOR = "_lightning_cp_processor"  # slot of the engine's processors: the processor that it replaces
 
 
 class AttentionPatch:
-    """Replaces the attention calls of modules by calls of two functions. There is one for each `AttentionSpecs`.
+    """Replace the attention calls of modules by calls of two functions: one object for all with equal `AttentionSpecs`.
 
     Modules with the same original function share the replaced function, and processors with the same original class
     share the subclass, so that compiled blocks share their code. If an original is replaced, both are created again.
@@ -56,8 +56,9 @@ class AttentionPatch:
             "dispatch_attention_fn": _unless_skipped(dispatch, tokens=-3),
             SDPA: _unless_skipped(sdpa, tokens=-2),
         }
-        # By the original class and functions: a subclass, and its methods by name.
+        # (original class and functions) -> (subclass, its methods by name)
         self._classes: dict[tuple[object, ...], tuple[type, dict[str, Any]]] = {}
+        # (original forward, True if the class defines it) -> replacement; None: only methods that it calls attend
         self._functions: dict[tuple[Callable[..., Any], bool], Callable[..., Any] | None] = {}
         self._methods: dict[object, Any] = {}  # replacements by function
 
@@ -72,7 +73,7 @@ class AttentionPatch:
             self._intercept_forward(module)
         if attending_method(processor) is None:
             return
-        module.processor = _in_place_of(processor, self._class_of(processor, mark))
+        module.processor = _replacement_for(processor, self._class_of(processor, mark))
 
     def _intercept_forward(self, module: nn.Module) -> None:
         function, of_class = own_function(module), own_forward(module).get() is None
@@ -99,8 +100,10 @@ class AttentionPatch:
             bound = rebind(function, self._replacements)
             made: dict[str, Any] = {x.name: found for x, found in methods.values() if x.of_class}
             made |= {} if bound is None else {name: bound}
-            attributes = {"__module__": kind.__module__, "__class__": _class_instead(kind), ORIGINAL: kind}
-            attributes |= {x.name: _stored(x.name, x.stored, found) for x, found in methods.values() if not x.of_class}
+            attributes = {"__module__": kind.__module__, "__class__": _original_class_property(kind), ORIGINAL: kind}
+            attributes |= {
+                x.name: _stored_function(x.name, x.stored, found) for x, found in methods.values() if not x.of_class
+            }
             attributes |= {"_parallel_config": property(lambda _: mark)} if is_marked else {}
             attributes |= {"__slots__": (_PROCESSOR,), "__copy__": _copy, "__deepcopy__": _deepcopy}
             self._classes[key] = type(kind.__name__, (kind,), {**made, **attributes}), made
@@ -114,27 +117,27 @@ class AttentionPatch:
         return subclass
 
 
-def _class_instead(kind: type) -> property:
-    """Return a property `__class__` that is the original class: diffusers' AttentionProcessorRegistry looks it up.
+def _original_class_property(kind: type) -> property:
+    """Make a property `__class__` that gives the original class, which diffusers' AttentionProcessorRegistry looks up.
 
-    While compiling, it is the true class: torch.compile looks attributes up in `__class__`, and would find the original
-    class's, or the shared `__dict__`'s, in place of the replacements.
+    While torch.compile traces, it gives the subclass: dynamo looks attributes up in `__class__`, and would otherwise
+    find the original methods instead of the replacements.
     """
     return property(lambda processor: type(processor) if torch.compiler.is_compiling() else kind)
 
 
-def _in_place_of(processor: Any, kind: type) -> Any:
+def _replacement_for(processor: Any, kind: type) -> Any:
     replacement = _with_class(processor, kind)
     object.__setattr__(replacement, _PROCESSOR, processor)
     return replacement
 
 
 def _copy(replacement: Any) -> Any:
-    return _in_place_of(copy.copy(original_processor(replacement)), type(replacement))
+    return _replacement_for(copy.copy(original_processor(replacement)), type(replacement))
 
 
 def _deepcopy(replacement: Any, memo: dict[int, Any]) -> Any:
-    return _in_place_of(copy.deepcopy(original_processor(replacement), memo), type(replacement))
+    return _replacement_for(copy.deepcopy(original_processor(replacement), memo), type(replacement))
 
 
 def _with_class(processor: Any, kind: type) -> Any:
@@ -154,11 +157,11 @@ def _slots(kind: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _stored(name: str, original: object, replaced: object) -> property:
-    """Return a property for a function that a processor keeps as an attribute: read as its replacement."""
+def _stored_function(name: str, original: object, replaced: object) -> property:
+    """Make a property for a function that a processor stores as an attribute. Reading it gives the replacement."""
 
     def get(processor: Any) -> Any:
-        if torch.compiler.is_compiling():  # it does not trace the comparison below; `Structure` has compared before
+        if torch.compiler.is_compiling():  # dynamo cannot trace the comparison below; `Structure` has made it
             return replaced
         if name not in processor.__dict__:
             raise AttributeError(name)
@@ -174,7 +177,7 @@ def _stored(name: str, original: object, replaced: object) -> property:
 
 
 def replace_methods(module: nn.Module, replacements: Replacements, made: dict[object, Any]) -> bool:
-    """Replace calls in the methods that a module's own forward calls on the module; `release` undoes it.
+    """Replace attention (or dropout) calls in the methods that a module's forward calls; `release` undoes it.
 
     Args: made: replacements made so far, by function. Modules share them, so that compiled blocks share their code.
     Returns: True if there are any.
@@ -227,14 +230,14 @@ def release(module: nn.Module) -> None:
     processor: Any = original_processor(replacement)
     if processor is not replacement:
         own = getattr(processor, "__dict__", {})
-        if own is not replacement.__dict__ and isinstance(replacement, type(processor)):  # `vars` was exchanged
+        if own is not replacement.__dict__ and isinstance(replacement, type(processor)):  # its `__dict__` was replaced
             own.update(replacement.__dict__)
         module.processor = processor
     elif ORIGINAL in vars(type(replacement)):  # created by type(module.processor)()
         module.processor = _with_class(replacement, vars(type(replacement))[ORIGINAL])
     for name, (stored, replaced) in module.__dict__.pop(ATTRIBUTES, {}).items():
         found = module.__dict__.get(name)
-        if found is None or unbound(found) is not replaced:  # changed by the user since
+        if found is None or unbound(found) is not replaced:  # the user has changed it
             continue
         if stored is None:
             del module.__dict__[name]
@@ -283,7 +286,7 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
     if not may_call_flex and any(calls_flex_attention(function) for function in (own, *methods)):
         raise PlanError(
-            f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
+            f"{path} calls flex_attention. Its block masks and score functions cannot be split over ranks: it must "
             "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
             "certain arguments lead to this call, list them in the plan's `refused`"
         )

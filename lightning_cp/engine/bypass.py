@@ -23,12 +23,12 @@ _FORWARD = "lightning_cp.engine.hooks"
 
 
 class BypassCheck(TorchFunctionMode):
-    """Sees all attention calls of PyTorch inside one forward of a parallel model.
+    """Check all calls of PyTorch's attention functions inside one forward of a parallel model.
 
     Calls may be hidden in helper objects, partials, tables of functions or imports inside a function, where their
     code is not replaced. Calls by the engine, and by modules that the plan marks LOCAL, pass. For other calls, keys and
-    values must be the same on all ranks. It slows each torch function down by a few microseconds, so it is used in the
-    first forward after an installation (see `Session.unchecked`).
+    values must be the same on all ranks: they are then not split. The check slows each torch function down by a few
+    microseconds, so it runs only in the first forward after an installation (see `Session.unchecked`).
 
     Ranks: all of the context group. Raises: InterceptionError: keys or values are shards.
     """

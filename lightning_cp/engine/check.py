@@ -214,7 +214,7 @@ class KeepFloat64(TorchFunctionMode):
         return func(*(_wide(value) for value in args), **named)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
@@ -251,12 +251,12 @@ def _compare(expected: dict[str, Tensor | None], found: dict[str, Tensor | None]
         reference, x = expected.get(name), found.get(name)
         if reference is None or x is None:
             if (reference is None) != (x is None):
-                where = "alone" if x is None else "context-parallel"
-                differences.append(Difference(name, float("inf"), f"is there only {where}"))
+                where = "in one process" if x is None else "context-parallel"
+                differences.append(Difference(name, float("inf"), f"exists only {where}"))
             elif name in expected:
                 differences.append(Difference(name, 0.0, "is None in both"))
         elif reference.shape != x.shape:
-            note = f"has shape {tuple(x.shape)}, alone {tuple(reference.shape)}"
+            note = f"has shape {tuple(x.shape)}, in one process {tuple(reference.shape)}"
             differences.append(Difference(name, float("inf"), note))
         elif not x.isfinite().all() or not reference.isfinite().all():
             differences.append(Difference(name, float("inf"), "is not finite everywhere"))

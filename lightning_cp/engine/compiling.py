@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_cp.engine.attention_patch import attends, check_reachable, hides_processor, is_defined_by
 from lightning_cp.engine.diffusers_format import from_diffusers
-from lightning_cp.engine.paths import arguments_of, expanded, is_a, position, stack, submodule, without_adapters
+from lightning_cp.engine.paths import arguments_of, block_paths, expanded, is_a, position, submodule, without_adapters
 from lightning_cp.engine.rules import AttentionSpecs, Halo, Outputs, Rules
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, Rows
@@ -31,9 +31,10 @@ def compile_rules(module: nn.Module, plan: object) -> Rules:
 
 
 def _from_plan(module: nn.Module, plan: Plan) -> Rules:
-    for (setting, value), variant in plan.variants.items():
-        if getattr(getattr(module, "config", None), setting, None) == value:
-            return _from_plan(module, variant)
+    variant = plan.variant_for(getattr(module, "config", None))
+    if isinstance(variant, str):
+        raise PlanError(f"this {type(module).__name__} cannot run context-parallel: {variant}")
+    plan = variant
     _check_modalities(plan)
     for name in plan.required:
         position(type(module).__name__, module, name)
@@ -44,18 +45,18 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
     whole = [
         (path, x) for path, x in expanded(module, plan.whole) if not x.only or is_a(submodule(module, path), x.only)
     ]
-    arguments += [arguments_of(module, (path,), x.arguments, joins=True) for path, x in whole]
+    arguments += [arguments_of(module, (path,), x.arguments, gathers=True) for path, x in whole]
     outputs += [Outputs(path, x.output, gathers=False) for path, x in whole if x.output is not None]
     found: dict[str, AttentionSpecs] = {}
     for pattern, specs in plan.blocks.items():
-        paths = stack(module, pattern)
+        paths = block_paths(module, pattern)
         if paths:
             arguments.append(arguments_of(module, paths, specs, is_block=True))
         for path in paths:
             found.update(_attention(submodule(module, path), path, pattern, plan))
-    aside = tuple(f"{path}." for path, _ in whole)
-    attention = {path: x for path, x in found.items() if x and not f"{path}.".startswith(aside)}
-    known = [*(path for paths in plan.blocks for path in stack(module, paths)), *(path for path, _ in whole)]
+    whole_paths = tuple(f"{path}." for path, _ in whole)
+    attention = {path: x for path, x in found.items() if x and not f"{path}.".startswith(whole_paths)}
+    covered = [*(path for paths in plan.blocks for path in block_paths(module, paths)), *(path for path, _ in whole)]
     halos = tuple(_halo(module, path, *entry) for path, entry in expanded(module, plan.halos))
     return Rules(
         arguments=tuple(arguments),
@@ -70,7 +71,7 @@ def _from_plan(module: nn.Module, plan: Plan) -> Rules:
         needed=plan.needed,
         leading=plan.leading,
         patches=plan.patches,
-        unplanned=tuple(_unplanned(module, known)),
+        unplanned=tuple(_unplanned(module, covered)),
         local=tuple(path for path, kinds in found.items() if not kinds),
         unproven=tuple(path for path in attention if hides_processor(submodule(module, path))),
         dividers={x.per: _divider(module, x.per) for x in plan.inputs.values() if isinstance(x, Rows) and x.per},
@@ -125,7 +126,7 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         if special:
             _check_processor(inner, at, kinds[0])
         owner = block.get_submodule(name.rpartition(".")[0])
-        if inner is getattr(owner, "processor", None):  # a processor with weights is a part of its owner
+        if inner is getattr(owner, "processor", None):  # a processor with weights: its owner is checked
             continue
         if kinds and not special:
             check_reachable(inner, at, may_call_flex=bool(plan.refused))
@@ -142,9 +143,9 @@ def _attention(block: nn.Module, path: str, stack: str, plan: Plan) -> Iterator[
         )
 
 
-def _unplanned(module: nn.Module, known: list[str]) -> Iterator[str]:
-    """Yield the paths of modules that attend and are in none of the known modules."""
-    inside = {id(inner) for path in known if path for inner in submodule(module, path).modules()}
+def _unplanned(module: nn.Module, covered: list[str]) -> Iterator[str]:
+    """Yield the paths of modules that attend and are outside of the modules that the plan covers."""
+    inside = {id(inner) for path in covered if path for inner in submodule(module, path).modules()}
     for path, inner in module.named_modules():
         owner = module.get_submodule(path.rpartition(".")[0])
         if id(inner) not in inside and inner is not getattr(owner, "processor", None) and attends(inner):
@@ -153,7 +154,8 @@ def _unplanned(module: nn.Module, known: list[str]) -> Iterator[str]:
 
 def _kinds(stack: str, name: str, plan: Plan) -> AttentionSpecs:
     """Return the kinds of attention of a module in a block; none for LOCAL."""
-    keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]  # a bracket is no pattern
+    # Compared as text first, because "[" is special in fnmatch.
+    keys = [key for key in plan.attention if key == (f"{stack}.{name}" if name else stack)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(f"{stack.partition('[')[0]}.{name}", key)]
     keys += [key for key in plan.attention if fnmatch.fnmatchcase(name, key)]
     entry = plan.attention[keys[0]] if keys else plan.modalities

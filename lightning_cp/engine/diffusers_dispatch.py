@@ -1,14 +1,16 @@
-"""diffusers' attention dispatcher and registry of backends, for models with parts of diffusers."""
+"""diffusers' attention dispatcher and registry of backends, for models that contain modules of diffusers."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
-def dispatcher_of(module: nn.Module) -> Any:
+def dispatcher_of(module: nn.Module) -> Callable[..., Tensor] | None:
     """Return diffusers' `dispatch_attention_fn`; None for a model without any module of diffusers."""
     found = _dispatch_module(module)
     return None if found is None else found.dispatch_attention_fn
@@ -20,7 +22,7 @@ def backends_of(module: nn.Module) -> Any:
     return None if found is None else found._AttentionBackendRegistry
 
 
-def _dispatch_module(module: nn.Module) -> Any:
+def _dispatch_module(module: nn.Module) -> ModuleType | None:
     if not any(_is_diffusers(inner) for inner in module.modules()):
         return None
     return sys.modules.get("diffusers.models.attention_dispatch")

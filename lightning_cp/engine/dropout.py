@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
 _Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 class ShardDropouts:
-    """Replaces the dropout functions (`F.dropout`, `F.alpha_dropout`, ...) that modules in a model's blocks call.
+    """Replace the dropout functions (`F.dropout`, `F.alpha_dropout`, ...) that modules in a model's blocks call.
 
     Dropout modules call them too. Other random numbers in a block (labels dropped by sample, blocks skipped at random)
     must be the same on all ranks of a context group, so they are not changed.
@@ -41,7 +42,7 @@ class ShardDropouts:
         self._methods: dict[object, Any] = {}  # replacements of methods, by function
         self._without: set[tuple[type, _Function]] = set()  # classes and their forwards that call no dropout function
 
-    def put_on(self, module: nn.Module, rules: Rules) -> None:
+    def install(self, module: nn.Module, rules: Rules) -> None:
         """Replace dropout in the blocks of a model; `attention_patch.release` undoes it for each module."""
         if self._session.groups.context is None:
             return
@@ -101,7 +102,7 @@ def _replacement(name: str, session: Session) -> _Function:
             if name != "dropout":
                 raise _not_in_a_graph(name)
             return _drop_in_graph(input, p, rank=rank, inplace=inplace)
-        dropped: Tensor = _draw_apart(lambda: original(input, p, training, inplace), input.device, rank)
+        dropped: Tensor = _call_with_rank_seed(lambda: original(input, p, training, inplace), input.device, rank)
         return dropped
 
     return drop
@@ -116,7 +117,7 @@ def _wrap_dropout(function: _Function, session: Session) -> _Function:
             return function(module, input, *args, **kwargs)
         if torch.compiler.is_compiling() or _is_capturing(input):
             raise _not_in_a_graph(type(module).__name__)
-        return _draw_apart(lambda: function(module, input, *args, **kwargs), input.device, rank)
+        return _call_with_rank_seed(lambda: function(module, input, *args, **kwargs), input.device, rank)
 
     return forward
 
@@ -127,7 +128,7 @@ def _rank(session: Session) -> int | None:
     return None if call is None or not call.lengths or call.groups.context is None else call.groups.context_rank
 
 
-def _draw_apart(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
+def _call_with_rank_seed(function: Callable[[], T], device: torch.device, rank: int) -> T:
     """Seed the device's generator for this rank, call the function, and restore the generator's state.
 
     The seed is a hash of the rank and of a random number that is the same on all ranks. Recomputation (activation
@@ -193,7 +194,7 @@ def _sharded_modules(module: nn.Module, rules: Rules) -> Iterator[nn.Module]:
 
 def _whole_modules(module: nn.Module, rules: Rules) -> set[int]:
     """Return the ids of modules that get whole tensors, inside blocks too."""
-    return {id(submodule(module, path)) for rule in rules.arguments if rule.joins for path in rule.paths if path}
+    return {id(submodule(module, path)) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
 
 
 def _outermost(module: nn.Module, path: str) -> str:

@@ -27,7 +27,7 @@ class ForwardSlot:
     name: str
 
     def get(self) -> Function | None:
-        """Return the function stored there; None if the instance has none and its class' forward runs."""
+        """Return the function stored there; None if the instance has none, and the class's forward runs."""
         found: Function | None = self.holder.__dict__.get(self.name)
         return found
 
@@ -43,8 +43,8 @@ class ForwardSlot:
             self.holder.__dict__[self.name] = types.MethodType(type(module).forward, module)
 
 
-class Around:
-    """Base class of objects that the wrapper `partial(function, around)` runs for a model's forward.
+class ForwardWrapper:
+    """Base class of the engine's wrapper of a model's forward. The forward is then `partial(function, wrapper)`.
 
     Attributes:
         original: the wrapped forward; None: the forward of the module's class.
@@ -53,10 +53,10 @@ class Around:
     original: Function | None
 
 
-def own_forward(module: nn.Module, *, above: Around | None = None) -> ForwardSlot:
+def own_forward(module: nn.Module, *, above: ForwardWrapper | None = None) -> ForwardSlot:
     """Find the attribute with a module's own forward, inside all wrappers (of diffusers, accelerate and the engine).
 
-    Args: above: stop outside the wrapper that runs this object.
+    Args: above: do not look inside this wrapper.
     """
     slot = ForwardSlot(module, "forward")
     while True:
@@ -68,7 +68,7 @@ def own_forward(module: nn.Module, *, above: Around | None = None) -> ForwardSlo
 
 
 def own_function(module: nn.Module) -> Function:
-    """Return a module's own forward as a plain function: its class', or one that was set on the instance."""
+    """Return a module's own forward as a plain function: the class's, or one that was set on the instance."""
     found = own_forward(module).get()
     return type(module).forward if found is None or _is_of_class(module, found) else unbound(found)
 
@@ -101,7 +101,7 @@ def _wrapped_slot(module: nn.Module, function: Any) -> ForwardSlot | None:
     """Find the attribute in which a wrapper stores the forward it calls; None if the function is no known wrapper."""
     if not isinstance(function, partial):
         return None
-    if function.args and isinstance(function.args[0], Around):
+    if function.args and isinstance(function.args[0], ForwardWrapper):
         return ForwardSlot(function.args[0], "original")
     origin = getattr(function.func, "__module__", None) or ""
     if origin.startswith("accelerate.") and "_old_forward" in module.__dict__:

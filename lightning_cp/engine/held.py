@@ -1,6 +1,6 @@
 """Find objects and functions that modules and processors keep in attributes and may call: helpers, partials, tables.
 
-Their code is not replaced, as the code of modules and processors is. They are watched for changes, and checked for
+The engine replaces the code of modules and processors, but not theirs. They are watched for changes, and checked for
 attention calls (see `bypass`).
 """
 
@@ -27,7 +27,7 @@ _LIBRARIES = ("torch.", "lightning_cp.", "accelerate.", "peft.", "diffusers.hook
 
 
 def held_by(owner: Any, function: object) -> Iterator[Attribute]:
-    """Yield each attribute that the code of an object reads and that may hold code, then what is inside these.
+    """Yield each attribute that an object's code reads and that may hold code, followed by the attributes inside it.
 
     An attribute that is missing or None is included, because code may be put there. Numbers, tensors and registered
     modules are not; processors are owners themselves.
@@ -72,7 +72,7 @@ def hidden_in(owner: Any, attributes: list[Attribute]) -> str | None:
 
 
 def attends_when_called(value: object) -> bool:
-    """Return True if a function, a partial or any method of an object makes attention calls, or an item of a list."""
+    """Return True if a function, a partial, a method of an object, or an item of a list, makes attention calls."""
     if isinstance(value, (list, tuple)):
         return any(map(attends_when_called, value))
     if isinstance(value, partial):

@@ -1,4 +1,4 @@
-"""Suggest arguments that a plan may lack, for errors in a block's own code on shards."""
+"""Find arguments that a plan may have left out, to explain an error that a block's code raised on shards."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ class EngineHook:
     A deep copy of a model keeps the hooks of its original until its first forward, which replaces them.
     """
 
-    def __deepcopy__(self, memo: object) -> Any:
+    def __deepcopy__(self, memo: object) -> Self:
         return self
 
 

@@ -25,7 +25,7 @@ from lightning_cp.nest import tensors
 
 @dataclass(eq=False)
 class _Replay(EngineHook):
-    """A block for a checkpoint function: runs with the `Call` of its forward, also when it is recomputed."""
+    """Block passed to a checkpoint function. It runs with the `Call` of its forward, also when it is recomputed."""
 
     session: Session
     call: Call | None
@@ -41,7 +41,7 @@ class _Replay(EngineHook):
 
 @dataclass(eq=False)
 class ModelHook(EngineHook):
-    """Runs the model's forward in a new `Call`; splits the model's arguments and gathers its outputs.
+    """Run the model's forward in a new `Call`; split the model's arguments and gather its outputs.
 
     Attributes:
         signature: signature of the model's forward.
@@ -70,7 +70,7 @@ class ModelHook(EngineHook):
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
-            self._note_whole(given)
+            self._record_unsplit_lengths(given)
             self._wrap_checkpoints(checkpoints)
             if self.padding is not None:
                 args, kwargs = self.padding.before(module, args, kwargs)
@@ -117,8 +117,8 @@ class ModelHook(EngineHook):
         """Check a forward that has succeeded. Raises: InterceptionError: none of its attention was intercepted."""
         session, call = self.session, self.session.current()
         if not torch.compiler.is_compiling():
-            for key in call.met:
-                session.settled.setdefault(key, True)
+            for key in call.unambiguous:
+                session.can_derive_sizes.setdefault(key, True)
             if call.lengths:
                 session.peers.start()  # not yet started if a compiled block has split the first tensor
         if not self.rules.main and not call.intercepted and call.lengths:
@@ -138,12 +138,12 @@ class ModelHook(EngineHook):
                 "or ContextParallelInput"
             ) from error
 
-    def _note_whole(self, given: dict[str, Any]) -> None:
-        """Note the lengths of arguments that the plan leaves whole."""
+    def _record_unsplit_lengths(self, given: dict[str, Any]) -> None:
+        """Record the lengths of arguments that the plan does not split."""
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
         for name, value in given.items():
             if name not in split:
-                self.session.current().whole.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
+                self.session.current().unsplit_lengths.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
 
     def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
         """Wrap checkpoint functions, so that recomputed blocks use the `Call` of their forward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.compiling import compile_rules
 from lightning_cp.engine.diffusers_dispatch import backends_of, dispatcher_of
 from lightning_cp.engine.dropout import ShardDropouts
-from lightning_cp.engine.forwards import Around, Function, own_forward
+from lightning_cp.engine.forwards import ForwardWrapper, Function, own_forward
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import Patches, install, strip
 from lightning_cp.engine.paths import is_compiled, submodule
@@ -30,11 +30,11 @@ from lightning_cp.errors import PlanError
 _INSTALLED = "_lightning_cp"
 
 
-class Installed(Around):
+class Installed(ForwardWrapper):
     """A plan installed on a model. Runs the model's forward, and checks before it whether the model has changed.
 
     If modules were replaced, added or removed, or have another attention processor, class, forward or an adapter, the
-    plan is installed again, if it still fits. Wrappers of `forward` by diffusers and accelerate are no change.
+    plan is installed again, if it still fits. Wrappers of `forward` by diffusers and accelerate are not such changes.
 
     Attributes:
         module: the model.
@@ -60,11 +60,11 @@ class Installed(Around):
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
         try:
-            self._install()
+            self._install_rules()
             self.caches.reset()  # steps of whole tokens would not fit
         except BaseException:
             strip(self.module.modules())
@@ -77,8 +77,8 @@ class Installed(Around):
         slot.put(update_wrapper(partial(_run, self), forward))
         self.module.__dict__[_INSTALLED] = self
 
-    def take_off(self) -> None:
-        """Undo `put_on`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
+    def uninstall(self) -> None:
+        """Undo `install`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
         for path, inner in self.module.named_modules():
             if is_stuck(inner):
                 raise PlanError(
@@ -102,8 +102,8 @@ class Installed(Around):
         """Run the model's forward: context-parallel, or the original once the plan was removed."""
         if self.module.__dict__.get(_INSTALLED) is not self:
             return self._own_forward(*args, **kwargs)
-        if self._structure is None or not self._structure.holds() or self.caches.have_changed():
-            self._follow()
+        if self._structure is None or not self._structure.is_unchanged() or self.caches.have_changed():
+            self._reinstall()
         if self._structure is not None and self._structure.hidden:
             self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
@@ -117,7 +117,7 @@ class Installed(Around):
             raise
 
     def _refuse_hidden(self, path: str) -> None:
-        """Raises: PlanError: attention that cannot be replaced is in compiled code, where calls are not checked."""
+        """Raise PlanError if the attention at `path` is in compiled code, where its calls are not checked."""
         inner = (x for x in self.module.modules() if x is not self.module)
         if torch.compiler.is_compiling() or any(map(is_compiled, inner)):
             raise PlanError(
@@ -136,10 +136,12 @@ class Installed(Around):
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
-    def _install(self) -> None:
+    def _install_rules(self) -> None:
         self.caches.follow()
         self._hook = install(
-            *(self.module, self.rules, self.session),
+            self.module,
+            self.rules,
+            self.session,
             patches=self._patches,
             dropouts=self._dropouts,
             signature=self._signature,
@@ -150,20 +152,20 @@ class Installed(Around):
         self._attending = [submodule(self.module, path) for path in self.rules.attention]
         self._structure = Structure(self.module, self.rules)
 
-    def _follow(self) -> None:
+    def _reinstall(self) -> None:
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
-        if torch.compiler.is_compiling():  # without fullgraph=True this forward runs eagerly then, and follows
+        if torch.compiler.is_compiling():  # unless fullgraph=True, dynamo then runs this forward eagerly
             raise PlanError(
                 f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run "
                 "yet: call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), which "
                 "installs the plan on it"
             )
-        follow = self._follow_eagerly
+        reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
-            follow = torch.compiler.disable(follow)  # type: ignore[no-untyped-call]
-        follow()
+            reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]
+        reinstall()
 
-    def _follow_eagerly(self) -> None:
+    def _reinstall_eagerly(self) -> None:
         self.caches.follow()
         try:
             found = Structure(self.module, self.rules)
@@ -176,7 +178,7 @@ class Installed(Around):
         strip([*self.module.modules(), *self._touched])
         try:
             self._adapt()
-            self._install()
+            self._install_rules()
         except BaseException as error:
             strip(self.module.modules())
             self._structure = None
@@ -216,8 +218,8 @@ class Installed(Around):
         copied.original = copy.deepcopy(self.original, memo)
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.session.__reduce_ex__(protocol)
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        self.session.__reduce_ex__(protocol)
 
 
 def installed_on(module: nn.Module) -> Installed | None:

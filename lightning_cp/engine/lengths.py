@@ -13,7 +13,7 @@ from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import InterceptionError
 
-_SAME = 1e-3  # largest difference, relative to the norm
+_TOLERANCE = 1e-3  # largest difference of equal keys, relative to their norm
 
 Sizes = tuple[list[int], list[int]]  # numbers of queries and of keys, each in rank order
 
@@ -31,18 +31,18 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if not call.lengths:  # nothing was split so far
         return None
     size, rank = call.groups.context_size, call.groups.context_rank
-    shares, key = candidates(call), call.key()
-    options = shares + [[n] * size for n in sorted(call.whole) if [n] * size not in shares]
-    if torch.compiler.is_compiling() or call.groups.context is None or session.settled.get(key):
+    split, key = possible_sizes(call), call.key()
+    options = split + [[n] * size for n in sorted(call.unsplit_lengths) if [n] * size not in split]
+    if torch.compiler.is_compiling() or call.groups.context is None or session.can_derive_sizes.get(key):
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
         by_rank = all_gather_ints([queries, keys], group=call.groups.context)
         sizes = ([q for q, _ in by_rank], [k for _, k in by_rank])
         if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(by_rank) for i in range(2)):
-            call.met.append(key)
+            call.unambiguous.append(key)
         else:
-            session.settled[key] = False
-    if sizes[1] and sizes[1] not in shares and sizes[1] in options:
+            session.can_derive_sizes[key] = False
+    if sizes[1] and sizes[1] not in split and sizes[1] in options:
         return None
     return sizes if sizes[0] and sizes[1] else ([], [])
 
@@ -59,20 +59,21 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
         return False  # nothing is split
     if torch.compiler.is_compiling():
         raise InterceptionError(
-            "attention with LOCAL among other attention calls of one module cannot be compiled, because the contents "
-            "of their keys distinguish the calls: compile other blocks only, or make each call in a separate module"
+            "a module with LOCAL and other attention calls in its plan cannot be compiled, because only the contents "
+            "of the keys distinguish the calls: do not compile this block, or make each call in a separate module"
         )
-    sums = [x for tensor in contents for x in _sums(tensor)]
+    sums = [x for tensor in contents for x in _norm_and_projection(tensor)]
     by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)
     first, *others = ((n, struct.unpack(f"{len(x)}d", struct.pack(f"{len(x)}q", *x))) for n, *x in by_rank)
     norms = [first[1][i // 2 * 2] for i in range(len(sums))]
+    largest = [_TOLERANCE * norm for norm in norms]
     return all(
-        n == first[0] and all(abs(a - b) <= _SAME * norm for a, b, norm in zip(first[1], other, norms, strict=True))
+        n == first[0] and all(abs(a - b) <= limit for a, b, limit in zip(first[1], other, largest, strict=True))
         for n, other in others
     )
 
 
-def _sums(x: Tensor) -> list[float]:
+def _norm_and_projection(x: Tensor) -> list[float]:
     """Return the norm, and a projection onto random signs."""
     with torch.no_grad():
         flat = x.detach().flatten().double()
@@ -82,7 +83,7 @@ def _sums(x: Tensor) -> list[float]:
         return sums
 
 
-def candidates(call: Call) -> list[list[int]]:
+def possible_sizes(call: Call) -> list[list[int]]:
     """List possible numbers of tokens on each rank: those of each split modality, and of each pair of modalities."""
     modalities, found = list(call.lengths), []
     for i, first in enumerate(modalities):

@@ -58,15 +58,15 @@ class LinearAttention:
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, rotary_emb: tuple[Tensor, Tensor] | None) -> Tensor:
         """Attend over all ranks; q, k, v are [b, s_local, h, d]. The divisor uses q and k before rotary embedding."""
         wide = torch.promote_types(q.dtype, torch.float32)
-        turned = (q, k) if rotary_emb is None else (_turned(q, *rotary_emb), _turned(k, *rotary_emb))
-        q, k, v, turned_q, turned_k = (x.to(wide) for x in (q, k, v, *turned))
-        own = torch.cat([torch.einsum("bshd,bshe->bhde", v, turned_k), k.sum(1).unsqueeze(2)], 2)  # [b, h, d + 1, d]
+        rotated = (q, k) if rotary_emb is None else (_rotate(q, *rotary_emb), _rotate(k, *rotary_emb))
+        q, k, v, rotated_q, rotated_k = (x.to(wide) for x in (q, k, v, *rotated))
+        own = torch.cat([torch.einsum("bshd,bshe->bhde", v, rotated_k), k.sum(1).unsqueeze(2)], 2)  # [b, h, d + 1, d]
         total = sum_over_ranks(own, self.session.current().groups.name)
-        weighted = torch.einsum("bhde,bshe->bshd", total[:, :, :-1], turned_q)
+        weighted = torch.einsum("bhde,bshe->bshd", total[:, :, :-1], rotated_q)
         return weighted / (torch.einsum("bhe,bshe->bsh", total[:, :, -1], q).unsqueeze(-1) + _SMALLEST)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embedding to pairs of neighbouring channels; cos and sin hold each value twice."""
     even, odd = x[..., 0::2], x[..., 1::2]
     cos, sin = cos[..., 0::2], sin[..., 1::2]

@@ -32,7 +32,7 @@ class Method(NamedTuple):
         return getattr(self.stored, "__func__", self.stored)
 
     def with_function(self, function: Any) -> Any:
-        """Wrap another function as this attribute is stored: as a bound method, a staticmethod, ..."""
+        """Wrap another function in the form in which this attribute is stored: a bound method, a staticmethod, ..."""
         if isinstance(self.stored, (staticmethod, classmethod)):
             return type(self.stored)(function)
         if self.of_class and isinstance(self.stored, types.BuiltinFunctionType):  # never bound
@@ -92,12 +92,12 @@ def _of_parent(owner: object, caller: object, name: str) -> Method | None:
     """Find the method that `super()` in a function finds."""
     order = (owner if isinstance(owner, type) else type(owner)).__mro__
     inner = inspect.unwrap(caller) if callable(caller) else caller
-    defining = (i for i, base in enumerate(order) if _unwrapped(vars(base).values(), inner))
+    defining = (i for i, base in enumerate(order) if _contains(vars(base).values(), inner))
     found = next((x for x in order[next(defining, 0) + 1 :] if name in vars(x)), None)
     return None if found is None else _lookup(found, name)
 
 
-def _unwrapped(values: Any, function: object) -> bool:
+def _contains(values: Any, function: object) -> bool:
     return any(isinstance(x, types.FunctionType) and inspect.unwrap(x) is function for x in values)
 
 
@@ -129,7 +129,7 @@ def _names_on_first(function: object) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def _attributes(code: types.CodeType, first: str) -> tuple[str, ...]:
-    """List attributes that code reads from the variable `first`; with a prefix those that it reads from super()."""
+    """List attributes that code reads from the variable `first`, or from super(), then with the prefix `_SUPER`."""
     names, on_first, on_super = [], False, False
     for step in dis.get_instructions(code):
         if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLASSDEREF")):

@@ -30,8 +30,8 @@ def attend_in_patches(
     """Compute one attention call of the current patch, or of the whole sequence, and fill its buffer.
 
     Args:
-        query, key, value: [b, s_local, h, d] of this rank's part of the patch.
-        kind: kind of attention, by which the keys' modalities are known; None: unknown.
+        query, key, value: [b, s_local, h, d], this rank's shard of the patch.
+        kind: kind of attention, which gives the modalities of the keys; None: unknown.
         sizes: number of queries and of new keys on each rank.
     Ranks: all of the context group.
     Raises: InterceptionError: this kind of attention cannot be computed in patches.
@@ -51,7 +51,10 @@ def attend_in_patches(
     held = kind.queries if kind.keys is None else kind.keys
     modalities = tuple(modality for modality in evaluation.order if modality in held)
     return attend_buffered(
-        *(query, key, value, mask[..., :1, :] if mask is not None and kind.mask == "keys" else mask),
+        query,
+        key,
+        value,
+        mask[..., :1, :] if mask is not None and kind.mask == "keys" else mask,
         buffer=evaluation.next_buffer(),
         ranges=call.ranges(modalities),
         total=sum(call.lengths.get(modality, 0) for modality in modalities),

@@ -80,7 +80,7 @@ def expanded(module: nn.Module, table: Mapping[str, Any]) -> list[tuple[str, Any
     return [(path, entry) for pattern, entry in table.items() for path in expand(module, pattern)]
 
 
-def stack(module: nn.Module, pattern: str) -> tuple[str, ...]:
+def block_paths(module: nn.Module, pattern: str) -> tuple[str, ...]:
     """List the paths of the blocks that a pattern selects: "blocks" or "blocks[a:b]"."""
     stack, _, bounds = pattern.partition("[")
     blocks = submodule(module, stack)
@@ -113,13 +113,13 @@ def arguments_of(
     specs: Mapping[str, Spec],
     *,
     is_block: bool = False,
-    joins: bool = False,
+    gathers: bool = False,
     always: bool = False,
 ) -> Arguments:
     """Describe the arguments of some modules of one class. Raises: PlanError: their forward has no such argument."""
     first = submodule(module, paths[0])
     positions = {name: position(paths[0] or type(module).__name__, first, name) for name in specs}
-    return Arguments(paths, dict(specs), positions, is_block, joins, always)
+    return Arguments(paths, dict(specs), positions, is_block, gathers, always)
 
 
 def position(path: str, module: nn.Module, name: str) -> int:

@@ -21,7 +21,7 @@ BUCKETS = 32  # number of sums for each argument
 _TOLERANCE = 1e-3  # relative error of a single value, as in the full comparison
 _TOLERANCE_OF_SUMS = 5e-3  # thousands of sums are compared: avoid false alarms by chance
 _LARGEST = 1e6  # clamp: -inf or the lowest value of a dtype (in masks) would hide all other values of a sum
-_NAN = 3e5
+_NAN = 3e5  # replaces NaN
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _INDEXABLE = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _INDEXABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -30,9 +30,9 @@ _INDEXABLE |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 class Sampler:
     """Reduces the arguments of one model's forward to a table of fixed size.
 
-    At most `SAMPLES` elements of each argument are read. A larger argument is divided into `SAMPLES` equal stretches,
-    and one random element of each is read, another one in each forward. They are added up with random weights to
-    `BUCKETS` sums.
+    At most `SAMPLES` elements of each argument are read. A larger argument is divided into `SAMPLES` equal intervals,
+    and one random element of each interval is read, another one in each forward. The elements are added up, with random
+    weights, to `BUCKETS` sums.
 
     Args: names: parameter names of the forward. Their number and order must be the same on all ranks.
     """
@@ -40,7 +40,7 @@ class Sampler:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
         self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._stretches: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._intervals: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def table(
         self, given: Mapping[str, Any], *, forward: int, device: torch.device
@@ -60,7 +60,7 @@ class Sampler:
         structures, contents = [float(forward)], [nothing]
         for name in self.names:
             leaves = list(tensors(name, given.get(name)))
-            kinds = [(path, _kind(x)) for path, x in leaves] + list(plain_values(name, given.get(name)))
+            kinds = [(path, _shape_and_dtype(x)) for path, x in leaves] + list(plain_values(name, given.get(name)))
             structures.append(_hash(kinds) if kinds else 0.0)
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
             for x in readable:
@@ -85,7 +85,7 @@ class Sampler:
         if dtype.is_floating_point:
             values = values.nan_to_num(nan=_NAN, posinf=_LARGEST, neginf=-_LARGEST).clamp(-_LARGEST, _LARGEST)
         values = F.pad(values, (0, -values.numel() % buckets)).view(buckets, -1)
-        weights = self._of(x.device)[1][: values.numel()].view_as(values)
+        weights = self._constants_on(x.device)[1][: values.numel()].view_as(values)
         norms = values.square().sum(1).sqrt()
         scale = norms.maximum(norms.square().mean().sqrt())  # RMS: a lower bound for almost-zero buckets
         return torch.stack([(values * weights).sum(1), scale * _tolerance(dtype, single=values.shape[1] == 1)])
@@ -95,23 +95,23 @@ class Sampler:
         if x.numel() <= count:
             return x.reshape(-1)
         key = (x.numel(), count, x.device)
-        if key not in self._stretches:
-            if len(self._stretches) >= 64:  # bound the cache if shapes change all the time
-                self._stretches.clear()
+        if key not in self._intervals:
+            if len(self._intervals) >= 64:  # bound the cache if shapes change all the time
+                self._intervals.clear()
             bounds = torch.arange(count + 1, device=x.device) * x.numel() // count
-            self._stretches[key] = (bounds[:-1], bounds.diff())
-        starts, widths = self._stretches[key]
+            self._intervals[key] = (bounds[:-1], bounds.diff())
+        starts, widths = self._intervals[key]
         chosen = starts + mixed[:count] % widths
         return x.view(-1)[chosen] if x.is_contiguous() else torch.take(x, chosen)
 
     def _mix(self, forward: int, device: torch.device) -> Tensor:
         """Compute pseudo-random ints >= 0 without torch's generators, equal on all ranks: [SAMPLES + BUCKETS]."""
-        x = self._of(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
+        x = self._constants_on(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
         x = (x ^ (x >> 15)) & 0xFFFFFFFF
         x = x * 0x2C1B3C6D
         return (x ^ (x >> 12)) & 0x7FFFFFFF
 
-    def _of(self, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
         if device not in self._constants:
             drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
@@ -160,7 +160,7 @@ def plain_values(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
             yield name, repr(x)
 
 
-def _kind(x: Tensor) -> str:
+def _shape_and_dtype(x: Tensor) -> str:
     if x.layout != torch.strided:
         return f"{type(x).__name__} {x.dtype}"  # shapes of nested tensors contain symbols numbered per process
     return f"{tuple(x.shape)} {x.dtype}"

@@ -28,7 +28,7 @@ Replacements = dict[str, Callable[..., Any]]  # by name: dispatch_attention_fn, 
 
 
 def rebind(function: types.FunctionType, replacements: Replacements, depth: int = _DEPTH) -> types.FunctionType | None:
-    """Return `function` with its calls replaced, in itself and in helpers it calls; None if it makes none of them."""
+    """Return a copy of `function` with replaced calls, also in its helpers; None if there are no such calls."""
     changed: dict[str, Any] = {}
     names = set(_names(function.__code__))
     named = {name: x for name, x in replacements.items() if name in names}
@@ -55,7 +55,7 @@ def rebind(function: types.FunctionType, replacements: Replacements, depth: int 
     return bound
 
 
-def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacements, depth: int) -> Any:
+def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacements, depth: int) -> object:
     """Return the replacement of a function in a closure (such as a decorator's); None to keep it."""
     try:
         value = cell.cell_contents
@@ -64,7 +64,7 @@ def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacemen
     return _replace(value, named, replacements, depth)
 
 
-def _replace(value: Any, named: Replacements, replacements: Replacements, depth: int) -> Any:
+def _replace(value: Any, named: Replacements, replacements: Replacements, depth: int) -> object:
     """Return the replacement of one global of a function; None to keep the global.
 
     Args: named: the replacements with names that occur in the function itself.
@@ -75,7 +75,7 @@ def _replace(value: Any, named: Replacements, replacements: Replacements, depth:
     if not isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
         return None
     for name, x in replacements.items():
-        if value in (_FUNCTIONS.get(name), _OF_TORCH.get(name)):
+        if value in (_FUNCTIONS.get(name), _IN_TORCH.get(name)):
             return x
     if not isinstance(value, types.FunctionType):
         return None
@@ -113,7 +113,7 @@ def rebind_methods(
 
 
 _FUNCTIONS: Replacements = {name: getattr(F, name) for name in (SDPA, *DROPOUTS)}
-_OF_TORCH: Replacements = {name: getattr(torch, name) for name in DROPOUTS if hasattr(torch, name)}
+_IN_TORCH: Replacements = {name: getattr(torch, name) for name in DROPOUTS if hasattr(torch, name)}
 
 
 def _module_with(module: types.ModuleType, functions: Replacements) -> types.ModuleType:
@@ -128,7 +128,7 @@ def _module_with(module: types.ModuleType, functions: Replacements) -> types.Mod
         return modules
     whole = types.ModuleType(torch.__name__)
     whole.__dict__.update(torch.__dict__, nn=modules)
-    whole.__dict__.update({name: x for name, x in functions.items() if name in _OF_TORCH})
+    whole.__dict__.update({name: x for name, x in functions.items() if name in _IN_TORCH})
     return whole
 
 
@@ -150,7 +150,7 @@ def _called(code: types.CodeType, scope: dict[str, Any]) -> Iterator[str]:
         elif step.opname not in ("CACHE", "PRECALL", "PUSH_NULL", "EXTENDED_ARG"):
             value = None
         if isinstance(value, (types.FunctionType, types.BuiltinFunctionType)):
-            yield from (name for name in DROPOUTS if value in (_FUNCTIONS[name], _OF_TORCH.get(name)))
+            yield from (name for name in DROPOUTS if value in (_FUNCTIONS[name], _IN_TORCH.get(name)))
             value = None
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

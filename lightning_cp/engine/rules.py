@@ -15,14 +15,14 @@ class Arguments:
     paths: paths of the modules in the model.
     specs: spec of each argument, by name.
     positions: index of each argument in the forward's signature, -1 if it is passed through `**kwargs`.
-    joins: gather the arguments instead of splitting them.
+    gathers: gather the arguments instead of splitting them.
     """
 
     paths: tuple[str, ...]
     specs: Mapping[str, Spec]
     positions: Mapping[str, int]
     is_block: bool = False
-    joins: bool = False
+    gathers: bool = False
     always: bool = False  # split every tensor (diffusers' format), not only those that are still whole
 
 
@@ -53,13 +53,13 @@ class Halo:
 class Rules:
     """A plan, compiled for one model.
 
-    attention: kinds of attention of each module that attends across ranks, by path; None: derived from the lengths.
+    attention: kinds of attention of each module that attends across ranks, by path; None: derived from token counts.
     unplanned: paths of modules outside the blocks that attend. Their keys must be whole.
     unproven: paths in `attention` of modules with a replaced or decorated forward: a hook checks that it calls the
         processor.
     local: paths of modules in blocks that the plan marks LOCAL: their attention is not replaced.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
-    patches: how the model is computed in patches; None: it cannot be.
+    patches: settings for computation in patches; None: the model does not support it.
     """
 
     arguments: tuple[Arguments, ...]

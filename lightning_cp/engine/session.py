@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -29,12 +29,12 @@ class Call:
         lengths: global number of tokens of each modality seen so far.
         rows: global number of rows, for modalities that are split between rows only.
         kept: arguments that the engine keeps for its own use and does not pass to a block.
-        whole: token counts of tensor arguments that are not split (for plans that do not describe attention).
+        unsplit_lengths: token counts of tensor arguments that are not split (for plans that do not describe attention).
         intercepted: True if the engine computed attention since the flag was last cleared.
-        met: values of `key` for which this forward exchanged sizes and found them unambiguous.
+        unambiguous: values of `key` for which this forward exchanged sizes, and found that each rank can derive them.
         block: name of the last block (or other planned module) that was entered.
         unplanned: shapes of that block's tensor arguments that the plan does not mention, for errors.
-        evaluation: the evaluation that this forward is a part of, if the model is computed in patches.
+        evaluation: the evaluation that this forward belongs to, if the model is computed in patches.
     """
 
     groups: MeshGroups
@@ -43,9 +43,9 @@ class Call:
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
+    unsplit_lengths: set[int] = field(default_factory=set)
     intercepted: bool = False
-    met: list[Hashable] = field(default_factory=list)
+    unambiguous: list[Hashable] = field(default_factory=list)
     block: str = ""
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -61,10 +61,10 @@ class Call:
 
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
-        return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
+        return tuple(sorted(self.lengths.items())), tuple(sorted(self.unsplit_lengths))
 
-    def shares(self, modality: str) -> tuple[int, ...]:
-        """Return each rank's tokens of one modality; zeros if its length is unknown (no references were passed)."""
+    def sizes_of(self, modality: str) -> tuple[int, ...]:
+        """Return each rank's number of tokens of one modality; zeros if its length is unknown (it was not passed)."""
         return self.parts(modality)[1:-1]
 
     def parts(self, modality: str) -> tuple[int, ...]:
@@ -86,7 +86,7 @@ class Call:
 
     def sizes(self, modalities: Modalities) -> list[int]:
         """Return each rank's number of tokens, summed over `modalities`."""
-        each = [self.shares(modality) for modality in modalities]
+        each = [self.sizes_of(modality) for modality in modalities]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 
     def ranges(self, modalities: Modalities) -> list[tuple[range, ...]]:
@@ -94,9 +94,9 @@ class Call:
         start = 0
         found: list[list[range]] = [[] for _ in range(self.groups.context_size)]
         for modality in modalities:
-            before, *shares, _ = self.parts(modality)
+            before, *sizes, _ = self.parts(modality)
             first = start + before
-            for rank, length in enumerate(shares):
+            for rank, length in enumerate(sizes):
                 found[rank].append(range(first, first + length))
                 first += length
             start += self.lengths.get(modality, 0)
@@ -134,21 +134,22 @@ class Session:
     """Settings and state of one context-parallel model.
 
     Attributes:
-        call: the forward under way; None outside.
-        evaluation: for a model that is computed in patches: the evaluation under way.
+        call: the current forward; None outside of a forward.
+        evaluation: for a model that is computed in patches: the current evaluation.
         rules: the plan, compiled for the model.
-        kernel: name of the attention kernel; "auto" follows diffusers' backend settings, by default a free choice.
+        kernel: name of the attention kernel; "auto": that of diffusers' backend; if none is set, by device and dtype.
         backends: diffusers' registry of backends; None for other models.
         peers: compares the arguments of forwards between peers.
-        forwards: number of forwards under way: 0 or 1, or more if a model calls itself.
+        forwards: number of forwards that are running: 0 or 1, or more if a model calls itself.
         succeeded: True after the first complete forward: the plan fits, so later failures have other causes.
         number: ID of the session in this process, for operators in compiled code.
         unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
             installed (see `BypassCheck`).
         checked: number of compiled forwards with checked arguments (int64 scalar).
-        settled: by `Call.key`: True if each rank can derive all sizes from its own (for plans that do not describe
-            attention).
-        rows: ranks that also hold other rows of the same batch (`pipelines.cfg_rows`); None: none do.
+        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
+            not describe attention).
+        batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
+            None.
     """
 
     groups: MeshGroups
@@ -164,19 +165,25 @@ class Session:
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
     checked: torch.Tensor = field(default_factory=_zero)
-    settled: dict[Hashable, bool] = field(default_factory=dict)
-    rows: MeshGroups | None = None
+    can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
+    batch_groups: MeshGroups | None = None
 
     @property
     def sample(self) -> MeshGroups:
         """Return the groups of all ranks that compute the current batch; `sample.context` has them all."""
-        return self.groups if self.rows is None else self.rows
+        return self.groups if self.batch_groups is None else self.batch_groups
 
     def of_copy(self) -> Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""
         peers = self.peers.of_copy()
         return Session(
-            self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
+            self.groups,
+            self.config,
+            self.rules,
+            peers,
+            self.kernel,
+            self.backends,
+            can_derive_sizes={**self.can_derive_sizes},
         )
 
     def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
@@ -187,19 +194,19 @@ class Session:
         if groups is not self.groups:
             self.peers.finish()
             self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
-            self.settled.clear()
+            self.can_derive_sizes.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy
 
-    def __reduce_ex__(self, protocol: object) -> Any:
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise pickle.PicklingError(
             "a context-parallel model cannot be pickled: it holds process groups. Save its state_dict(), and call "
             "apply_context_parallel on the model it is loaded into; or call remove_context_parallel first"
         )
 
     def current(self) -> Call:
-        """Return the forward under way. Raises: RuntimeError: no forward is under way."""
+        """Return the current forward. Raises: RuntimeError: no forward is running."""
         if self.call is None:
             raise RuntimeError(
                 "a context-parallel block ran outside of its model's forward, so its token counts are unknown: call "

@@ -52,7 +52,7 @@ class ArgumentHook(EngineHook):
         shown = f"{self.name}({name})"
         if self.rule.always:
             return shard_unconditionally(value, spec, name=shown, session=self.session)
-        if self.rule.joins:
+        if self.rule.gathers:
             return unshard(value, spec, name=shown, session=self.session)
         return shard(value, spec, name=shown, session=self.session, strict=self.rule.is_block)
 

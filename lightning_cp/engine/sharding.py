@@ -98,7 +98,7 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
     if n == 1 and not strict and spec.ndim is not None and not call.lengths.keys() >= set(spec.modalities):
         return x
-    _learn(n, spec, name=name, session=session)
+    _define_length(n, spec, name=name, session=session)
     rank, local = call.groups.context_rank, call.sizes(spec.modalities)[call.groups.context_rank]
     parts = [_local(call, s) if s in spec.local else call.parts(s) for s in spec.modalities]
     ranks = [0 if s in spec.local else rank + 1 for s in spec.modalities]
@@ -117,10 +117,10 @@ def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict
 
 
 def _local(call: Call, modality: str) -> tuple[int, ...]:
-    return (call.shares(modality)[call.groups.context_rank],)
+    return (call.sizes_of(modality)[call.groups.context_rank],)
 
 
-def _learn(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
+def _define_length(n: int, spec: Split | Count, *, name: str, session: Session) -> None:
     """Define the length of a modality at its first tensor: `n` minus the lengths of the spec's other modalities."""
     call = session.current()
     unknown = [modality for modality in dict.fromkeys(spec.modalities) if modality not in call.lengths]
@@ -145,7 +145,7 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     if isinstance(spec, Rows):
         call.rows[spec.modality] = n
         return call.row_lengths(spec.modality)[rank]
-    _learn(n, spec, name=name, session=session)
+    _define_length(n, spec, name=name, session=session)
     whole = sum(call.lengths[modality] for modality in spec.modalities)
     if n != whole:
         raise PlanError(
@@ -198,9 +198,9 @@ def _order_of_keys(call: Call, spec: Mask) -> list[int]:
     for rank in range(call.groups.context_size):
         start = 0
         for modality in spec.modalities:
-            shares = call.shares(modality)
-            first = start + sum(shares[:rank])
-            order += range(first, first + shares[rank])
+            sizes = call.sizes_of(modality)
+            first = start + sum(sizes[:rank])
+            order += range(first, first + sizes[rank])
             start += call.lengths[modality]
     return order
 
@@ -236,14 +236,14 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
             f"{' + '.join(spec.modalities)}"
         )
     dim = spec.dim % x.ndim
-    gathered = gather(x, dim, [n for s in spec.modalities for n in call.shares(s)], call.groups.name)
+    gathered = gather(x, dim, [n for s in spec.modalities for n in call.sizes_of(s)], call.groups.name)
     if call.evaluation is None:
         return gathered
     parts = [call.parts(modality) for modality in spec.modalities]
     return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 
-def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
     """Return `items` as a list or a tuple: the type of `value`."""
     return items if isinstance(value, list) else tuple(items)
 

@@ -30,9 +30,9 @@ _NUMBERS = count()
 class Structure:
     """All modules of a model, their classes, processors and forwards, by identity.
 
-    `holds` compares them before each forward: 130 µs of CPU time for the 1275 modules of Flux (57 blocks). Forwards and
-    attributes that may hold code take 50 µs of this. It also changes if a wrapper is put around a module or its
-    forward. `_parts` leaves wrappers out; if it changes, the plan must be installed again.
+    `is_unchanged` compares them before each forward: 130 µs of CPU time for the 1275 modules of Flux (57 blocks).
+    Forwards and attributes that may hold code take 50 µs of this. A new wrapper around a module or its forward counts
+    as a change. `_parts` leaves wrappers out: only if it differs is the plan installed again.
 
     `__dict__` is compared for planned modules and modules with children.
 
@@ -70,7 +70,7 @@ class Structure:
         self._names: list[Any] = []
         self._values: list[object] = []
         for module in modules:
-            if module is not model:  # `Installed.put_on` replaces the model's forward later
+            if module is not model:  # `Installed.install` replaces the model's forward later
                 self._add_forward(module)
             for name in _method_names(module):
                 self._add_attribute(module.__dict__, name)
@@ -81,10 +81,10 @@ class Structure:
         self._name = f"structure {next(_NUMBERS)}"  # an int that changes would become dynamic in a graph
         _STRUCTURES[self._name] = self
 
-    def holds(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Return True if everything is unchanged. torch.compile can trace this."""
         if not torch.compiler.is_compiling():
-            return self.holds_now()
+            return self.is_unchanged_eagerly()
         for attributes, name, value in self._entries:
             if attributes.get(name) is not value:
                 return False
@@ -94,10 +94,10 @@ class Structure:
         for kind, name, function in self._functions:
             if getattr(kind, name, None) is not function:
                 return False
-        holds: bool = _holds_while_traced(self._name)
-        return holds
+        is_unchanged: bool = _is_unchanged_at_trace_time(self._name)
+        return is_unchanged
 
-    def holds_now(self) -> bool:
+    def is_unchanged_eagerly(self) -> bool:
         """Return True if everything is unchanged, outside of tracing. Loops over all modules run in C, for speed."""
         for kind, name, function in self._functions:
             if getattr(kind, name, None) is not function:
@@ -114,7 +114,7 @@ class Structure:
         return all(len(x) == len(y) and all(map(is_, x, y)) for x, y in zip(self._lists, self._items))
 
     def has_parts_of(self, other: Structure) -> bool:
-        """Return True if both consist of the same parts, wrappers left out."""
+        """Return True if both hold the same modules, processors and functions, apart from wrappers."""
         same = len(self._parts) == len(other._parts)
         return same and all(a is b for a, b in zip(self._parts, other._parts, strict=True))
 
@@ -146,10 +146,10 @@ class Structure:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _holds_while_traced(name: str) -> bool:
+def _is_unchanged_at_trace_time(name: str) -> bool:
     """Compare everything at trace time. The result is a constant of the graph, without guards."""
     structure = _STRUCTURES.get(name)
-    return structure is not None and structure.holds_now()
+    return structure is not None and structure.is_unchanged_eagerly()
 
 
 def _parts(model: nn.Module) -> Iterator[object]:

@@ -1,5 +1,6 @@
 """Fine-tune pretrained diffusers transformers: load them, add adapters, train, validate."""
 
+from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
@@ -12,6 +13,7 @@ __all__ = [
     "FineTuning",
     "HeldOutData",
     "LoraSettings",
+    "ModelCard",
     "PromptSampler",
     "Validation",
     "ValidationResult",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.engine.apply import no_plan
+from lightning_cp.engine.apply import no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline, read_json
@@ -110,7 +110,7 @@ def _class_and_config(folder: Path, component: str, source: str) -> tuple[Any, d
             f"{diffusers.__version__}"
         )
     if registered_plan(kind) is None:
-        raise PlanError(f"{source}: {component} cannot be trained: {no_plan(kind)}")
+        raise PlanError(f"{source}: {component} cannot be trained: {no_plan_message(kind)}")
     return kind, read_json(folder / component / "config.json")
 
 

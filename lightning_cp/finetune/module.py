@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +15,15 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from lightning_cp.data import bucket_loader
+from lightning_cp.export import on_rank_zero, save_lora, save_pretrained, unwrapped
 from lightning_cp.families import Family, StoredBatch
-from lightning_cp.finetune.validation import Validation
+from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.objectives import MicroBatch, Objective, micro_batches, objective_for
-from lightning_cp.training.ranks import DataShard, TrainerRanks
+from lightning_cp.strategies.strategy import class_of
+from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
+LORA = "lora"  # folder of an adapter
 _BATCHES = "lightning_cp.batches"
 
 
@@ -32,6 +38,8 @@ class _OneStep(list[int]):
 
 class FineTuning(LightningModule):
     """Fine-tune a transformer on stored samples, alone or with a strategy of lightning_cp.
+
+    `recipes/train.py` trains this module, with a Trainer or, by calling its methods, with Fabric.
 
     Logs "loss", "sigma" (the mean noise level) and, in Lightning's validation, "val_loss". Noise, times and the order
     of the data depend on the seed and the number of batches only, so a run that is resumed at another number of ranks
@@ -49,6 +57,7 @@ class FineTuning(LightningModule):
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
+        component: name of the transformer in its pipeline, for `export`.
     """
 
     def __init__(
@@ -64,12 +73,13 @@ class FineTuning(LightningModule):
         num_workers: int = 0,
         held_out: Any = None,
         quantiles: Sequence[float] = (0.1, 0.3, 0.5, 0.7, 0.9),
+        component: str = "transformer",
     ) -> None:
         super().__init__()
         self.strict_loading = False  # frozen weights are not in checkpoints
         self.transformer, self.family = transformer, family
         self.objective = objective or objective_for(family, seed=0)
-        self.batches = 0
+        self.batches, self.component = 0, component
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out
         self._micro_batch_size, self._has_gradients = micro_batch_size, False
@@ -78,10 +88,7 @@ class FineTuning(LightningModule):
 
     @override
     def training_step(self, batch: StoredBatch, batch_idx: int) -> Tensor:
-        first = self.objective.first_index(self.transformer, batch)
-        *others, last = micro_batches(
-            self.objective, self.family, batch, size=self._micro_batch_size, step=self.batches, first_index=first
-        )
+        *others, last = self.micro_batches(batch, step=self.batches)
         self._has_gradients = bool(others)
         if others:
             self._check_accumulation()
@@ -93,10 +100,20 @@ class FineTuning(LightningModule):
             self.trainer.strategy.backward(values[-1][0], None)
         values.append(self.loss(last))
         self.batches += 1
-        for name, parts in zip(("loss", "sigma"), zip(*values, strict=True), strict=True):
-            mean = torch.stack([x.detach() for x in parts]).sum()
-            self.log(name, mean, prog_bar=name == "loss", batch_size=len(batch), sync_dist=True)  # over data ranks
+        loss, sigma = (torch.stack([x.detach() for x in parts]).sum() for parts in zip(*values, strict=True))
+        self.report(loss, sigma, samples=len(batch))
         return values[-1][0]
+
+    def micro_batches(self, batch: StoredBatch, *, step: int) -> Iterator[MicroBatch]:
+        """Divide this rank's batch for gradient accumulation. Args: step: number of batches trained before it."""
+        first = self.objective.first_index(self.transformer, batch)
+        size = self._micro_batch_size
+        return micro_batches(self.objective, self.family, batch, size=size, step=step, first_index=first)
+
+    def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
+        """Log the means of this rank's batch, averaged over the data ranks."""
+        for name, mean in (("loss", loss), ("sigma", sigma)):
+            self.log(name, mean, prog_bar=name == "loss", batch_size=samples, sync_dist=True)
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -118,12 +135,39 @@ class FineTuning(LightningModule):
 
     @override
     def validation_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Validate all held-out samples at once; see `Validation`."""
-        validation = Validation(self._held_out, self.family, self.objective, quantiles=self._quantiles)
-        shard = DataShard.of(self.trainer.strategy)
-        result = validation.losses(self.transformer, TrainerRanks(self.trainer), shard)
+        """Validate all held-out samples at once."""
+        result = self.validate(TrainerRanks(self.trainer), DataShard.of(self.trainer.strategy))
         self.log("val_loss", result.loss, prog_bar=True, batch_size=1)
         return torch.tensor(result.loss)
+
+    def validate(self, ranks: Ranks, data_shard: DataShard) -> ValidationResult:
+        """Return the losses of the held-out samples with the current weights. Call it on every rank.
+
+        Args: see `Validation.losses`.
+        """
+        validation = Validation(self._held_out, self.family, self.objective, quantiles=self._quantiles)
+        precision: AbstractContextManager[Any] = nullcontext()
+        if isinstance(ranks, TrainerRanks):  # Fabric's module applies the precision itself
+            precision = ranks.trainer.precision_plugin.forward_context()
+        with precision:
+            return validation.losses(self.transformer, ranks, data_shard)
+
+    def export(self, folder: str | Path) -> Path:
+        """Write the trained weights for plain diffusers, and a LoRA for ComfyUI, too. Call it on every rank.
+
+        To export EMA weights, call it inside `EMACallback.averaged` or `WeightAverage.swapped_in`.
+
+        Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
+        Raises: RuntimeError: rank 0 could not write (OSError in a single process).
+        """
+        model: Any = unwrapped(self.transformer)
+        if not getattr(model, "peft_config", None):
+            save_pretrained(self.transformer, Path(folder) / self.component)
+            return Path(folder) / self.component
+        lora = Path(folder) / LORA
+        save_lora(self.transformer, lora, component=self.component)
+        on_rank_zero(lambda: write_for_comfyui(lora, class_of(model).__name__, component=self.component))
+        return lora
 
     @override
     def configure_optimizers(self) -> Optimizer:

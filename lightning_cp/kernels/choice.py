@@ -1,4 +1,4 @@
-"""Choice of the kernel: by name, or the first that supports device, dtype, head size and mask."""
+"""Choose the kernel: by name, or the first that supports device, dtype, head size and mask."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class FlashAttnKernel:
         )
         return Grads(*(x[..., :d] for x in grads))
 
-    def _module(self) -> Any:
+    def _module(self) -> ModuleType:
         return importlib.import_module(self.interface)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

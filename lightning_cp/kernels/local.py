@@ -26,7 +26,7 @@ def attend(
         mask: bool (True = attend) or additive, [b or 1, hq or 1, sq or 1, sk]; None: no mask.
         causal: query i sees keys up to i; only with sq = sk and without a mask.
         scale: factor on the scores q k.
-    Returns: out in q's dtype, [b, sq, hq, d]; rows without a key: out 0, lse -inf.
+    Returns: out in q's dtype, [b, sq, hq, d]; queries without a key: out 0, lse -inf.
     """
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
         return PartialAttention(
@@ -98,7 +98,7 @@ def attend_tangents(
         tangents: tangents of `inputs`, in their shapes.
         lse: [b, sq, hq], over all keys.
         kernel, mask, causal, scale: see `attend`.
-    Returns: the sums of `TangentKernel.tangents`, in float32 (float64 for float64); 0 for rows without a key.
+    Returns: the sums of `TangentKernel.tangents`, in float32 (float64 for float64); 0 for queries without a key.
     """
     q, k, v = inputs
     if not (q.shape[1] and k.shape[1] and q.shape[0]):

@@ -66,12 +66,12 @@ class MathKernel:
         (b, sq, h, _), sk = q.shape, k.shape[1]
         step = max(1, _SCORES_AT_A_TIME // (b * h * sk))
         for first in range(0, sq, step):
-            rows = slice(first, first + step)
-            block_mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-            scores = _scores(q[:, rows], k, block_mask, causal, scale, first=first)
-            weights = (scores - lse[:, rows].to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
-            score_tangents = torch.einsum("bqhd,bkhd->bhqk", dq[:, rows], k) + torch.einsum(
-                "bqhd,bkhd->bhqk", q[:, rows], dk
+            block = slice(first, first + step)
+            block_mask = mask if mask is None or mask.shape[2] == 1 else mask[:, :, block]
+            scores = _scores(q[:, block], k, block_mask, causal, scale, first=first)
+            weights = (scores - lse[:, block].to(accumulation_dtype).transpose(1, 2).unsqueeze(-1)).exp()
+            score_tangents = torch.einsum("bqhd,bkhd->bhqk", dq[:, block], k) + torch.einsum(
+                "bqhd,bkhd->bhqk", q[:, block], dk
             )
             score_tangents = weights * score_tangents * scale
             outs.append(

@@ -53,7 +53,7 @@ class Kernel(Protocol):
     The callers guarantee: at least one query and one key; q, k, v are [b, s, h, d] of one dtype with last stride 1; a
     mask is additive, float32 (float64 for float64), [b or 1, hq or 1, sq or 1, sk], contiguous; `causal` only with
     sq = sk and without a mask; hk = hq unless `native_gqa`; finite lse in backward. `forward` may return any values
-    for rows without a key: the caller overwrites them.
+    for queries without a key: the caller overwrites them.
     """
 
     name: str
@@ -98,12 +98,12 @@ class TangentKernel(Kernel, Protocol):
     ) -> PartialAttention:
         """Compute the sums over these keys for the tangents of attention over these keys *and any others*.
 
-        With P = exp(scale q k + mask - lse) and dS = scale (dq k + q dk): out = sum(P (dS v + dv)), lse = sum(P dS).
-        Added over all chunks of a ring, they give the tangents d(lse) = lse and d(out) = out - lse * (attention's out).
+        With P = exp(scale q k + mask - lse) and dS = scale (dq k + q dk): A = sum(P (dS v + dv)) and B = sum(P dS).
+        Added over all chunks of a ring, they give the tangents d(out) = A - B out and d(lse) = B.
 
         Args:
             tangents: dq, dk and dv, in the shapes of `inputs`.
             lse: [b, sq, hq], over all keys, finite.
-        Returns: sums for out and lse, in float32 (float64 for float64).
+        Returns: A as `out` and B as `lse`, in float32 (float64 for float64).
         """
         ...

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cp.errors import DataError
-from lightning_cp.media.source import Entry, Skipped, Source, is_image, is_video
+from lightning_cp.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
 from lightning_cp.media.table import TABLE_SUFFIXES
 from lightning_cp.media.text import is_unicode, lines_of, read_text
 
 _REFERENCE = ".reference"  # end of a reference's name, before the suffix
+_NUMBERED = re.compile(r"(?P<name>.+)\.reference[-_. ]?\d+")  # names of several references, which are refused
 
 
 def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
@@ -19,12 +21,12 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
 
     `a.reference.png` is the reference of `a.png`.
 
-    Raises: DataError: a folder or a caption file cannot be read, or a file has two references.
+    Raises: DataError: a folder or a caption file cannot be read, or a file has several references.
     """
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for files in _walk(folder, frozenset(), skipped):
-        references = _references([file for file in files if is_image(file)])
+        references = _references([file for file in files if is_image(file) or is_video(file)])
         files = [file for file in files if file not in references.values()]
         media = [file for file in files if is_image(file) or is_video(file)]
         stems = {file.stem for file in media}
@@ -47,7 +49,7 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
 def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped]) -> Iterator[list[Path]]:
     """Yield the files of a folder, then those of the folders in it.
 
-    Args: above: device and inode of the folders above; a link to one of them would not end.
+    Args: above: device and inode of the parent folders; a link to one of them is skipped, because it has no end.
     """
     try:
         status = folder.stat()
@@ -65,15 +67,19 @@ def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped
             yield from _walk(path, above | {identity}, skipped)
 
 
-def _references(images: list[Path]) -> dict[str, Path]:
-    """Return the references of a folder by the name of the media. Raises: DataError: two are of the same media."""
+def _references(media: list[Path]) -> dict[str, Path]:
+    """Return the references of a folder by the name of the media. Raises: DataError: several are of the same media."""
     found: dict[str, Path] = {}
-    for file in images:
+    stems = {file.stem for file in media}
+    for file in filter(is_image, media):
+        numbered = _NUMBERED.fullmatch(file.stem)
+        if numbered is not None and numbered["name"] in stems:
+            raise DataError(f"{file} is one of several references of {numbered['name']}: {ONE_REFERENCE}")
         name = file.stem.removesuffix(_REFERENCE)
         if name == file.stem:
             continue
         if name in found:
-            raise DataError(f"{file} and {found[name].name} are both references of {name}: keep one of them")
+            raise DataError(f"{file} and {found[name].name} are both references of {name}: {ONE_REFERENCE}")
         found[name] = file
     return found
 

@@ -10,6 +10,10 @@ VIDEO_SUFFIXES = (
     *(".3gp", ".avi", ".flv", ".m2ts", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".mpg", ".mts", ".ogv", ".ts"),
     *(".webm", ".wmv"),
 )
+ONE_REFERENCE = (
+    "training takes one reference of each sample, also of models that can sample with several; keep one, or join the "
+    "pictures to one"
+)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any
 from lightning_cp.errors import DataError
 from lightning_cp.media.row import Row
 from lightning_cp.media.source import (
+    ONE_REFERENCE,
     Entry,
     Skipped,
     Source,
@@ -58,6 +59,8 @@ def _entry(folder: Path, row: Row) -> Entry:
     if given and is_image(file):
         raise DataError(f"{row.where}: {', '.join(given)} can only be given for videos, but {file.name} is an image")
     start_s, end_s, frame_range = _range(row)
+    if isinstance(row.values.get("reference"), list):
+        raise DataError(f"{row.where}: reference={row.values['reference']!r} is a list: {ONE_REFERENCE}")
     reference = row.path("reference", folder)
     if reference and not is_image(reference):
         raise DataError(f"{row.where}: reference={reference.name} must be an image")

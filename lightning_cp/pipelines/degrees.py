@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from lightning_cp.config import ContextParallelConfig, check_degree
-from lightning_cp.sample_groups import Branches, branches_for
+from lightning_cp.sample_groups import SampleGroups, sample_groups_for
 
 DEFAULT = "default"
 _NAMES = ("ring", "ulysses", "cfg")
@@ -17,13 +17,13 @@ class Degrees:
     """One way to use the ranks of a sample: settings with the degrees, and the groups that were built for them."""
 
     config: ContextParallelConfig
-    branches: Branches
+    ranks: SampleGroups
 
 
 def declared_degrees(
     declared: Mapping[str, Mapping[str, int]],
     config: ContextParallelConfig,
-    ranks: Branches,
+    ranks: SampleGroups,
     *,
     sharded: str | None = None,
 ) -> dict[str, Degrees]:
@@ -56,7 +56,7 @@ def declared_degrees(
     found = {DEFAULT: Degrees(config, ranks)}
     for name, (ring, ulysses, cfg) in sorted(sizes.items()):
         chosen = replace(config, ring_degree=ring, ulysses_degree=ulysses)
-        found[name] = Degrees(chosen, branches_for(chosen, cfg))
+        found[name] = Degrees(chosen, sample_groups_for(chosen, cfg))
     return found
 
 

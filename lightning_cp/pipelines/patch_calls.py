@@ -23,12 +23,12 @@ from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
 from lightning_cp.pipelines.forms import key_of
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 
 @dataclass(eq=False)
 class StepClock:
-    """Counts the transformer calls of one denoising step: they tell branches of guidance apart.
+    """Count the transformer calls of one denoising step. Their index distinguishes the branches of guidance.
 
     Attributes:
         calls: calls of each transformer in this step that have no cache context.
@@ -51,7 +51,7 @@ class StepClock:
             if known != calls:
                 raise GuidanceError(
                     f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
-                    "naming the branches of guidance (cache_context), so their keys cannot be told apart in patches: "
+                    "naming the branches of guidance (cache_context), so their keys cannot be distinguished: "
                     "use patches=1, or guidance in all steps"
                 )
         self.calls = {}
@@ -81,7 +81,7 @@ class PatchCalls:
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
-        clock: tells branches of guidance apart.
+        clock: distinguishes the branches of guidance.
         branches: state of each branch, by name or index; forgotten before each call of the pipeline.
     """
 
@@ -119,7 +119,7 @@ class PatchCalls:
             result = self._forward(compute, args, kwargs, None, key)
         else:
             result = self._in_branch(compute, args, kwargs, key)
-        return result if self.stage is None else self.stage.share(result, key)
+        return result if self.stage is None else self.stage.broadcast_result(result, key)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: PlanError: a weight or an argument requires a gradient."""
@@ -186,7 +186,7 @@ class PatchCalls:
 
 def make_patch_calls(
     transformers: Mapping[str, Installed],
-    ranks: Branches,
+    ranks: SampleGroups,
     *,
     pipe: int | Sequence[int],
     patches: int,
@@ -205,8 +205,8 @@ def make_patch_calls(
         kind, plan = type(installed.module).__name__, installed.rules.patches
         if plan is None:
             raise PlanError(
-                f"{kind} cannot be computed in patches or stages: it is not proven that its attention is right there "
-                "(docs/pipefusion.md has the classes): use patches=1 and pipe=1"
+                f"{kind} cannot be computed in patches or stages: its plan does not support it "
+                "(docs/pipefusion.md lists the classes that do): use patches=1 and pipe=1"
             )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(
@@ -226,7 +226,7 @@ def make_patch_calls(
 
 
 def refuse_caches(installed: Installed) -> None:
-    """Raises: PlanError: a step cache on a transformer that is computed in patches or stages."""
+    """Refuse step caches on a transformer that is computed in patches or stages. Raises: PlanError."""
     installed.caches.follow()
     if installed.caches:
         raise PlanError(

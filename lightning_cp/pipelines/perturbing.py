@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_cp.errors import PlanError
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 
 def refuse_processor_swaps(pipe: Any) -> None:
@@ -19,7 +19,7 @@ def refuse_processor_swaps(pipe: Any) -> None:
         )
 
 
-def check_guiders(pipe: Any, ranks: Branches) -> None:
+def check_guiders(pipe: Any, ranks: SampleGroups) -> None:
     """Before a call, refuse guiders with random dropout: ranks would draw different values. Raises: PlanError."""
     if ranks.sample.context_size == 1:
         return

@@ -21,7 +21,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
 _REFUSED = ("compile_repeated_blocks",)
@@ -33,7 +33,7 @@ def is_vae(module: object) -> bool:
     return isinstance(module, nn.Module) and hasattr(module, "decoder") and hasattr(module, "decode")
 
 
-def rank_device(ranks: Branches) -> torch.device:
+def rank_device(ranks: SampleGroups) -> torch.device:
     """Return the device on which this rank computes."""
     mesh = ranks.context.mesh
     kind = mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,7 +48,7 @@ def check_placement(
     shard: Collection[str],
     stages: str,
 ) -> None:
-    """Check that the placement of weights by diffusers is compatible with ours, at first and before every call.
+    """Check that the placement of weights by diffusers is compatible with ours. Called at set-up and before every call.
 
     Offloading (of models, groups or layers), layerwise casting and quantised weights work unchanged: tokens are
     sharded, weights stay in place.
@@ -56,8 +56,8 @@ def check_placement(
     Args:
         shard: names of the components that we shard over ranks.
         stages: setting of `parallelize_pipeline`; we move components unless it is "together".
-    Raises: PlanError: a component on several devices, a component replaced since, a component that both diffusers (or
-        accelerate) and lightning_cp move, weights that cannot be sharded, or SeaCache with sharded weights.
+    Raises: PlanError: a component on several devices, a component replaced after set-up, a component that both
+        diffusers (or accelerate) and lightning_cp move, weights that cannot be sharded, SeaCache with sharded weights.
     """
     kind = type(pipe).__name__
     pipeline_devices = _mapped_devices(pipe)
@@ -112,7 +112,7 @@ def _mover(module: object) -> tuple[str, str] | None:
 
 
 def layers_to_shard(
-    components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: Branches
+    components: Mapping[str, Any], names: Sequence[str], transformers: Mapping[str, nn.Module], ranks: SampleGroups
 ) -> dict[str, list[nn.Module]]:
     """Find the layers of each component that `shard_layers` can shard. Changes nothing.
 
@@ -170,7 +170,7 @@ def shard_layers(
     found: Mapping[str, Sequence[nn.Module]],
     components: Mapping[str, Any],
     transformers: Mapping[str, nn.Module],
-    ranks: Branches,
+    ranks: SampleGroups,
 ) -> None:
     """Shard the weights of layers over ranks (FSDP2): each layer is all-gathered only while it computes.
 
@@ -244,5 +244,5 @@ def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:
 def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
     assert groups.context is not None, "only several ranks shard weights"
     ranks = dist.get_process_group_ranks(groups.context)
-    # peft knows by this name that layers compute with whole weights.
+    # By this axis name peft recognises FSDP, where layers compute with gathered weights.
     return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("fsdp",))

@@ -16,7 +16,7 @@ from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
 _MEDIA = {"image", "images", "video", "videos", "frames", "mask", "masks", "conditions", "audio", "waveforms"}
@@ -109,7 +109,7 @@ def _sampled(
 
 
 def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs: Mapping[str, Any]) -> None:
-    """Raises: ValueError: the number of prompts per call is not valid with these inputs or stages."""
+    """Check `per_call`. Raises: ValueError: it is not valid with these inputs or with `stages`."""
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
     _check_media(inputs, per_call)
@@ -122,7 +122,7 @@ def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs:
         )
 
 
-def _raise_on_all(error: Exception | None, ranks: Branches) -> None:
+def _raise_on_all(error: Exception | None, ranks: SampleGroups) -> None:
     """Raise an error of any data group on all ranks, once each group has finished or failed. Ranks: the world."""
     errors: list[Any] = [None]
     if dist.is_initialized() and ranks.data_size > 1:
@@ -154,7 +154,7 @@ def read_prompts(prompts: Sequence[Any] | Path) -> list[Any]:
     return texts
 
 
-def share_of(count: int, ranks: Branches) -> range:
+def share_of(count: int, ranks: SampleGroups) -> range:
     """Return the indices of the prompts of this rank's data group: contiguous; if uneven, larger shares first."""
     return shard_range(count, ranks.data_size, ranks.data_rank)
 
@@ -232,7 +232,7 @@ def _batches(texts: list[str], share: range, size: int) -> Iterator[tuple[int, l
         yield first, texts[first : min(first + size, share.stop)]
 
 
-def _gather_samples(found: list[Any], ranks: Branches) -> list[Any]:
+def _gather_samples(found: list[Any], ranks: SampleGroups) -> list[Any]:
     """All-gather the samples of all data groups, from the first rank of each group. Ranks: the whole world."""
     if not dist.is_initialized() or ranks.data_size == 1:
         return found

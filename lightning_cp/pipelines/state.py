@@ -15,7 +15,7 @@ from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.votes import Votes
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 INSTALLED = "_lightning_cp"
 
@@ -35,10 +35,11 @@ class ParallelPipeline:
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
+        controlnets: installed ControlNets, by component name.
         undo: functions that restore the pipeline, to be called last to first.
     """
 
-    ranks: Branches
+    ranks: SampleGroups
     transformers: dict[str, Installed]
     decoders: tuple[str, ...]
     calls: BranchCalls
@@ -47,6 +48,7 @@ class ParallelPipeline:
     chosen: str = DEFAULT
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
+    controlnets: dict[str, Installed] = field(default_factory=dict)
     undo: list[Undo] = field(default_factory=list)
     patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
 

@@ -1,7 +1,7 @@
 """ACE-Step: self-attention over the audio (sliding window in every second layer), cross-attention on replicated text.
 
-The window is a full mask [tokens, tokens], and each rank keeps its rows. With flash attention the window is a setting
-of the backend instead, set only if the number of keys exceeds the window size.
+The window is a full mask [tokens, tokens], and each rank keeps the part of its queries. With flash attention the window
+is a setting of the backend instead, set only if the number of keys exceeds the window size.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, mask, patches, split

@@ -1,6 +1,7 @@
 """Bria, FIBO and FIBO 2. Bria and FIBO attend like FLUX; FIBO gives each block another layer of the text encoder.
 
-FIBO 2 has one modality, [text gist | image | references]; a padded gist is at the end instead. The refiners get none.
+FIBO 2 has one modality, [text gist | image | references], or with a padded gist [image | references | text gist].
+Its noise refiners run before the gist is added.
 """
 
 from dataclasses import replace

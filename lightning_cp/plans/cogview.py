@@ -26,7 +26,7 @@ PLANS = {
         attention={"attn1": Attention(("text", "image"), mask="outer")},
         gather={"proj_out": split(1, "image")},
         refused={
-            "attention_kwargs.batch_flag": "samples that are packed into one have no tokens of their own to split"
+            "attention_kwargs.batch_flag": "it packs several samples into one sequence, and each would have to be split"
         },
     ),
 }

@@ -1,4 +1,4 @@
-"""Kandinsky 5 and 6: self-attention over the video, cross-attention on replicated text. Text blocks run whole.
+"""Kandinsky 5 and 6: self-attention over the video, cross-attention on replicated text. Text blocks get whole tokens.
 
 Kandinsky 6 also has an audio modality; video and audio attend to each other.
 """

@@ -1,6 +1,6 @@
 """LongCat-AudioDiT: masked self-attention over the audio, cross-attention on replicated, masked text.
 
-Gathered before the long skip connection, which adds the input of the first block.
+The tokens are gathered before the long skip connection, which adds the input of the first block.
 """
 
 from lightning_cp.plans.plan import LOCAL, Plan, patches, split

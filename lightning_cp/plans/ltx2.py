@@ -7,7 +7,7 @@ part of LTX-2; it has audio parameters but never uses them.
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, patches, split
 
 _VIDEO = {"hidden_states": split(1, "image"), "video_rotary_emb": split(-2, "image")}
-_CACHE = "its keys of other frames are on every rank, beside a shard of this window's"
+_CACHE = "it holds all keys of earlier frames on every rank, next to a shard of this window's keys"
 
 PLANS = {
     "LTX2VideoTransformer3DModel": Plan(

@@ -1,6 +1,6 @@
 """Lumina: Next has self-attention over the image and cross-attention on replicated text; Lumina 2 joint attention.
 
-Lumina 2 packs each sample as one sequence [text | image]. Packing and the refiners run whole, before the blocks.
+Lumina 2 packs each sample as one sequence [text | image]. Packing and the refiners get whole tokens, before the blocks.
 """
 
 from lightning_cp.plans.plan import LOCAL, Attention, Plan, patches, split

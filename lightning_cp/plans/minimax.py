@@ -1,6 +1,6 @@
 """MiniMax: H3 packs video, audio and text into one sequence in any order; Music 3 attends over the audio only.
 
-In Music 3 the timestep is the first audio token. The text refiner of H3 runs whole, before the blocks.
+In Music 3 the timestep is the first audio token. The text refiner of H3 runs on whole tokens, before the blocks.
 """
 
 from lightning_cp.plans.plan import Plan, patches, split

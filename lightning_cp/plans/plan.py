@@ -113,10 +113,10 @@ class Attention:
         keys: modalities of the keys; None: the modalities of the queries.
         mask: layout of the mask at the attention call.
             "given": the layout that `context_parallel_attention` takes.
-            "padded": "given", plus columns at the end, which the model's own code appends if there are fewer local
-            keys than columns.
-            "keys": made from local tokens, with equal rows, so one row is a key mask.
-            "outer": made from local tokens, the outer product of per-token values >= 0.
+            "padded": like "given", but the model's own code has appended columns, because the mask has more columns
+            than there are local keys; they are dropped.
+            "keys": made from local tokens and equal for all queries, so the part of one query is a key mask.
+            "outer": made from local tokens: the outer product of per-token values >= 0.
         ragged: the model's own code drops padding tokens before attention, so ranks exchange the number of remaining
             tokens at every call.
         form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
@@ -156,7 +156,7 @@ class Pad:
 
 @dataclass(frozen=True)
 class Patches:
-    """How a model is computed in patches of its tokens (`engine/patches.py`).
+    """Settings of a model that is computed in patches of its tokens (`engine/patches.py`).
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
@@ -193,7 +193,7 @@ class Plan:
             module's path in a block, optionally after the list of blocks as spelt in `blocks` (`*` allowed); the list
             alone is the blocks' own forward. Modules that are not listed attend over all modalities.
             A tuple of `Attention`s and LOCAL is for a module with several attention calls. Calls are distinguished by
-            their tokens; LOCAL calls by comparing keys between ranks, which cannot be compiled.
+            their token counts; LOCAL calls by comparing keys between ranks, which cannot be compiled.
         main: modality that must have at least one token on each rank; other modalities may be shorter than the group.
         needed: other modalities that, unless empty, must have a token on each rank, because the class's own code fails
             with zero tokens.
@@ -206,8 +206,8 @@ class Plan:
         refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
             of a dict or an attribute.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
-        patches: how the model is computed in patches; None: it cannot be.
-        variants: other plans, by (config entry, value).
+        patches: settings for computation in patches; None: the model does not support it.
+        variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
     """
 
     blocks: Mapping[str, Mapping[str, Spec]]
@@ -227,7 +227,14 @@ class Plan:
     refused: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     patches: Patches | None = None
-    variants: Mapping[tuple[str, object], Plan] = field(default_factory=dict)
+    variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)
+
+    def variant_for(self, config: object) -> Plan | str:
+        """Return the plan for a model's config; or the reason why there is none."""
+        for (setting, value), variant in self.variants.items():
+            if getattr(config, setting, None) == value:
+                return variant if isinstance(variant, str) else variant.variant_for(config)
+        return self
 
     @property
     def modalities(self) -> Modalities:

@@ -1,4 +1,4 @@
-"""Z-Image: one modality of each sample's image and caption (and SigLIP) tokens; the refiners before it run whole.
+"""Z-Image: the image and caption (and SigLIP) tokens of a sample are one modality; the refiners run on whole tokens.
 
 In omni mode a per-token mask, split with the tokens, separates noisy tokens from clean ones. Tokens are gathered before
 the final layer, which needs the whole mask, and not at the last block, because a ControlNet may add to its output.

@@ -85,7 +85,7 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
     """
     missing = share_initial_weights(module, device)
-    deferred = deferred_loads(module, but=missing.names)
+    deferred = deferred_loads(module, excluded=missing.names)
     uninitialized = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
     sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
     yield
@@ -198,9 +198,9 @@ def _describe(name: str, x: Tensor) -> _Entry:
 def _all_equal(own: list[_Entry]) -> bool:
     """Return whether every rank has the same entries. Synchronises the host."""
     digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
-    parts = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+    numbers = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
     assert dist.group.WORLD is not None, "the caller has checked that there is a process group"
-    return all(other_parts == parts for other_parts in all_gather_ints(parts, group=dist.group.WORLD))
+    return all(other == numbers for other in all_gather_ints(numbers, group=dist.group.WORLD))
 
 
 def _check_same_module(by_rank: list[dict[str, _Entry]], module: str) -> None:

@@ -56,6 +56,8 @@ class ContextParallelMixin:
         timeout: timeout of collectives.
         start_method: method that starts the ranks: "popen", "spawn", "fork" or "forkserver" (see Lightning's
             DDPStrategy). None: "fork" in a notebook or another interactive session, "popen" elsewhere.
+        whole_world: "ring" or "ulysses": this axis takes all ranks (the registered names "cp_ring" and "cp_ulysses" set
+            it). None: the degrees above.
         kwargs: settings of the Lightning strategy.
     Raises: ValueError, TypeError: bad settings, before any rank is started.
     """

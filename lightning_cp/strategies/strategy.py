@@ -18,12 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.apply import Installed, installed_on, no_plan, parallelize
+from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import MeshGroups, groups_for
-from lightning_cp.plans import Plan, refusal, registered_plan
+from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
 from lightning_cp.shares import show_shares
 from lightning_cp.strategies.settings import StrategySettings
 
@@ -140,16 +140,16 @@ class ContextParallel:
             if plan is not None or installed_on(inner) is not None:
                 found.append((inner, plan))
             elif self.settings.modules is not None:
-                raise PlanError(f"modules={self.settings.modules!r} names {name!r}: {no_plan(class_of(inner))}")
+                raise PlanError(f"modules={self.settings.modules!r} names {name!r}: {no_plan_message(class_of(inner))}")
         if not found and self.settings.modules is None and self.size > 1:  # each rank would run the full sequence
             for kind in map(class_of, module.modules()):
                 if refusal(kind) is not None:
-                    raise PlanError(no_plan(kind))
+                    raise PlanError(no_plan_message(kind))
         return found
 
     def _plan(self, name: str, module: nn.Module) -> object:
         given = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
-        return given[0] if given else registered_plan(type(module))
+        return given[0] if given else plan_for(module)
 
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether a selected transformer has parameters that never get a gradient."""
@@ -172,8 +172,8 @@ class ContextParallel:
             nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
             if len(nodes) > 1:
                 line += (
-                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: within a node, with "
-                    "ring across nodes, it would be faster"
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: Ulysses within a "
+                    "node and ring across nodes would be faster"
                 )
         if line in self.described:
             return None

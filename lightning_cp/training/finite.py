@@ -85,8 +85,8 @@ def find_nonfinite(named: Iterable[tuple[str, Sequence[Tensor]]], ranks: Ranks) 
         flags.append(torch.stack(found).any() if found else torch.zeros((), dtype=torch.bool, device=ranks.device))
     if not flags:
         return []
-    shares = ranks.all_reduce(torch.stack(flags).double(), reduce_op="mean").tolist()
-    return [name for name, share in zip(names, shares, strict=True) if share > 0]
+    fractions = ranks.all_reduce(torch.stack(flags).double(), reduce_op="mean").tolist()
+    return [name for name, fraction in zip(names, fractions, strict=True) if fraction > 0]
 
 
 def find_ranks(loss: Tensor, ranks: Ranks) -> str:
@@ -98,8 +98,8 @@ def find_ranks(loss: Tensor, ranks: Ranks) -> str:
         return ""
     own = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=loss.device)
     own[ranks.global_rank] = (~torch.isfinite(loss.detach())).double().squeeze()
-    shares = ranks.all_reduce(own, reduce_op="mean").tolist()
-    found = ", ".join(str(rank) for rank, share in enumerate(shares) if share > 0)
+    fractions = ranks.all_reduce(own, reduce_op="mean").tolist()
+    found = ", ".join(str(rank) for rank, fraction in enumerate(fractions) if fraction > 0)
     return f" on rank {found}" if found else ""
 
 

@@ -7,7 +7,7 @@ import torch
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return this process' peak memory so far: on a GPU its allocated memory, on the CPU its resident memory."""
+    """Return the peak memory of this process so far: on a GPU its allocated memory, on the CPU its resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_cp.app.training.state import TrainState
+from lightning_cp.app.training.state import _WITHOUT_STATE, TrainState
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.manifest import MANIFEST
 from lightning_cp.checkpoint.store import save_checkpoint
@@ -29,6 +29,7 @@ FACTS: dict[str, Any] = {
     "the sampler": ("sampler", None),
     "the sampler's step": ("sampler", {**GlobalBatchSampler(8, 2).state_dict(), "step": None}),
     "a negative step of the sampler": ("sampler", {**GlobalBatchSampler(8, 2).state_dict(), "step": -2}),
+    "weights without state": (_WITHOUT_STATE, 3),
     "skipped steps": ("skipped", "x"),
     "random states": ("random", None),
     "the state of Python's generator": ("random", "python"),

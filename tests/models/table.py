@@ -18,14 +18,15 @@ _COLUMNS = {
 }
 _HEAD = """# Models
 
-Every class of diffusers 0.42.1 with a plan, and how far it is from one process: the largest error of any output or any
-parameter's gradient, relative to its largest value, in float64, over all tiny models of the class (see the last column)
-at the numbers of ranks that the head of a column names. 0.42.1's casts to float32 are lifted to float64 for this.
-Written by
+The table lists every class of diffusers 0.42.1 that has a plan, with the largest error of any output and of any
+parameter's gradient, compared with one process and relative to the largest value, in float64. Each class is tested with
+the tiny models in the last column, at the numbers of ranks in the heading of each column. They have batch size 2, an
+odd number of tokens, and real padding if the class takes a mask. Where diffusers casts to float32, the tests cast to
+float64 instead. For your own model, write a plan as in [plans.md](plans.md).
+
+The table is written by
 
     LIGHTNING_CP_MODELS_TABLE=docs/models.md pytest -q -m "full or not full" tests/models/test_models.py
-
-Batch 2, odd token counts, and real padding wherever a class takes a mask. A model of your own: [plans.md](plans.md).
 """
 
 
@@ -55,12 +56,13 @@ def write_table(file: Path, measured: Sequence[Measured]) -> None:
         cells = [_worst([x for x in rows if x.mode in modes]) for modes in _COLUMNS.values()]
         names = ", ".join(dict.fromkeys(x.name for x in rows))
         lines.append(f"| {kind} | {' | '.join(cells)} | {names} |")
-    lines += ["", "## What is refused", "", "Arguments that a class with a plan refuses, by name, with an error:", ""]
+    lines += ["", "## Not supported", "", "These arguments of classes with a plan raise an error that names them:", ""]
     lines += ["| class | argument | why |", "|---|---|---|"]
     for kind, plan in sorted(REGISTERED.items()):
         lines += [f"| {kind} | `{name}` | {why} |" for name, why in plan.refused.items()]
         lines += [f"| {kind} | attention backend `{name}` | {why} |" for name, why in plan.refused_backends.items()]
-    lines += ["", "Classes that no plan can carry; data parallelism works:", "", "| class | why |", "|---|---|"]
+    lines += ["", "These classes cannot have a plan. Data parallelism works with them.", ""]
+    lines += ["| class | why |", "|---|---|"]
     lines += [f"| {name} | {why} |" for name, why in sorted(REFUSED.items())]
     lines += [f"| all of `{prefix.rstrip('.')}` | {why} |" for prefix, why in REFUSED_MODULES.items()]
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")

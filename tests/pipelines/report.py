@@ -8,14 +8,18 @@ from pathlib import Path
 
 _HEAD = """# Pipelines
 
-Every pipeline of diffusers 0.42.1 that was tried, with random weights and diffusers' and transformers' own classes, and
-how far its latents are from one process': the largest error relative to the largest value, in float32, over all its
-tiny variants. Tokens: ring (both rotations) and Ulysses at 2 and 3 ranks, both together at 4. Guidance: `cfg=2` at 2
-ranks, with ring=2 and with ulysses=2 at 4; branches are computed in one batch or in several calls. Written by
+The table lists every tested pipeline of diffusers 0.42.1, with the largest error of its latents: the difference from
+one process relative to the largest value, in float32, over all tiny variants of the pipeline. The variants have random
+weights and consist of diffusers' and transformers' own classes. [sampling.md](sampling.md) explains how to use a
+pipeline on several ranks.
+
+- *tokens*: error with a ring (both rotate methods) and with Ulysses at 2 and 3 ranks, and with both together at 4.
+- *branches*: how the pipeline computes the branches of guidance: in one batch, or in several calls of the transformer.
+- *guidance*: error with `cfg=2` at 2 ranks, and with `ring=2` or `ulysses=2` in addition at 4.
+
+The table is written by
 
     LIGHTNING_CP_PIPELINES_TABLE=docs/pipelines.md pytest -q -m "full or not full" tests/pipelines
-
-How to use them: [sampling.md](sampling.md).
 
 | pipeline | variants | tokens | branches | guidance |
 |---|---|---|---|---|

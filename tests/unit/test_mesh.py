@@ -1,4 +1,4 @@
-"""Groups and ranks derived from meshes, in worlds that are only pretended (torch's fake process group)."""
+"""Groups and ranks derived from meshes, in simulated worlds (torch's fake process group)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups, check_world, groups_by_name, groups_for
-from lightning_cp.sample_groups import branches_for
+from lightning_cp.sample_groups import sample_groups_for
 
 
 @contextmanager
@@ -173,8 +173,8 @@ def test_guidance_branches_are_separate_from_context_groups(
     for rank in range(size):
         with pretended_world(rank, size):
             settings = config()
-            ranks = branches_for(settings, cfg)
-            assert branches_for(settings, cfg) is ranks
+            ranks = sample_groups_for(settings, cfg)
+            assert sample_groups_for(settings, cfg) is ranks
             sample = samples[ranks.data_rank]
             assert ranks.data_size == len(samples)
             assert sample[ranks.cfg_rank][ranks.context.context_rank] == rank
@@ -193,10 +193,10 @@ def _mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> ContextParallelConf
 
 
 def test_without_a_process_group_one_branch_is_all_there_is() -> None:
-    ranks = branches_for(ContextParallelConfig())
+    ranks = sample_groups_for(ContextParallelConfig())
     assert (ranks.cfg, ranks.data_size, ranks.sample.context) == (1, 1, None)
     with pytest.raises(ValueError, match="cfg=2 needs a process group"):
-        branches_for(ContextParallelConfig(), 2)
+        sample_groups_for(ContextParallelConfig(), 2)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_nccl_groups_run_a_collective_of_all_ranks_first(
         mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
         mock.patch.object(torch, "zeros", lambda *shape, device: zeros(*shape)),
     ):
-        branches_for(ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses), cfg)
+        sample_groups_for(ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses), cfg)
         groups = [call.kwargs["group"] for call in reduced.call_args_list]
         assert [dist.get_process_group_ranks(group) for group in groups] == connected
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning_cp.app.benchmark.subject import Subject
 from lightning_cp.app.benchmark.trace import read_trace, record
 from lightning_cp.comm.stats import STATS
-from lightning_cp.mesh import moves_cuda_by
+from lightning_cp.mesh import cuda_backend_is
 
 _WARM_UPS = 2
 
@@ -151,7 +151,7 @@ def _decide_on_rank_zero(proceed: bool) -> bool:
 
 def _max_over_ranks(values: Sequence[float]) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64)
-    if moves_cuda_by("nccl"):
+    if cuda_backend_is("nccl"):
         largest = largest.cuda()
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     values_: list[float] = largest.tolist()

@@ -21,11 +21,14 @@ _COLUMNS = ("", "ms", "× limit", "median", "spread", "peak MB a rank", "MB sent
 class Row(TypedDict):
     """One subject's figures, as in `bench.csv`.
 
-    ratio: the fastest repetition as a multiple of the limit, which is one process's fastest (on one thread) divided by
-    the ranks. median_ratio: of the medians. spread: the middle half of the repetitions, as a share of the median.
-    check_cost: time to compare arguments between ranks, as a share of the step: the median over repetitions of the
-    time with it divided by the time without it, less 1. waited: in the workload `data`, the median wait for data as a
-    share of the median repetition.
+    ratio: fastest repetition as a multiple of the limit, which is the fastest repetition of one process on one thread,
+        divided by the number of ranks.
+    median_ratio: the same for the medians.
+    spread: interquartile range of the repetitions, divided by the median.
+    waited: fraction of a step in which a rank waits; in the workload `data`, the median wait for data, divided by the
+        median repetition.
+    check_cost: fraction of a step that the comparison of arguments between ranks takes: the median over pairs of
+        repetitions of the time with it divided by the time without it, minus 1.
     """
 
     workload: str
@@ -47,7 +50,7 @@ class Row(TypedDict):
 
 
 def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -> list[Row]:
-    """The rows of one set of measurements."""
+    """Return the rows of one set of measurements."""
     one = found.get(ONE_THREAD) or found[SINGLE_RANK]
     rows = []
     for name, figures in found.items():
@@ -76,20 +79,20 @@ def rows_of(workload: str, tokens: int, ranks: int, found: dict[str, Figures]) -
 
 
 def spread_of(times_s: Sequence[float]) -> float | None:
-    """Return the middle half of the repetitions as a share of the median."""
+    """Return the interquartile range of the repetitions, divided by the median."""
     times = sorted(times_s)
     return (times[len(times) * 3 // 4] - times[len(times) // 4]) / statistics.median(times) if times else None
 
 
 def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
-    """Compare repetitions that ran one after the other, so that other load disturbed both equally."""
+    """Return the cost of the comparison from pairs of repetitions that ran in turn, so with equal other load."""
     if unchecked is None or not (checked.times_s and unchecked.times_s):
         return None
     return statistics.median(a / b for a, b in zip(checked.times_s, unchecked.times_s, strict=True)) - 1
 
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
-    """All rows."""
+    """Write all rows as CSV."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(Row.__annotations__))
         writer.writeheader()
@@ -97,7 +100,7 @@ def write_csv(rows: Sequence[Row], path: Path) -> None:
 
 
 def tables(rows: Sequence[Row]) -> list[tuple[str, list[list[str]]]]:
-    """For each set of measurements its title and the cells of its table, with a line for each subject."""
+    """Return the title and the cells of one table per set of measurements, with a line for each subject."""
     found: dict[str, list[list[str]]] = {}
     for row in rows:
         title = f"{row['workload']}, {row['tokens']:,} tokens, {count_ranks(row['ranks'])}"
@@ -111,7 +114,7 @@ def columns_of(cells: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
-    """For rich's console."""
+    """Return a table for rich's console."""
     table = Table(title=title, title_justify="left")
     for index, column in enumerate(columns_of(cells)):
         table.add_column(column, justify="right" if index else "left")
@@ -122,14 +125,14 @@ def terminal_table(title: str, cells: Sequence[Sequence[str]]) -> Table:
 
 _ABOUT_CALLS = (
     "",
-    "*One call* is what a rank computes in a single attention call without communication: its queries over all",
-    "keys, or its heads over all tokens. In *attention*, all ranks compute at the same time: a value above 1 is",
-    "the cost of the cores, caches and memory that they share.",
+    "*One call* is what a rank computes in a single attention call without communication: its queries with all",
+    "keys, or its heads with all tokens. In *attention*, all ranks compute at the same time, so a value above 1",
+    "is the cost of sharing cores, caches and memory.",
 )
 _ABOUT_ONE_RANK = (
     "",
-    "*One_rank* is what the first rank computes while no other rank runs, with simulated transfers: the",
-    "difference to its single calls is our overhead.",
+    "*One_rank* is what the first rank computes while no other rank runs, with simulated transfers. The",
+    "difference to the rows *one call* is our overhead.",
 )
 
 
@@ -144,7 +147,7 @@ _ABOUT_DATA = (
 
 
 def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: Sequence[str]) -> str:
-    """The page that docs/ keeps."""
+    """Return the page for docs/, in Markdown."""
     lines = [
         "# Benchmarks",
         "",
@@ -152,14 +155,15 @@ def markdown_page(rows: Sequence[Row], *, machine: str, command: str, pictures: 
         "",
         f"    {command}",
         "",
-        "*ms* is the fastest of interleaved repetitions, of the slowest rank. *× limit* is that time as a multiple of",
-        "the limit: the time of one process on one thread (one GPU), divided by the number of ranks. *Median* is the",
-        "same for the medians. *Spread* is the middle half of the repetitions as a share of the median; in the plots,",
-        "times with a spread above 30 % have hollow markers. *Peak* is the largest memory that a step allocates in",
-        "addition to what was allocated before it. *Waiting* is the share of a step in which a rank's thread waits",
-        "for a transfer, because of communication that is not overlapped or ranks of different speed (on GPUs: in",
-        "which only NCCL's kernels run, in one traced step). *Peer check* is the share of a step that the comparison",
-        "of arguments between ranks (`check_peers`) takes: the median over repetitions with and without it, in turn.",
+        "*ms* is the time of the slowest rank in the fastest repetition; repetitions of all rows are interleaved.",
+        "*× limit* is this time as a multiple of the limit: the time of one process on one thread (one GPU),",
+        "divided by the number of ranks. *Median* is the same multiple for the medians. *Spread* is the",
+        "interquartile range of the repetitions, divided by the median; in the plots, times with a spread above 30",
+        "% have hollow markers. *Peak* is the largest memory that a step allocates in addition to what was",
+        "allocated before. *Waiting* is the fraction of a step in which a rank's thread waits for a transfer,",
+        "because communication is not overlapped or because ranks differ in speed (on GPUs: in which only NCCL's",
+        "kernels run, in one traced step). *Peer check* is the fraction of a step that the comparison of arguments",
+        "between ranks (`check_peers`) takes: the median over pairs of repetitions with and without it.",
         *(_ABOUT_CALLS if any(row["subject"] in (QUERIES_CALL, HEADS_CALL) for row in rows) else ()),
         *(_ABOUT_ONE_RANK if any(row["workload"] == "one_rank" for row in rows) else ()),
         *(_ABOUT_DATA if any(row["workload"] == DATA for row in rows) else ()),
@@ -181,27 +185,27 @@ def _cells(row: Row) -> list[str]:
     if columns is _DATA_COLUMNS:
         return [
             row["subject"],
-            _told(row["best_s"], 1e3, ".1f"),
-            _told(row["median_s"], 1e3, ".1f"),
-            _told(row["spread"], 100, ".0f", " %"),
-            _told(row["samples_per_s"], 1, ".2f"),
-            _told(row["waited"], 100, ".1f", " %"),
+            _formatted(row["best_s"], 1e3, ".1f"),
+            _formatted(row["median_s"], 1e3, ".1f"),
+            _formatted(row["spread"], 100, ".0f", " %"),
+            _formatted(row["samples_per_s"], 1, ".2f"),
+            _formatted(row["waited"], 100, ".1f", " %"),
         ]
     return [
         row["subject"],
-        _told(row["best_s"], 1e3, ".1f"),
-        _told(row["ratio"], 1, ".2f"),
-        _told(row["median_ratio"], 1, ".2f"),
-        _told(row["spread"], 100, ".0f", " %"),
-        _told(row["peak_bytes"], 1e-6, ".1f"),
-        _told(row["sent_bytes"], 1e-6, ".1f"),
-        _told(row["exchanges"], 1, ".0f"),
-        _told(row["waited"], 100, ".0f", " %"),
-        _told(row["check_cost"], 100, "+.1f", " %") if row["check_cost"] is not None else "",
+        _formatted(row["best_s"], 1e3, ".1f"),
+        _formatted(row["ratio"], 1, ".2f"),
+        _formatted(row["median_ratio"], 1, ".2f"),
+        _formatted(row["spread"], 100, ".0f", " %"),
+        _formatted(row["peak_bytes"], 1e-6, ".1f"),
+        _formatted(row["sent_bytes"], 1e-6, ".1f"),
+        _formatted(row["exchanges"], 1, ".0f"),
+        _formatted(row["waited"], 100, ".0f", " %"),
+        _formatted(row["check_cost"], 100, "+.1f", " %") if row["check_cost"] is not None else "",
     ]
 
 
-def _told(value: float | None, factor: float, how: str, unit: str = "") -> str:
+def _formatted(value: float | None, factor: float, how: str, unit: str = "") -> str:
     return "–" if value is None else f"{value * factor:{how}}{unit}"
 
 
@@ -211,7 +215,7 @@ def count_ranks(ranks: int) -> str:
 
 
 def machine_name() -> str:
-    """CPU and cores, or the GPUs."""
+    """Describe the GPUs, or the cores and the CPU."""
     import os
     import platform
 

@@ -21,7 +21,7 @@ from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
 from lightning_cp.pipelines import sampling_ranks
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.sampling.ode import integrate_flow
 from lightning_cp.training.noise import sample_noise
 
@@ -32,7 +32,7 @@ class TrainedDigits(NamedTuple):
     config: DictConfig
     module: Any
     installed: Installed
-    ranks: Branches
+    ranks: SampleGroups
     noise: Tensor
     labels: Tensor
 

@@ -32,7 +32,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.patching import intercept_calls
 from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
-from lightning_cp.sample_groups import branches_for
+from lightning_cp.sample_groups import sample_groups_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6
@@ -177,7 +177,7 @@ def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Cal
         with device:
             model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
         settings, clock = ContextParallelConfig(), StepClock()
-        ranks = branches_for(settings, pipe=dist.get_world_size())
+        ranks = sample_groups_for(settings, pipe=dist.get_world_size())
         installed = {"transformer": parallelize(model, settings, check_peers="off")}
         calls = make_patch_calls(installed, ranks, pipe=ranks.pipe, patches=patches, warmup=1, clock=clock)[
             "transformer"

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_cp.compat.diffusers_hooks import has_hook
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.pipelines.cfg_samples import cfg_rows
-from lightning_cp.sample_groups import Branches
+from lightning_cp.sample_groups import SampleGroups
 
 _TIMESTEP = "current_timestep_callback"
 
@@ -49,13 +49,13 @@ class CachedSteps:
 
     Attributes:
         transformer: a context-parallel transformer.
-        ranks: the branches over which the rows are split.
+        ranks: the CFG branches over which the samples of a batch are split.
         calls: number of forwards of one sample.
         time: time of the current forward, 1 (noise) to 0.
     """
 
     transformer: Any
-    ranks: Branches
+    ranks: SampleGroups
     calls: int
     time: float = 1.0
     _call: int = 0

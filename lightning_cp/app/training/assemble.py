@@ -1,7 +1,7 @@
 """Build the parts of a run from a composed configuration."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 from typing_extensions import override
 
 from lightning_cp.app.family import LabelledClips
@@ -30,8 +30,9 @@ from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler,
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.families import Family, StoredBatch
+from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import FlowMatching, MicroBatch, Objective, micro_batches
+from lightning_cp.objectives import FlowMatching, Objective
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -53,16 +54,20 @@ class TrainingSetup(ABC):
     family: Family
     objective: Objective
 
-    def stored(self, data: Any) -> StoredBatch:
-        """Return what the loader yields as a stored batch."""
-        batch: StoredBatch = data
-        return batch
+    def module_settings(self) -> dict[str, Any]:
+        """Build the model; return it and the other arguments of `FineTuning`, which the run trains."""
+        return {
+            "transformer": self.denoiser(),
+            "family": self.family,
+            "objective": self.objective,
+            "optimizer": self.optimizer,
+            "micro_batch_size": self.config.micro_batch_size,
+        }
 
-    def micro_batches(self, data: Any, *, step: int, first_index: int) -> Iterator[MicroBatch]:
-        """Divide what the loader yields for this rank. Args: see `Objective.loss`."""
-        size = self.config.micro_batch_size
-        stored = self.stored(data)
-        return micro_batches(self.objective, self.family, stored, size=size, step=step, first_index=first_index)
+    def collate(self, samples: list[Any]) -> StoredBatch:
+        """Join samples of the data set to a batch."""
+        batch: StoredBatch = self.dataset.collate(samples)
+        return batch
 
     @property
     def shards_weights(self) -> bool:
@@ -96,9 +101,8 @@ class TrainingSetup(ABC):
         if self.config.activation_checkpointing == "selective":
             transformer.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
 
-    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
+    def optimizer(self, trained: list[nn.Parameter]) -> Optimizer:
         """Build the optimizer of the parameters that are trained."""
-        trained = [x for x in parameters if x.requires_grad]
         built: Optimizer = instantiate(self.config.optim, params=trained, _convert_="all")  # plain lists, for its state
         return built
 
@@ -106,7 +110,7 @@ class TrainingSetup(ABC):
         """Build an endless loader that starts at the sampler's position."""
         return EndlessLoader(
             self.dataset,
-            collate_fn=getattr(self.dataset, "collate", None),
+            collate_fn=self.collate,
             batch_sampler=EndlessBatches(sampler),
             num_workers=self.config.num_workers,
             worker_init_fn=worker_init_fn(self.config.seed, data_shard.rank),
@@ -119,12 +123,13 @@ class TrainingSetup(ABC):
         data_shard: DataShard,
         sampler: OrderSampler,
         *,
+        tuning: FineTuning,
         model: nn.Module,
         module: nn.Module,
         optimizer: Optimizer,
         request: StopRequest,
     ) -> Run:
-        """Create the run, and resume it if `resume` is set. Call it on every rank; see `TrainState`."""
+        """Create the run, and resume it if `resume` is set. Call it on every rank; see `Run` and `TrainState`."""
         size, first_size = len(self.dataset), ranks.broadcast(len(self.dataset))
         if size != first_size:
             raise ValueError(
@@ -138,7 +143,8 @@ class TrainingSetup(ABC):
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
                 print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
-        return Run(ranks, state, folder, data_shard, request, self._logger() if ranks.is_global_zero else None)
+        logger = self._logger() if ranks.is_global_zero else None
+        return Run(ranks, state, tuning, folder, data_shard, request, logger)
 
     def _logger(self) -> Any:
         """Build the logger of the settings; None with logger=csv."""
@@ -220,9 +226,10 @@ class FromScratch(TrainingSetup):
         return cls(config, dataset, family, objective)
 
     @override
-    def stored(self, data: Any) -> StoredBatch:
+    def collate(self, samples: list[Any]) -> StoredBatch:
         assert isinstance(self.family, LabelledClips), "of() builds it"
-        return self.family.batch(*data)
+        join = getattr(self.dataset, "collate", default_collate)
+        return self.family.batch(*join(samples))
 
     @override
     def denoiser(self) -> nn.Module:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,30 +17,27 @@ from typing_extensions import override
 from lightning_cp.app.settings.world import is_single
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.app.training.encoded_folder import encoded_folder
-from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
-from lightning_cp.export import save_lora, save_pretrained
+from lightning_cp.export import on_rank_zero
 from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.card import ModelCard
-from lightning_cp.finetune.comfyui import write_for_comfyui
 from lightning_cp.finetune.data import hold_out
 from lightning_cp.finetune.fits import check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import quantize_base
-from lightning_cp.finetune.validation import HeldOutData, Validation
+from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline, read_json
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.latent_cache.pipeline_files import check_made_by
 from lightning_cp.objectives import objective_for
-from lightning_cp.strategies.strategy import class_of
 from lightning_cp.training.ranks import DataShard
 
-LORA, BEST = "lora", "best"
+BEST = "best"  # folder of the export with the lowest validation loss
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -105,6 +100,12 @@ class FineTune(TrainingSetup):
         return built
 
     @override
+    def module_settings(self) -> dict[str, Any]:
+        quantiles, component = self.config.validation.quantiles, self.config.model.component
+        own = {"held_out": self.held_out, "quantiles": tuple(quantiles), "component": component}
+        return {**super().module_settings(), **own}
+
+    @override
     def sampler(self, data_shard: DataShard) -> OrderSampler:
         config = self.config
         return BucketBatchSampler(
@@ -127,28 +128,18 @@ class FineTune(TrainingSetup):
         every, step = self.config.validation.every, run.state.step
         if self.held_out is None or every is None or (step % every and step != self.config.max_steps):
             return None
-        validation = Validation(
-            self.held_out, self.family, self.objective, quantiles=tuple(self.config.validation.quantiles)
-        )
-        model: nn.Module = run.state.model
-        context: AbstractContextManager[Any] = nullcontext()
-        if isinstance(model, WithPrecision):  # it would round the times
-            context = model.precision.forward_context()
-            model = model.model
-        with run.state.average.swapped_in(run.state.module), context:
-            loss = validation.losses(model, run.ranks, run.data_shard).loss
+        with run.state.average.swapped_in(run.state.module):
+            loss = run.tuning.validate(run.ranks, run.data_shard).loss
             if loss < min(self.validation_losses.values(), default=math.inf):
-                self.export(run.state.module, run.folder.path / BEST, is_first=run.is_first)
+                run.tuning.export(run.folder.path / BEST)
         self.validation_losses[step] = loss
         return loss
 
     @override
     def finish(self, run: Run) -> None:
         with run.state.average.swapped_in(run.state.module):
-            self.export(run.state.module, run.folder.path, is_first=run.is_first)
-        if run.is_first:
-            name = self.config.model.component if self.config.lora is None else LORA
-            self._card(run).write(run.folder.path / name)
+            folder = run.tuning.export(run.folder.path)
+        on_rank_zero(lambda: self._card(run).write(folder))
 
     def _card(self, run: Run) -> ModelCard:
         config, rows = self.config, self.cache.rows
@@ -169,16 +160,6 @@ class FineTune(TrainingSetup):
             adapter=None if config.lora is None else _plain(config.lora),
             losses=self.validation_losses,
         )
-
-    def export(self, transformer: nn.Module, folder: Path, *, is_first: bool) -> None:
-        """Write the adapter to `folder/lora`, or all weights to `folder/transformer`. Call it on every rank."""
-        component = self.config.model.component
-        if self.config.lora is not None:
-            save_lora(transformer, folder / LORA, component=component)
-            if is_first:
-                write_for_comfyui(folder / LORA, class_of(transformer).__name__, component=component)
-        else:
-            save_pretrained(transformer, folder / component)
 
 
 def _check_family(config: DictConfig, family: Family) -> None:

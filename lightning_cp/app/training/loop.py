@@ -16,7 +16,6 @@ from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.errors import NonFiniteError
 from lightning_cp.launch.stopping import Stopped
-from lightning_cp.objectives import MicroBatch
 from lightning_cp.training.ema import full_tensor
 from lightning_cp.training.finite import StepGuard, advise, find_nonfinite, find_ranks, shorten
 from lightning_cp.training.memory import peak_memory_bytes
@@ -81,7 +80,7 @@ class LoopSettings:
 class Steps:
     """Everything around the optimizer step: learning rate, clipping, EMA, reports, checkpoints, stop requests.
 
-    For each step: call `begin`, then `loss` and the backward for each micro-batch, then `before_update`, the
+    For each step: call `begin`, then `add` and the backward for each micro-batch, then `before_update`, the
     optimizer's step and `end`.
 
     Args:
@@ -127,12 +126,12 @@ class Steps:
             group["lr"] = self._settings.lr_at(self._run.state.step + 1)
         self._sums = []
 
-    def loss(self, part: MicroBatch, model: nn.Module) -> Tensor:
-        """Return the loss of a micro-batch, for its backward, and add it to the reported loss."""
-        values = part.loss(model)
+    def add(self, loss: Tensor, sigma: Tensor) -> Tensor:
+        """Add the loss and mean sigma of a micro-batch to what is reported. Returns: the loss, for its backward."""
+        values = (loss, sigma)
         sums = self._sums or [torch.zeros_like(x) for x in values]
         self._sums = [total + x.detach() for total, x in zip(sums, values, strict=True)]
-        return values[0]
+        return loss
 
     def before_update(self, *, max_norm: float) -> None:
         """Clip the gradients by norm, or drop them to skip the update (an optimizer without gradients does nothing).

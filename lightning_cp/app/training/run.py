@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.errors import DataError
+from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest
 from lightning_cp.training.ranks import DataShard, Ranks
 
@@ -53,11 +54,14 @@ class RunFolder:
 class Run:
     """The parts of a run on this rank.
 
-    Args: logger: Lightning's logger of the settings, on global rank 0; None: none.
+    Args:
+        tuning: the module with the run's loss, validation and export.
+        logger: Lightning's logger of the settings, on global rank 0; None: none.
     """
 
     ranks: Ranks
     state: TrainState
+    tuning: FineTuning
     folder: RunFolder
     data_shard: DataShard
     request: StopRequest

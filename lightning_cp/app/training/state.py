@@ -1,6 +1,6 @@
 """Save and restore the state that a run needs to resume exactly."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors
+from lightning_cp.checkpoint.flatten import flatten_state
+from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors, parse_manifest
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.training.ema import WeightAverage, full_tensor
+
+_WITHOUT_STATE = "without_optimizer_state"  # fact of a checkpoint: names of trained weights
 
 
 @dataclass
@@ -68,6 +71,9 @@ class TrainState:
         """
         states = {**self._states(shards=shards), "random": self._random_states()}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
+        without = self._without_optimizer_state()
+        if without:
+            facts[_WITHOUT_STATE] = without
         return Checkpoint(self.step, states, facts)
 
     def load(self, folder: Path, *, verify: bool = True) -> None:
@@ -78,11 +84,15 @@ class TrainState:
         Args: verify: False if `find_checkpoint` has just verified the CRC-32 of its files.
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
-        is_sharded = has_shards(folder)
-        if is_sharded:
-            saved = load_shards(folder, self._states(shards=True), verify=verify)
-        else:
-            saved = load_checkpoint(folder, verify=verify)
+        is_sharded, without = has_shards(folder), parse_manifest(folder).plain_facts.get(_WITHOUT_STATE, ())
+        if not isinstance(without, (list, tuple)) or not all(isinstance(name, str) for name in without):
+            raise CheckpointError(
+                f"{folder} is damaged: {_WITHOUT_STATE} must be a list of names, got {without!r:.100}"
+            )
+        states = self._shards()
+        for name in without:
+            states["optimizer"]["state"].pop(name, None)
+        saved = load_shards(folder, states, verify=verify) if is_sharded else load_checkpoint(folder, verify=verify)
         missing = [name for name in ("seed", "sampler") if name not in saved.facts]
         missing += [name for name in ("model", "average", "optimizer") if name not in saved.states]
         if missing:
@@ -90,10 +100,7 @@ class TrainState:
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
         if not is_sharded:
-            named = self._without_frozen(self.module.state_dict())
-            expected = {f"model.{name}": tuple(x.shape) for name, x in named.items()}
-            saved_shapes = {f"model.{name}": tuple(x.shape) for name, x in saved.states["model"].items()}
-            check_same_tensors(expected, saved_shapes, folder)
+            check_same_tensors(_shapes(states), _shapes(saved.states), folder)
         position = saved.facts["sampler"]
         step = position.get("step") if isinstance(position, dict) else None
         if type(step) is not int or step < 0:
@@ -106,8 +113,7 @@ class TrainState:
         current_settings = [
             {key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups
         ]
-        # Weights that never get a gradient have no state: the last text layers of QwenImage. Files are verified before.
-        present = replace(options, strict=False)
+        present = replace(options, strict=False)  # which states are missing has been checked
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=present)
         for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
             group.update(settings)  # keep this run's optimizer settings, which may differ
@@ -121,26 +127,43 @@ class TrainState:
         return random_states(self.sampler.data_rank, self.sampler.data_size)
 
     def _states(self, *, shards: bool) -> dict[str, Any]:
-        options = StateDictOptions(full_state_dict=not shards, cpu_offload=not shards, ignore_frozen_params=True)
-        if not self.bare_optimizer.state:
-            self._create_optimizer_state(options)
-        trained, average = self._without_frozen(self.module.state_dict()), self.average.state_dict()
+        if shards:
+            return self._shards()
+        self._create_optimizer_state()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return {
-            "model": trained if shards else _gathered(trained),
-            "average": average if shards else _gathered(average),
+            "model": _gathered(self._without_frozen(self.module.state_dict())),
+            "average": _gathered(self.average.state_dict()),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
+
+    def _shards(self) -> dict[str, Any]:
+        self._create_optimizer_state()
+        options = StateDictOptions(ignore_frozen_params=True)
+        return {
+            "model": self._without_frozen(self.module.state_dict()),
+            "average": self.average.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
+        }
+
+    def _without_optimizer_state(self) -> list[str]:
+        """Return the trained weights that have had no gradient yet, such as the last text layers of QwenImage."""
+        state, named = self.bare_optimizer.state, self.module.named_parameters()
+        return [name for name, x in named if x.requires_grad and not state.get(x)] if any(state.values()) else []
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
         frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
         return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 
-    def _create_optimizer_state(self, options: StateDictOptions) -> None:
-        """Create the optimizer state before the first step.
+    def _create_optimizer_state(self) -> None:
+        """Create the optimizer state, if there is none yet.
 
         torch creates it by a step on zero gradients; the step count is reset so bias correction does not include it.
         """
+        if self.bare_optimizer.state:
+            return
+        options = StateDictOptions(ignore_frozen_params=True)
         get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
         for state in self.bare_optimizer.state.values():
             if isinstance(state.get("step"), Tensor):
@@ -153,6 +176,12 @@ class TrainState:
         """Return the user's optimizer, without Fabric's wrapper."""
         found: Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return found
+
+
+def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor of weights, averages and optimizer, by name."""
+    tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
+    return {name: tuple(x.shape) for name, x in tensors.items()}
 
 
 def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:

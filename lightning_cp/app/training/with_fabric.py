@@ -10,6 +10,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.training.assemble import setup_of
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
+from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard
 
@@ -24,20 +25,31 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     data_shard = DataShard.of(fabric.strategy)
     sampler = setup.sampler(data_shard)
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
-    module = setup.denoiser()
-    model, optimizer = fabric.setup(module, setup.optimizer(module.parameters()))
+    tuning = FineTuning(**setup.module_settings())
+    module = tuning.transformer
+    model, optimizer = fabric.setup(module, tuning.configure_optimizers())
     model.train()
+    tuning.transformer = model
     with ExitStack() as stack:
         request = stack.enter_context(StopRequest())
-        run = setup.start(fabric, data_shard, sampler, model=model, module=module, optimizer=optimizer, request=request)
+        run = setup.start(
+            fabric,
+            data_shard,
+            sampler,
+            tuning=tuning,
+            model=model,
+            module=module,
+            optimizer=optimizer,
+            request=request,
+        )
         precision = fabric.strategy.precision
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            for part in setup.micro_batches(data, step=run.state.step, first_index=sampler.first_index):
+            for part in tuning.micro_batches(data, step=run.state.step):
                 # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
                 with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
-                    fabric.backward(steps.loss(part, model))
+                    fabric.backward(steps.add(*tuning.loss(part)))
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(max_norm=config.gradient_clip_val)
             optimizer.step()

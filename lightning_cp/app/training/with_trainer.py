@@ -8,7 +8,7 @@ from typing import Any
 
 from hydra.utils import instantiate
 from lightning.fabric.utilities.seed import seed_everything
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from omegaconf import DictConfig
 from torch import Tensor
 from torch.optim import Optimizer
@@ -20,12 +20,13 @@ from lightning_cp.app.training.loop import Steps
 from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.checkpoint import parse_manifest
+from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 
-class FlowModule(LightningModule):
-    """A denoiser trained by flow matching.
+class RecipeModule(FineTuning):
+    """`FineTuning`, with the recipe's data, logging and checkpoints instead of the Trainer's.
 
     Args:
         setup: data and objective of the run.
@@ -39,14 +40,9 @@ class FlowModule(LightningModule):
     def __init__(
         self, setup: TrainingSetup, stack: ExitStack, after_step: Callable[[Run], None], at_end: Callable[[Run], None]
     ) -> None:
-        super().__init__()
-        self.denoiser = setup.denoiser()
+        super().__init__(**setup.module_settings())
         self._setup, self._stack, self._after_step, self._at_end = setup, stack, after_step, at_end
         self._request = StopRequest()
-
-    @override
-    def configure_optimizers(self) -> Optimizer:
-        return self._setup.optimizer(self.denoiser.parameters())
 
     @override
     def on_fit_start(self) -> None:
@@ -56,11 +52,13 @@ class FlowModule(LightningModule):
             TrainerRanks(trainer),
             data_shard,
             self._setup.sampler(data_shard),
-            model=WithPrecision(self.denoiser, trainer.precision_plugin),
-            module=self.denoiser,
+            tuning=self,
+            model=WithPrecision(self.transformer, trainer.precision_plugin),
+            module=self.transformer,
             optimizer=trainer.optimizers[0],
             request=self._request,
         )
+        self.batches = self.run.state.step
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self.steps = self._setup.steps(self.run, self._stack, scaler=scaler, after_step=self._after_step)
         if self.steps.are_done:
@@ -81,16 +79,9 @@ class FlowModule(LightningModule):
         self.steps.begin()
 
     @override
-    def training_step(self, data: Any, _: int) -> Tensor:
-        state, strategy = self.run.state, self.trainer.strategy
-        *others, last = self._setup.micro_batches(data, step=state.step, first_index=state.sampler.first_index)
-        for part in others:  # DDP averages gradients in the Trainer's backward only, which follows the last forward
-            strategy.backward(self.steps.loss(part, self.denoiser), None)
-        return self.steps.loss(last, self.denoiser)
-
-    @override
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Do nothing: the Trainer calls it between `training_step` and the last backward. See `on_train_batch_end`."""
+    def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
+        """Give the means to `Steps`, which logs them."""
+        self.steps.add(loss, sigma)
 
     @override
     def configure_gradient_clipping(
@@ -122,4 +113,4 @@ def fit_with_trainer(config: DictConfig, after_step: Callable[[Run], None], at_e
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*")
         trainer: Trainer = instantiate(config.trainer, max_steps=config.max_steps - done)
-        trainer.fit(FlowModule(setup_of(config), stack, after_step, at_end))
+        trainer.fit(RecipeModule(setup_of(config), stack, after_step, at_end))

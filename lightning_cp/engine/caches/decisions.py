@@ -41,7 +41,7 @@ def _sum_of_magnitudes(x: Tensor) -> Tensor:
 
 
 def _first_block(watched: WatchedHook) -> Undo:
-    """Compare the first block's residual with the previous step's, over the tokens and rows of all ranks.
+    """Compare the first block's residual with the previous step's, over the tokens and samples of all ranks.
 
     diffusers divides the mean of |change| by the mean of |previous|: the number of elements cancels, so sums are
     enough. A tensor that is whole on each rank is counted once for each rank in both sums, which also cancels.
@@ -114,6 +114,7 @@ def _sea_gate(watched: WatchedHook) -> Undo:
         group = watched.session.sample.context
         if group is None:
             return should_compute
+        # The distance is sent as the bits of an int64, so that all ranks get exactly the same number.
         (distance,) = struct.unpack("q", struct.pack("d", state.accumulated_distance))
         votes = all_gather_ints([int(should_compute), distance], group=group)
         computes = any(vote for vote, _ in votes)
@@ -125,7 +126,7 @@ def _sea_gate(watched: WatchedHook) -> Undo:
 
 
 def _text_key(watched: WatchedHook) -> Undo:
-    """Recognise a text by its content. diffusers uses its address, which a later or shorter text may have too."""
+    """Recognise a text by its content. diffusers uses its address in memory, which a later text can get too."""
     texts: list[Tensor] = []
 
     def set_key(kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Follow the step caches of diffusers on one parallel model: those that are enabled, in any order, and removed."""
+"""Track which step caches of diffusers are enabled on one parallel model, also after later changes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class StepCaches:
     """The step caches on one model.
 
     A cache is found by its hooks, so `enable_cache` and functions such as `apply_first_block_cache` may be called
-    before or after the model becomes parallel. What a cache keeps (residuals, attention outputs) are this rank's
-    shards. Before each forward, ranks compare the progress of their caches: an interrupted forward may have ended at
+    before or after the model becomes parallel. A cache keeps this rank's shards (of residuals or attention
+    outputs). Before each forward, ranks compare the progress of their caches: an interrupted forward may have ended at
     different steps.
 
     Attributes:
@@ -70,14 +70,14 @@ class StepCaches:
             self._check(hook)
         self.hooks = [known.pop(id(hook)) if id(hook) in known else self._watch(module, hook) for module, hook in found]
         for gone in known.values():
-            gone.take_off()
+            gone.uninstall()
         self._on_model = _hooks_on(self._module)
 
     def release(self) -> None:
-        """Stop to watch, and drop what the caches keep: shards of tokens."""
+        """Stop watching the hooks, and drop the shards that the caches keep."""
         for watched in self.hooks:
             watched.reset()
-            watched.take_off()
+            watched.uninstall()
         self.hooks, self._on_model = [], []
 
     def reset(self) -> None:
@@ -93,8 +93,8 @@ class StepCaches:
     def before_forward(self, kwargs: dict[str, Any]) -> None:
         """Compare the progress of the caches between ranks.
 
-        A hook around the model that was put on since the last forward has already run, unwatched, so what it sets
-        before the model's own forward is set again.
+        If a hook was put on the model itself after the last forward, it is already running, and was not watched when it
+        started. So `before_compute` is called here, for all hooks.
 
         Ranks: all of `session.sample`. Raises: PeerMismatchError, on all of these ranks.
         """
@@ -123,7 +123,7 @@ class StepCaches:
         decide = DECISIONS.get(type(hook).__name__)
         if decide is not None:
             watched.undo.append(decide(watched))
-        watched.put_on()
+        watched.install()
         return watched
 
     def _check(self, hook: Any) -> None:
@@ -145,7 +145,7 @@ def _hooks_on(module: nn.Module) -> list[Any]:
 
 
 def _progress(hooks: Iterable[WatchedHook]) -> Iterator[object]:
-    """Yield what the decisions of caches follow from: step counters, and which steps have left results."""
+    """Yield the state that the caches decide by: step counters, and which steps have stored results."""
     seen: set[int] = set()
     for watched in hooks:
         states = watched.states

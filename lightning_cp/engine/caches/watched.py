@@ -1,4 +1,4 @@
-"""Watch one hook of a step cache: did it run the module's own forward, and does its state fit the forward under way?"""
+"""Watch one hook of a step cache: whether it runs the module's own forward, and whether its state fits this forward."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ class WatchedHook(EngineHook):
         self.undo: list[Undo] = []
         self.before_compute: Callable[[dict[str, Any]], None] | None = None
         self.forget_more: Undo | None = None
-        self._reference: Any = hook.fn_ref  # diffusers': the functions that the wrapper of the forward calls
+        self._reference: Any = hook.fn_ref  # diffusers' object with the functions that the hooked forward calls
         self._run: Any = self._reference.forward
         self.computed = self.skipped = 0
         self._computed = False
         self._lengths: dict[str | None, _Lengths] = {}
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Take the place of the hook's `fn_ref`. Hooks that only change arguments or results are left alone."""
         if hasattr(self.hook, "new_forward"):
             self.hook.fn_ref, self._reference.forward = self, self.run
 
-    def take_off(self) -> None:
-        """Undo `put_on`, and restore the hook's own decisions."""
+    def uninstall(self) -> None:
+        """Undo `install`, and restore the hook's own decisions."""
         undo_all(self.undo)
         if self.hook.fn_ref is self:
             self.hook.fn_ref, self._reference.forward = self._reference, self._run
@@ -93,16 +93,16 @@ class WatchedHook(EngineHook):
 
     @property
     def lengths(self) -> _Lengths:
-        """Return the global numbers of tokens in the forward under way."""
+        """Return the global numbers of tokens in this forward."""
         return () if self.session.call is None else tuple(self.session.call.lengths.items())
 
     @property
     def fits(self) -> bool:
-        """Return True unless the state has other numbers of tokens than the forward under way; equal on all ranks."""
+        """Return True if the state has the numbers of tokens of this forward; equal on all ranks."""
         return self._lengths.get(self.context, self.lengths) == self.lengths
 
     def check_lengths(self) -> None:
-        """Raises: ShapeError, on every rank: the state has other numbers of tokens than the forward under way."""
+        """Check the token counts of the state. Raises: ShapeError, on every rank: they are those of another forward."""
         if not self.fits:
             before, now = dict(self._lengths[self.context]), dict(self.lengths)
             raise ShapeError(

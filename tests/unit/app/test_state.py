@@ -1,13 +1,15 @@
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_cp.app.training.state import TrainState
-from lightning_cp.checkpoint import find_checkpoint
+from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import save_checkpoint
@@ -71,6 +73,64 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
         make_state(seed=1).load(folder)
     with pytest.raises(ValueError, match="batch_size=8 differs"):
         make_state(batch_size=8).load(folder)
+
+
+class OneUnused(nn.Sequential):
+    """Its last weight never gets a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.Linear(4, 1))
+        self.unused = nn.Parameter(torch.ones(2))
+
+
+def make_unused() -> TrainState:
+    module = OneUnused()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    return TrainState(module, module, optimizer, WeightAverage(module, 0.9), GlobalBatchSampler(16, 4), 0)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shards", [False, True])
+def test_weights_without_a_gradient_are_resumed_too(shards: bool, tmp_path: Path) -> None:
+    first, resumed = make_unused(), make_unused()
+    advance(first, 2)
+    save = save_shards if shards else save_checkpoint
+    resumed.load(save(tmp_path, first.snapshot(shards=shards)))
+    steps = [int(resumed.optimizer.state[p]["step"]) for name, p in resumed.module.named_parameters() if "." in name]
+    assert steps == [2, 2, 2, 2]
+    advance(first, 2)
+    advance(resumed, 2)
+    for a, b in zip(first.module.parameters(), resumed.module.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def _without(state: dict[str, Any]) -> None:
+    del state["0.weight"]
+
+
+def _exchanged(state: dict[str, Any]) -> None:
+    state["0.weight"], state["1.weight"] = state["1.weight"], state["0.weight"]
+
+
+def _without_a_part(state: dict[str, Any]) -> None:
+    del state["0.weight"]["exp_avg"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("damage", [_without, _exchanged, _without_a_part])
+def test_a_wrong_optimizer_state_is_refused(
+    damage: Callable[[dict[str, Any]], None], shards: bool, tmp_path: Path
+) -> None:
+    first = make_state()
+    advance(first, 2)
+    saved = first.snapshot(shards=shards)
+    damage(saved.states["optimizer"]["state"])
+    folder = (save_shards if shards else save_checkpoint)(tmp_path, saved)
+    with pytest.raises(
+        CheckpointError, match=r"the shape of optimizer\.state\.0\.weight\.exp_avg is \(4, 3\) in this run"
+    ):
+        make_state().load(folder)
 
 
 def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:

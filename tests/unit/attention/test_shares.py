@@ -19,7 +19,7 @@ def test_every_query_head_goes_to_one_rank_with_its_key_head(hq: int, hk: int, d
         pytest.skip("fewer heads than ranks are refused before")
     shares = assign_heads(hq, hk, degree, tuple(range(1, degree + 1)) if by_share else None)
     assert [head for share in shares for head in range(share.query.start, share.query.stop)] == list(range(hq))
-    sizes = [share.queries for share in shares]
+    sizes = [share.num_queries for share in shares]
     assert min(sizes) >= 1
     assert by_share or max(sizes) - min(sizes) <= 1
     for share in shares:
@@ -44,4 +44,4 @@ def test_heads_are_divided_by_the_shares_of_each_ulysses_coordinate() -> None:
     assert head_shares(groups) == (1 + 3 + 1, 2 + 1 + 2)
     assert head_shares(replace(groups, context_shape=(2, 3))) == (1 + 1, 2 + 1, 3 + 2)
     assert head_shares(replace(groups, shares=None)) is None
-    assert [share.queries for share in assign_heads(8, 8, 3, (2, 3, 5))] == [2, 2, 4]
+    assert [share.num_queries for share in assign_heads(8, 8, 3, (2, 3, 5))] == [2, 2, 4]

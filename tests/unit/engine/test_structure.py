@@ -38,6 +38,6 @@ def test_a_block_appended_to_an_empty_list_is_noticed() -> None:
     structure = model.__dict__["_lightning_cp"]._structure
     assert isinstance(structure, Structure)
     assert isinstance(model.__dict__["_lightning_cp"].rules, Rules)
-    assert structure.holds_now()
+    assert structure.is_unchanged_eagerly()
     model.single_blocks.append(Block())
-    assert not structure.holds_now()
+    assert not structure.is_unchanged_eagerly()

@@ -234,6 +234,10 @@ def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
         ({"file": "v.mp4", "frames": 0}, "frames=0 must be a positive whole number"),
         ({"file": "v.mp4", "start_frame": -1, "frames": 2}, "start_frame=-1 must be a whole number of at least 0"),
         ({"file": "a.png", "reference": "v.mp4"}, "reference=v.mp4 must be an image"),
+        (
+            {"file": "a.png", "reference": ["b.png", "c.png"]},
+            "reference=['b.png', 'c.png'] is a list: training takes one",
+        ),
     ],
 )
 def test_a_bad_row_is_named(tmp_path: Path, row: Any, expected: str) -> None:
@@ -364,6 +368,19 @@ def test_the_columns_are_those_of_a_source() -> None:
     assert "frame_range" in Entry.__dataclass_fields__
 
 
+@pytest.mark.parametrize("name", ["a.reference2.png", "a.reference.2.jpg", "a.reference_1.png", "v.reference-1.png"])
+def test_several_references_are_refused(name: str, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", "a cat")
+    (tmp_path / "v.mp4").touch()
+    picture(tmp_path / name)
+    assert f"{name} is one of several references of {name[0]}: training takes one reference" in refused(tmp_path)
+
+
+def test_a_name_like_a_numbered_reference_is_a_picture_if_nothing_belongs_to_it(tmp_path: Path) -> None:
+    picture(tmp_path / "data" / "a.reference2.png", "a cat")
+    assert [source.id for source in find_sources(tmp_path / "data").sources] == ["a.reference2.png"]
+
+
 def test_references_of_a_folder(tmp_path: Path) -> None:
     for name in ("a.png", "a.reference.jpg", "b.png", "sub/a.png", "c.reference.png"):
         picture(tmp_path / "data" / name, None if "reference" in name else "a cat")
@@ -374,4 +391,6 @@ def test_references_of_a_folder(tmp_path: Path) -> None:
         ("c.reference.png", "a reference, but no image or video is called c")
     ]
     picture(tmp_path / "data" / "a.reference.png")
-    assert "a.reference.png and a.reference.jpg are both references of a: keep one" in refused(tmp_path / "data")
+    assert "a.reference.png and a.reference.jpg are both references of a: training takes one" in refused(
+        tmp_path / "data"
+    )

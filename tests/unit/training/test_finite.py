@@ -46,7 +46,8 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.module.parameters(), lr=0.1)
         average, sampler = WeightAverage(self.module, 0.9), GlobalBatchSampler(16, 4)
         self.state = TrainState(self.module, self.module, self.optimizer, average, sampler, 0)
-        run = Run(SINGLE_RANK, self.state, RunFolder(folder), DataShard(0, 1), self.request)
+        tuning: Any = None  # only for validation and export
+        run = Run(SINGLE_RANK, self.state, tuning, RunFolder(folder), DataShard(0, 1), self.request)
         self.reports: list[StepReport] = []
         watcher: Any = SimpleNamespace(watch=self.reports.append)
         self.steps = Steps(
@@ -60,8 +61,7 @@ class Loop:
 
     def step(self, factor: float = 1.0) -> None:
         self.steps.begin()
-        part: Any = SimpleNamespace(loss=lambda model: (self._loss(model, factor), torch.zeros(())))
-        loss = self.steps.loss(part, self.module)
+        loss = self.steps.add(self._loss(self.module, factor), torch.zeros(()))
         if self.scaler is None:
             loss.backward()
         else:

@@ -1,0 +1,129 @@
+"""The recipe trains `FineTuning`: a Trainer of one's own gets the same losses, validation and export."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from lightning.pytorch.callbacks import ModelCheckpoint
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lightning_cp.app.runs.recipe import check_config
+from lightning_cp.app.training.assemble import train_run
+from lightning_cp.app.training.records import read_metrics
+from lightning_cp.callbacks import EMACallback, StepMetrics
+from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, load_transformer
+from lightning_cp.latent_cache import LatentCache, LatentData
+from lightning_cp.launch import Machine
+from lightning_cp.objectives import MicroBatch, objective_for
+from tests.dist.test_finetuning_module import Recorded, trainer_of
+from tests.e2e.finetuning import write_cache
+from tests.e2e.recipe import ROOT
+from tests.harness import RankPool
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+STEPS = 3
+SETTINGS = (
+    *("progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu", "batch_size=4", "lora.rank=2"),
+    *("data.validation=2", f"validation.every={STEPS}", "validation.quantiles=[0.3,0.7]", "ema_decay=0.5"),
+)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a Flux pipeline, six pictures and their cache."""
+    return write_cache(tmp_path_factory.mktemp("flux"), "flux")
+
+
+@contextmanager
+def _one_more() -> Iterator[None]:
+    """Add 1 to the loss of `FineTuning`, which changes no gradient."""
+    plain = FineTuning.loss
+
+    def loss(self: FineTuning, part: MicroBatch) -> tuple[Tensor, Tensor]:
+        value, sigma = plain(self, part)
+        return value + part.share, sigma
+
+    with patch.object(FineTuning, "loss", loss):
+        yield
+
+
+def _recipe(rank: int, world: int, made: Path, folder: Path, trainer: str, micro: int | None) -> list[float]:
+    """Run what the recipe runs on a rank, in this process. Returns: the losses."""
+    overrides = [
+        "experiment=finetune_flux",
+        f"model.pretrained={made / 'pipe'}",
+        f"data.path={made / 'latents'}",
+        *SETTINGS,
+        *(f"run_dir={folder}", f"output_root={folder.parent}", f"max_steps={STEPS}", f"trainer={trainer}"),
+        f"micro_batch_size={'null' if micro is None else micro}",
+    ]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        config = compose("train", overrides)
+    with _one_more():
+        train_run(check_config(config, Machine.this(), None).config, after_step=lambda _: None, at_end=lambda _: None)
+    return [row.loss for row in read_metrics(folder / "metrics.csv")]
+
+
+def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[float], dict[str, float]]:
+    """Train with the settings of the recipe's configuration, and export. Returns: losses, and the last metrics."""
+    cache = LatentCache(made / "latents")
+    family = cache.family()
+    transformer = load_transformer(made / "pipe", dtype=torch.float32)
+    add_lora(transformer, LoraSettings(rank=2), family=family, seed=0)
+    data, held_out = hold_out(LatentData(cache, seed=0), 2, seed=0)
+    module = FineTuning(
+        transformer,
+        family,
+        objective=objective_for(family, seed=0, cond_dropout=0.1),
+        optimizer=lambda trained: torch.optim.AdamW(trained, lr=0.01, betas=(0.9, 0.99), eps=1e-6, weight_decay=0.01),
+        data=data,
+        batch_size=4,
+        held_out=held_out,
+        quantiles=(0.3, 0.7),
+    )
+    recorded, average = Recorded(), EMACallback(0.5)
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="best")
+    settings: dict[str, Any] = {
+        "max_steps": STEPS,
+        "gradient_clip_val": 1.0,
+        "val_check_interval": STEPS,
+        "enable_checkpointing": True,
+    }
+    callbacks = [recorded, average, StepMetrics(tokens=100), best]
+    trainer = trainer_of(rank, world, "auto", callbacks=callbacks, **settings)
+    trainer.fit(module)
+    assert best.best_model_score == pytest.approx(trainer.callback_metrics["val_loss"])
+    with average.averaged(trainer, module):
+        assert module.export(folder) == folder / "lora"
+    return recorded.losses, {key: float(x) for key, x in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "micro"), [("fabric", None), ("lightning", 3), pytest.param("lightning", None, marks=pytest.mark.full)]
+)
+def test_the_recipe_trains_the_module(
+    trainer: str, micro: int | None, flux: Path, tmp_path: Path, run_ranks: RankPool
+) -> None:
+    (increased,) = run_ranks(1, _recipe, flux, tmp_path / "recipe", trainer, micro, init=False)
+    ((losses, metrics),) = run_ranks(1, _own_trainer, flux, tmp_path / "own", init=False)
+    assert len(set(losses)) == STEPS
+    assert increased == pytest.approx([loss + 1 for loss in losses], rel=1e-5)
+    last = read_metrics(tmp_path / "recipe/metrics.csv")[-1]
+    assert last.val_loss == pytest.approx(metrics["val_loss"], rel=1e-5)
+    assert last.sigma == pytest.approx(metrics["sigma"], rel=1e-6)
+    assert last.grad_norm == pytest.approx(metrics["grad_norm"], rel=1e-4)
+    assert metrics["peak_memory_gib"] > 0
+    assert metrics["tokens_per_s"] == pytest.approx(100 / metrics["step_time_s"])
+    for name in ("pytorch_lora_weights.safetensors", "comfyui.safetensors"):
+        found, expected = (load_file(tmp_path / run / "lora" / name) for run in ("recipe", "own"))
+        assert found.keys() == expected.keys()
+        for key, x in found.items():
+            torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
