@@ -30,7 +30,7 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     - Otherwise each rank computes a shard of rows: convolutions exchange halos, norms use statistics over all rows, and
       attention uses the keys of all rows. The result differs by rounding: relative 1e-5 in float32, 1e-12 in float64
       (1e-6 for LTX, because its norms round to float32). With too few rows (usually fewer than two latent rows
-      per rank) every rank computes the whole.
+      per rank) every rank computes the whole result.
 
     Call `decode` and `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
