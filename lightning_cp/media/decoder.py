@@ -89,8 +89,8 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
         if head is not None and head.time_s - first.time_s <= start_s + CLOCK_S:
             yield from _checked(chain([head], landed), first.time_s)
             return
-    with open_video(file) as reopened:
-        yield from _checked(_timed(*reopened), first.time_s)
+    with open_video(file) as (reopened, its_stream):
+        yield from _checked(_timed(reopened, its_stream), first.time_s)
 
 
 def _timed(container: Any, stream: Any) -> Iterator[Frame]:

@@ -110,7 +110,7 @@ def moved(arguments: dict[str, Any], step: int) -> dict[str, Any]:
 
 @contextmanager
 def recording(model: nn.Module, run: Run) -> Iterator[None]:
-    """Within this, each forward adds an entry to `run.ran`: the linear layers in the model's blocks that ran."""
+    """Context in which each forward adds an entry to `run.ran`: the linear layers of blocks that ran."""
     names = {module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -160,7 +160,7 @@ def loop(
 
 
 def shorter(name: str) -> Any:
-    """A tiny model whose tokens three ranks cannot share evenly, if it takes other sizes easily."""
+    """Return a tiny model; if its size can be changed, with tokens that 3 does not divide."""
     tiny = TINY[name]
     if name != "wan":
         return tiny

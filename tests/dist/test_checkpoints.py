@@ -1,4 +1,4 @@
-"""Runs that are saved and go on: bitwise at the same topology, to rounding at any other, in every format."""
+"""Resumed runs: bitwise equal at the same topology, equal to rounding at any other, in every format."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _snapshot(state: TrainState) -> Snapshot:
 
 
 def _save(rank: int, world: int, folder: Path, kind: str, settings: dict[str, Any], how: dict[str, Any]) -> Snapshot:
-    """Saves after step 2 while it goes on. Returns: what it was at step 2, on the first rank."""
+    """Save after step 2 and continue. Returns: the state at step 2, on the first rank."""
     fabric, state = _start(rank, world, kind, settings)
     with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
         _advance(fabric, state, until=2, augmented=False)

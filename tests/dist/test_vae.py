@@ -96,7 +96,7 @@ def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> N
 
 
 def _formats(rank: int, world: int) -> bool:
-    """True if tiles in channels_last come to the layer after the encoder as they do alone."""
+    """Return True if the layer after the encoder gets tiles in the memory format of one process (channels_last)."""
     vae = make_vae("kl").to(memory_format=torch.channels_last)
     vae.enable_tiling(**ALL["kl"].tiles)
     seen: list[bool] = []

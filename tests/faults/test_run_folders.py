@@ -1,4 +1,4 @@
-"""Runs that start at the same moment, or in the same folder: each has its folder alone."""
+"""Runs that start at the same time, or in the same folder: no two of them write in one folder."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ CONTROLS = {
 
 @contextmanager
 def torchvision() -> Iterator[None]:
-    """Stands for the one function that Cosmos' ControlNet has from torchvision; the mask is of that size already."""
+    """Replacement for the only torchvision function of Cosmos' ControlNet; the mask already has the size."""
     from diffusers.models.controlnets import controlnet_cosmos
 
     resize = SimpleNamespace(resize=lambda x, size, interpolation: x)

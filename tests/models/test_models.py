@@ -1,4 +1,4 @@
-"""Every class with a plan: output and every parameter's gradient are one process', by `check_plan`.
+"""Every class with a plan: outputs and gradients equal those of one process (`check_plan`).
 
 CI spreads the modes over the classes. The whole matrix, and the table that shows it:
 

@@ -79,7 +79,7 @@ def _steps(
 ) -> Generator[Repetition, None, None]:
     """Train: wait for a batch, forward, backward, SGD. A step ends when the device has finished.
 
-    On a GPU this counts all the loading of 0 workers as waiting, although a part would overlap with the step before.
+    With 0 workers on a GPU, all loading counts as waiting, although a part would overlap with the previous step.
     """
     model, family = transformer.to(device).train(), cache.family()
     objective = objective_for(family, seed=0)

@@ -1,4 +1,4 @@
-"""Folders of processes that live are left alone, those of dead ones go."""
+"""Folders of running processes stay, folders of ended processes are removed."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Stage `main_job`: the recipe on one GPU, alone and through the strategy."""
+"""Stage `main_job`: recipes/train.py on one GPU, with strategy=single and with strategy=cp."""
 
 from __future__ import annotations
 
