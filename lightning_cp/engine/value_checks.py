@@ -40,7 +40,9 @@ def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) ->
         shape = "nest" if isinstance(value, (list, tuple, dict)) else "leaf"
         if kinds:
             layout.append(_LEAF.join([name, shape, *kinds]))
-    torch.ops.lightning_cp.check_forward(values, _ARGUMENT.join(layout), model, session.number, session.checked)
+    torch.ops.lightning_cp.check_forward(
+        values, _ARGUMENT.join(layout), model, session.number, session.num_graph_checks
+    )
 
 
 def register(session: Session) -> None:
