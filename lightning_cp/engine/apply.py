@@ -21,7 +21,7 @@ from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
 __all__ = [
@@ -69,6 +69,7 @@ def parallelize(
     kernel: str = "auto",
     check_peers: str = "sampled",
     shares: Sequence[float] | None = None,
+    groups: MeshGroups | None = None,
 ) -> Installed:
     """Make a module context-parallel: `apply_context_parallel` with more settings.
 
@@ -76,6 +77,7 @@ def parallelize(
         kernel: name of the attention kernel.
         check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
         shares: see `apply_context_parallel`.
+        groups: ranks that share the tokens; None: the context group of `config`, with `shares`.
     Returns: the state of the parallel model.
     """
     if not isinstance(module, nn.Module):
@@ -89,7 +91,7 @@ def parallelize(
     if plan is None:
         raise PlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
-    groups = groups_for(config, shares)
+    groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
     session = Session(groups, config, rules, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):

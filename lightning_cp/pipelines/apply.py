@@ -18,6 +18,7 @@ from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
+from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.patch_calls import StepClock, check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
@@ -108,7 +109,7 @@ def parallelize_pipeline(
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     num_stages = check_patches(pipe, patches, warmup)
-    found = transformers_of(pipeline, components)
+    found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
     both = [name for name in shard if name in found]
     if num_stages > 1 and both:
         raise ValueError(
@@ -140,11 +141,14 @@ def parallelize_pipeline(
         for one in in_patches.values():
             undo += one.install()
         calls.pending.before_flush = votes.check
+        settings = {"kernel": kernel, "check_peers": check_peers}
+        steering = parallelize_controlnets(controlnets, config, calls, votes, undo, **settings)
         undo += [
             intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
             for name, one in installed.items()
         ]
-        undo += [allow_hotswap(module) for module in found.values() if hasattr(module, "load_lora_adapter")]
+        adaptable = (*found.values(), *controlnets.values())
+        undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
         if in_patches and hasattr(scheduler, "step"):
             undo.append(intercept_method(scheduler, "step", clock.before_step))
         shares_branches = any(x.ranks.cfg > 1 for x in chosen.values())
@@ -161,6 +165,7 @@ def parallelize_pipeline(
             calls,
             votes,
             chosen,
+            controlnets=steering,
             shard=tuple(layers),
             stages=staged,
             patch_calls=in_patches,
@@ -217,6 +222,6 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
         stages = f"pipe {ranks.pipe} × " if ranks.pipe > 1 else ""
         degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
         degrees += show_shares(ranks.context.shares)
-        names = ", ".join([*installed.transformers, *installed.decoders])
+        names = ", ".join([*installed.transformers, *installed.controlnets, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

@@ -14,6 +14,7 @@ from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
+from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.patch_calls import PatchCalls, refuse_caches
@@ -100,7 +101,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 
 def _empty_caches(state: ParallelPipeline) -> None:
     """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
-    for installed in state.transformers.values():
+    for installed in (*state.transformers.values(), *state.controlnets.values()):
         if state.patch_calls:
             refuse_caches(installed)
         else:
@@ -111,6 +112,8 @@ def _empty_caches(state: ParallelPipeline) -> None:
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:
     for installed in state.transformers.values():
         installed.session.use(degrees.config, degrees.ranks.context)
+    for steering in state.controlnets.values():
+        steering.session.use(*groups_of_all(degrees.config, degrees.ranks))
     state.calls.use(degrees.ranks)
 
 

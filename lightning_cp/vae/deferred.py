@@ -7,7 +7,7 @@ only the rank that computes a tile knows the shape, the memory format and the fe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ class UnitCall:
         forward: function to call.
         args, kwargs: its arguments; may include the deferred feature cache of an earlier call of the same unit.
         unit: number of the unit.
+        prepare: called before it, on the unit's rank; None: nothing to prepare.
         result: output tensor.
         cache: returned feature cache, set on the unit's rank only; None if `forward` returns no cache.
     """
@@ -36,6 +37,7 @@ class UnitCall:
     unit: int
     result: Deferred
     cache: Deferred | None
+    prepare: Callable[[], Any] | None = None
 
     @property
     def tile(self) -> Tensor:
@@ -46,6 +48,8 @@ class UnitCall:
 
     def run(self) -> None:
         """Compute the call on this rank and set `result` and `cache`."""
+        if self.prepare is not None:
+            self.prepare()
         out = self.forward(*(resolve(x) for x in self.args), **{name: resolve(x) for name, x in self.kwargs.items()})
         self.result.value = out
         if self.cache is not None:
@@ -80,12 +84,20 @@ class Batch:
         pending: queue of calls and operations.
         units: number of units so far.
         open_units: unit by id of a feature cache.
+        clear: forgets the frames that a VAE's convolutions keep between calls; None for a VAE without. Its calls
+            between two uses of `begin_unit` are then one unit.
     """
 
     worker: Worker
     pending: list[UnitCall | _Operation] = field(default_factory=list)
     units: int = 0
     open_units: dict[int, int] = field(default_factory=dict)  # ids stay valid: pending calls keep the caches alive
+    clear: Callable[[], Any] | None = None
+    is_new: bool = True
+
+    def begin_unit(self) -> None:
+        """Begin a unit of calls that share the frames that convolutions keep."""
+        self.is_new = True
 
     def defer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred:
         """Queue `function` and return its deferred result."""
@@ -98,7 +110,8 @@ class Batch:
         args = tuple(resolve(x) for x in args)
         result, cache = Deferred(self), Deferred(self) if caches else None
         unit = self._unit_of(kwargs)
-        self.pending.append(UnitCall(forward, args, kwargs, unit, result, cache))
+        prepare, self.is_new = self.clear if self.is_new else None, False
+        self.pending.append(UnitCall(forward, args, kwargs, unit, result, cache, prepare))
         if cache is None:
             return result
         self.open_units[id(cache)] = unit
@@ -106,6 +119,8 @@ class Batch:
 
     def _unit_of(self, kwargs: dict[str, Any]) -> int:
         """Return the unit of a call: that of its feature cache, or a new unit if the cache is new or there is none."""
+        if self.clear is not None and not self.is_new:
+            return self.units
         cache = kwargs.get("feat_cache", kwargs.get("conv_cache"))
         if cache is not None and id(cache) in self.open_units:
             return self.open_units[id(cache)]
@@ -123,6 +138,36 @@ class Batch:
         for entry in pending:
             if isinstance(entry, _Operation):
                 entry.run()
+
+
+@dataclass(eq=False)
+class Rehearsal:
+    """The calls of a loop over tiles that fills a buffer and reads it: the loop runs twice, at first without results.
+
+    Attributes:
+        worker: computes the calls.
+        calls: calls of the first run; their results are returned in the second.
+        results: iterator over the results; None in the first run.
+    """
+
+    worker: Worker
+    calls: list[UnitCall] = field(default_factory=list)
+    results: Iterator[Any] | None = None
+
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
+        """Note a call and return a zero, which fills any buffer; in the second run return the call's result."""
+        if self.results is not None:
+            return next(self.results)
+        self.calls.append(UnitCall(forward, args, kwargs, len(self.calls), Deferred(Batch(self.worker)), None))
+        return args[0].new_zeros(())
+
+    def run(self, loop: Callable[[], Any]) -> Any:
+        """Run the loop twice. Ranks: all of the context group, with equal inputs."""
+        loop()
+        if self.calls:
+            self.worker(self.calls)
+        self.results = iter([call.result.value for call in self.calls])
+        return loop()
 
 
 class Deferred:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import MeshGroups
+from lightning_cp.nest import replace
 from lightning_cp.patching import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
-from lightning_cp.vae.deferred import Batch, resolve
+from lightning_cp.vae.deferred import Batch, Rehearsal, resolve
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
@@ -53,8 +54,10 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
         module = getattr(vae, name)
         undo.append(intercept_method(module, "forward", _CoderCall(session, module, step, reach_of(module))))
+    if session.kind.keeps_frames:
+        undo.append(intercept_method(vae, "_clear_conv_cache", session.clear))
     for name in session.kind.loops:
-        undo.append(intercept_method(vae, name, _TileLoop(session)))
+        undo.append(intercept_method(vae, name, _TileLoop(session, name)))
     undo.append(set_attribute(vae, "_parallel_vae", session))
     return partial(undo_all, undo)
 
@@ -73,7 +76,13 @@ class _Session:
     vae: Any
     kind: VaeClass
     groups: MeshGroups
-    batch: Batch | None = None
+    batch: Batch | Rehearsal | None = None
+
+    def clear(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrap `_clear_conv_cache`: in a tile loop it ends a tile, of which nothing is computed yet."""
+        if isinstance(self.batch, Batch):
+            return self.batch.begin_unit()
+        return call(*args, **kwargs)
 
     def refuse_untiled(self) -> None:
         if not self.kind.halos and not self.vae.use_tiling:
@@ -99,16 +108,41 @@ class _TileLoop:
     """Wrapper of a VAE's loop over tiles: the loop runs unchanged on every rank, on deferred tiles."""
 
     session: _Session
+    name: str
 
     def __call__(self, loop: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self.session
-        if session.batch is not None or not session.vae.use_tiling:
+        session, vae, kind = self.session, self.session.vae, self.session.kind
+        if session.batch is not None or not vae.use_tiling:
             return loop(*args, **kwargs)
-        session.batch = Batch(TileWorker(session.groups))
+        worker = TileWorker(session.groups)
+        drops = bool(kind.drops_frames) and self.name == "tiled_decode" and getattr(vae, kind.drops_frames)
+        restore = set_attribute(vae, kind.drops_frames, False) if drops else None
         try:
-            return resolve(loop(*args, **kwargs))
+            if kind.fills_buffers:
+                session.batch = Rehearsal(worker)
+                return session.batch.run(partial(loop, *args, **kwargs))
+            session.batch = Batch(worker, clear=self._clear if kind.keeps_frames else None)
+            result = resolve(loop(*args, **kwargs))
+            return replace(Tensor, partial(_without_first, vae.temporal_compression_ratio), result) if drops else result
         finally:
             session.batch = None
+            if kind.keeps_frames:
+                vae._clear_conv_cache()
+            if restore is not None:
+                restore()
+
+    def _clear(self) -> None:
+        """Forget the frames of the tile before, now that tiles are computed."""
+        batch, self.session.batch = self.session.batch, None
+        try:
+            self.session.vae._clear_conv_cache()
+        finally:
+            self.session.batch = batch
+
+
+def _without_first(ratio: int, x: Tensor) -> Tensor:
+    """Drop the frames before the first one, as Mochi does in each tile; blending treats each frame alone."""
+    return x[:, :, ratio - 1 :] if x.shape[2] >= ratio else x
 
 
 @dataclass(eq=False)
@@ -132,8 +166,9 @@ class _CoderCall:
         session.refuse_gradients(self.module, (*args, *kwargs.values()))
         if session.batch is not None:
             return session.batch.call(forward, args, kwargs, caches=kind.caches)
-        if kind.halos:
+        if kind.halos and (kind.encodes or self.module is session.vae.decoder):
             min_steps = max(2, self.reach)  # 2: a dim of one row cannot be distinguished from other dims of size 1
             return by_rows(forward, args, kwargs, groups=session.groups, min_steps=min_steps, step=self.step)
-        session.refuse_untiled()
+        if not kind.halos:
+            session.refuse_untiled()
         return forward(*args, **kwargs)

@@ -45,6 +45,8 @@ class RowShardedOps(TorchFunctionMode):
             name = check_row_local(func, args, kwargs)
             result = func(*args, **kwargs)
             rows = row_dim_of_result(name, func, args, kwargs, result)
+            if name in _KEEP_HALO:
+                _keep_halo(args, result)
         for x, one in [(result, rows)] if isinstance(rows, RowDim) else zip(result, rows) if rows else ():
             set_row_dim(x, one)
         return result
@@ -179,14 +181,30 @@ def _pad(
     first = 2 * (-1 - rows.dim)
     before, after = pad[first : first + 2] if len(pad) >= first + 2 else (0, 0)
     if input.ndim < 4 or not (before or after):
-        return function(input, pad, mode, value)
+        padded = function(input, pad, mode, value)
+        _keep_halo((input,), padded)
+        return padded
     assert min(before, after) >= 0, "a negative padding crops"
     extended = _extend(rows, input, before, after, (0, 0))
     mine = list(pad)
     mine[first : first + 2] = [n if at_end else 0 for n, at_end in zip((before, after), rows.at_end, strict=True)]
     padded = function(extended, mine, mode, value)
-    padded._rows_beyond = before + after  # type: ignore[attr-defined]
+    _set_halo(padded, before + after)
     return padded
+
+
+def _set_halo(x: Tensor, rows: int) -> None:
+    """Record that a tensor has so many rows more than its shard, for a convolution without padding."""
+    x._rows_beyond = rows  # type: ignore[attr-defined]
+
+
+def _keep_halo(args: tuple[Any, ...], result: Any) -> None:
+    """Record the halo of a padded tensor on its frames, or on the frames of several concatenated."""
+    operands = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+    halos = {getattr(x, "_rows_beyond", 0) for x in operands if isinstance(x, Tensor)} - {0}
+    for x in (result,) if isinstance(result, Tensor) else result if halos else ():
+        for rows in halos:
+            _set_halo(x, rows)
 
 
 def _interpolate(
@@ -199,12 +217,12 @@ def _interpolate(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Interpolate by repeating rows (mode nearest, integer factor), which needs no halo."""
+    """Interpolate without a halo: keep the rows (factor 1), or repeat them (mode nearest, integer factor)."""
     if input.ndim >= 4:
         given = size if scale_factor is None else scale_factor
         along = given[rows.dim] if isinstance(given, (list, tuple)) else given
         factor = along / input.shape[rows.dim] if scale_factor is None else along
-        if not mode.startswith("nearest") or factor != int(factor):
+        if factor != 1 and (not mode.startswith("nearest") or factor != int(factor)):
             raise NotImplementedError(
                 f"interpolation by {factor} with mode={mode!r} cannot be split by rows: use vae.enable_tiling()"
             )
@@ -241,6 +259,7 @@ def _each(value: int | Sequence[int], dims: int) -> list[int]:
     return values if len(values) == dims else values * dims
 
 
+_KEEP_HALO = ("getitem", "narrow", "split", "chunk", "cat", "concat", "concatenate", "clone", "contiguous", "to")
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.conv2d: _convolve,
     torch.conv3d: _convolve,

@@ -99,7 +99,7 @@ def moved(arguments: dict[str, Any], step: int) -> dict[str, Any]:
 
     def shifted(x: Tensor) -> Tensor:
         """Tokens change differently, so the shards of one rank alone would give another decision."""
-        dim = 1 if x.ndim == 3 else x.ndim - 2
+        dim = 1 if x.ndim == 3 else x.ndim - (1 if x.shape[-2] == 1 else 2)
         growing = torch.linspace(0.0, 2.0, x.shape[dim], dtype=x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
         return x + PATH[step] * growing * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 

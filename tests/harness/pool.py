@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cp.comm.loopback import host_store
 from tests.harness.worker import Job, Reply, serve
 
 MAX_WORLD = 8
@@ -136,9 +137,7 @@ class RankPool:
         for worker in self._workers:
             worker.log.write_text("")
         if self._store is None:
-            self._store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-            )
+            self._store = host_store("127.0.0.1", timeout=timedelta(seconds=30))
         context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
         used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
         context.set_forkserver_preload([*_PRELOADED, *used])
