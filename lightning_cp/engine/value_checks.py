@@ -39,7 +39,7 @@ def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) ->
         if found:
             layout.append(f"{name}:{'one' if isinstance(value, Tensor) else len(found)}")
             values += [x.detach() for x in found]
-    torch.ops.lightning_cp.check_forward(values, ",".join(layout), model, session.number, session.checked)
+    torch.ops.lightning_cp.check_forward(values, ",".join(layout), model, session.number, session.num_graph_checks)
 
 
 def register(session: Session) -> None:

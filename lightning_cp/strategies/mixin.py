@@ -47,9 +47,9 @@ class ContextParallelMixin:
         plans: plans by model class, class name or module name; they take precedence over registered plans.
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
         kernel: name of the attention kernel; "auto" chooses by device, dtype and mask.
-        check_peers: comparison of transformer inputs between context peers. "first": in full, in the first 2 forwards;
-            "sampled": also samples of every later forward, in the background, and a difference is raised in the next
-            forward; "always": in full, in every forward; "off": never.
+        check_peers: comparison of transformer inputs between context peers. "first": the first 2 forwards, in full.
+            "sampled": also samples of every later forward, in the background; a difference is raised in the next
+            forward. "always": every forward, in full. "off": none.
         stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
             [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use

@@ -189,7 +189,7 @@ class TrainingSetup(ABC):
         writer = CheckpointWriter(
             run.folder.checkpoints,
             format=config.checkpoint_format,
-            later=config.checkpoint_async,
+            in_background=config.checkpoint_async,
             keep=config.keep_checkpoints,
             is_first=run.is_first,
         )
