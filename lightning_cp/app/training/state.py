@@ -152,7 +152,7 @@ class TrainState:
         return [name for name, x in named if x.requires_grad and not state.get(x)] if any(state.values()) else []
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
+        """Leave out frozen weights; quanto stores several tensors of a quantised one, under longer names."""
         frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
         return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 
