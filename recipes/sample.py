@@ -69,9 +69,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
     if ranks.context.context_size > 1 or config.get("cache") is not None:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
-    around: dict[str, Any] = {}
+    steps = None
     if config.get("cache") is not None:
-        steps = around["around"] = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
+        steps = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
         enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
@@ -80,7 +80,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
-        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, **around),
+        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, around=steps),
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,

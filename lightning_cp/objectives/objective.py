@@ -49,7 +49,7 @@ class Objective(ABC):
         seed: seed of the run.
         cond_dropout: probability of training a sample with the empty caption, for CFG.
         guidance: value of the guidance embedding; None: the family's.
-        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: as the family does.
+        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: the family's default.
         dtype: dtype of the transformer's activations; None: the dtype of its parameters.
     """
 

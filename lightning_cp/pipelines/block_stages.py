@@ -21,7 +21,7 @@ from lightning_cp.engine.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import Undo, intercept_calls
-from lightning_cp.pipelines.forms import Form, taken_apart
+from lightning_cp.pipelines.forms import Form, form_and_tensors
 from lightning_cp.pipelines.stage_links import StageFailedError, StageLinks
 
 
@@ -55,7 +55,7 @@ def divide_blocks(costs: Sequence[int], stages: int) -> list[range]:
 
 
 class _StageDone(BaseException):
-    """Ends a forward after the last block of this rank's stage. No Exception, so no model code catches it."""
+    """Ends a forward after the last block of this rank's stage. `except Exception` in model code does not catch it."""
 
 
 @dataclass(eq=False)
@@ -147,7 +147,7 @@ class BlockStage:
         output = call(*args, **kwargs)
         if self.is_last:
             return output
-        form, tensors = taken_apart(output)
+        form, tensors = form_and_tensors(output)
         self._outputs.append(form)
         if index + 1 == self.own.stop:
             if len(self._outputs) != len(self.own):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -44,15 +45,15 @@ class PendingGathers:
 
     Attributes:
         groups: the ranks between which results are exchanged.
-        on_settle: called after each exchange with its number of transformer calls.
-        before_settle: called before each exchange.
+        on_flush: called after each exchange with its number of transformer calls.
+        before_flush: called before each exchange.
         results: tensors of the pending calls, in call order.
         later: deferred operators, each with the tensor that takes its result.
     """
 
     groups: MeshGroups
-    on_settle: Callable[[int], None] = lambda calls: None
-    before_settle: Callable[[], None] = lambda: None
+    on_flush: Callable[[int], None] = lambda calls: None
+    before_flush: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
@@ -66,17 +67,17 @@ class PendingGathers:
         self.later.append((held, function))
         return LazyTensor(held, self)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Exchange all pending results and run the deferred operators. Ranks: all of `groups`."""
         results, later = self.results, self.later
         if not results:
             return
         self.results, self.later = [], []
-        self.before_settle()
+        self.before_flush()
         _exchange(results, self.groups)
         for held, function in later:
             held.copy_(function())
-        self.on_settle(len(results))
+        self.on_flush(len(results))
 
     def drop(self) -> None:
         """Drop pending results without an exchange, at the end of a pipeline call."""
@@ -134,19 +135,19 @@ class LazyTensor(Tensor):
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
                 return pending.compute_later(partial(func, *args, **kwargs), _empty_result(func, args, kwargs))
         for tensor in lazy:
-            tensor.pending.settle()
+            tensor.pending.flush()
         args, kwargs = _held((args, kwargs))
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
         """Return the computed tensor. Ranks: all between which results are exchanged."""
-        self.pending.settle()
+        self.pending.flush()
         return self.held
 
     # These methods read memory without passing through the dispatcher.
 
     @override
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         return self.resolved().numpy(force=force)
 
     @override
@@ -154,8 +155,9 @@ class LazyTensor(Tensor):
         return self.resolved().tolist()
 
     @override
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.resolved().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def __array__(self, *args: Any, **kwargs: Any) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = self.resolved().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return array
 
     @override
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -35,7 +35,7 @@ _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the sta
 
 @dataclass(eq=False)
 class StepClock:
-    """Counts the transformer calls of one denoising step: they tell branches of guidance apart.
+    """Count the transformer calls of one denoising step. Their index distinguishes the branches of guidance.
 
     Attributes:
         calls: calls of each transformer in this step that have no cache context.
@@ -58,7 +58,7 @@ class StepClock:
             if known != calls:
                 raise GuidanceError(
                     f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
-                    "naming the branches of guidance (cache_context), so their keys cannot be told apart in patches: "
+                    "naming the branches of guidance (cache_context), so their keys cannot be distinguished: "
                     "use patches=1, or guidance in all steps"
                 )
         self.calls = {}
@@ -87,7 +87,7 @@ class PatchCalls:
 
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
-        clock: tells branches of guidance apart.
+        clock: distinguishes the branches of guidance.
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
         results: shares the results of the last stage; None: all blocks are on this rank.
         branches: state of each branch, by name or index; forgotten before each call of the pipeline.
@@ -133,12 +133,7 @@ class PatchCalls:
             result = self._in_branch(compute, args, kwargs, key)
         if self.stage is None or self.results is None:
             return result
-        return self.results.share(self.stage, result, key)
-
-    @property
-    def has_results_left(self) -> bool:
-        """True if other stages do not have the results of this step's earlier calls yet."""
-        return self.results is not None and self.results.is_open()
+        return self.results.broadcast(self.stage, result, key)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: PlanError: a weight or an argument requires a gradient."""
@@ -249,8 +244,8 @@ def make_patch_calls(
         kind, plan = type(installed.module).__name__, installed.rules.patches
         if plan is None:
             raise PlanError(
-                f"{kind} cannot be computed in patches or stages: it is not proven that its attention is right there "
-                "(docs/pipefusion.md has the classes): use patches=1 and pipe=1"
+                f"{kind} cannot be computed in patches or stages: its plan does not support it "
+                "(docs/pipefusion.md lists the classes that do): use patches=1 and pipe=1"
             )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(
@@ -270,7 +265,7 @@ def make_patch_calls(
 
 
 def refuse_caches(installed: Installed) -> None:
-    """Raises: PlanError: a step cache on a transformer that is computed in patches or stages."""
+    """Refuse step caches on a transformer that is computed in patches or stages. Raises: PlanError."""
     installed.caches.follow()
     if installed.caches:
         raise PlanError(

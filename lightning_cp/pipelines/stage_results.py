@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_cp.errors import CallFailedError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, taken_apart
+from lightning_cp.pipelines.forms import Form, form_and_tensors
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.pipelines.stage_links import check_same
 from lightning_cp.pipelines.votes import Votes
@@ -41,13 +41,13 @@ class StageResults:
     def __post_init__(self) -> None:
         self.pending = PendingGathers(self.groups, self._after_exchange)
         if self.is_lazy:  # else inside the transformer's call, which other CFG ranks may not make
-            self.pending.before_settle = self.votes.check
+            self.pending.before_flush, self.votes.has_pending = self.votes.check, self.has_pending
 
-    def is_open(self) -> bool:
+    def has_pending(self) -> bool:
         """Return True if there are results that are not exchanged yet."""
         return bool(self.pending.results)
 
-    def share(self, stage: BlockStage, result: Any, key: Hashable) -> Any:
+    def broadcast(self, stage: BlockStage, result: Any, key: Hashable) -> Any:
         """Return the result of the last stage, as lazy tensors. Ranks: all stages.
 
         Raises: the error of this stage. CallFailedError: another stage has failed.
@@ -56,18 +56,19 @@ class StageResults:
         last, key = self.groups.context_size - 1, (id(stage), key)
         is_last, tensors = self.groups.context_rank == last, list[Tensor]()
         if key not in self._forms:
-            form = _from_rank(taken_apart(result)[0] if is_last and not stage.error else None, last, stage.links.group)
+            found = form_and_tensors(result)[0] if is_last and stage.error is None else None
+            form = _broadcast_object(found, last, stage.links.group)
             if form is None:
                 self._raise_error()
             self._forms[key] = form
         form = self._forms[key]
-        if is_last and not stage.error:
-            found, tensors = taken_apart(result)
+        if is_last and stage.error is None:
+            own_form, tensors = form_and_tensors(result)
             try:
-                check_same(found.layout, form.layout)
+                check_same(own_form.layout, form.layout)
             except Exception as error:
                 stage.error = error
-        if not is_last or stage.error:
+        if not is_last or stage.error is not None:
             tensors = form.empty()
         self._marks.append(torch.full((1,), int(stage.error is not None), dtype=torch.uint8, device=form.device))
         lazy = form.filled(self.pending.lazy_tensors([*tensors, self._marks[-1]], last)[:-1])
@@ -87,7 +88,7 @@ class StageResults:
             stage.links.finish()
         self._stages, self._marks = [], []
         if self.is_lazy:
-            self.votes.end_part()
+            self.votes.end_exchanges()
 
     def _raise_error(self) -> None:
         """Raises: the error of this stage. CallFailedError: another stage has failed."""
@@ -98,7 +99,7 @@ class StageResults:
         raise CallFailedError("another stage of blocks has failed in this transformer call")
 
 
-def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """Broadcast an object from one rank of the group."""
     held = [value]
     dist.broadcast_object_list(held, group=group, group_src=source)

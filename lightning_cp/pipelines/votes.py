@@ -1,9 +1,9 @@
 """Votes of the ranks that share a sample: an error on one rank ends a pipeline call on all of them, and only this call.
 
 A rank that raises in the middle of a call would let the others wait in their next exchange. Therefore all ranks vote
-before each part of a call that has exchanges (a transformer call, a decode), and at the start and end of the call. A
-rank that has raised votes too, and all others then raise its error. Votes have a group of their own, so that a vote
-cannot meet an exchange of a rank that is elsewhere.
+before each step of a call that has exchanges (a transformer call, a decode), and at the start and end of the call. A
+rank that has raised votes too, and all others then raise its error. Votes use a separate group, so that a vote of one
+rank cannot be matched with an exchange of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from lightning_cp.errors import CallFailedError
 
 _GOES_ON, _ENDED, _FAILED = 0, 1, 2
-_GRACE_S = 10.0  # for the other ranks, after an error in a part with exchanges: they may wait there for this rank
+_GRACE_S = 10.0  # to wait for the others' votes after an error inside an exchange, where they may wait for this rank
 
 
 class Votes:
@@ -32,15 +32,18 @@ class Votes:
     Attributes:
         broken: the error after which this rank can make no further call, because the others may wait inside an
             exchange; None at first.
+        has_pending: returns True while other ranks do not have this rank's results, or it does not have theirs: an
+            error then counts as one inside an exchange.
         has_leader: True on rank 0 inside `follow`: calls must go through its `Leader`.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self._name, self._group = name, group
         self._depth = 0
-        self._in_part = False
-        self._common: CallFailedError | None = None  # raised by a vote, so all ranks know it
+        self._in_exchanges = False
+        self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
+        self.has_pending: Callable[[], bool] = lambda: False
         self.has_leader = False
 
     @contextmanager
@@ -69,24 +72,23 @@ class Votes:
         finally:
             self._depth -= 1
             if not self._depth:
-                self._in_part, self._common = False, None
+                self._in_exchanges, self._common = False, None
 
     @contextmanager
-    def part(self, is_open: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Run a part of a call that has exchanges, after a vote. Outside of a call it does nothing.
+    def before_exchanges(self) -> Iterator[None]:
+        """Vote, then run the exchanges in this context. Outside of a call there is no vote.
 
-        Args: is_open: True while an earlier part has exchanges left, so this one belongs to it and has no vote. Then
-            `end_part` ends both.
+        While results of earlier exchanges are pending there is no vote either, because it would wait for all ranks.
         """
-        if not is_open():
+        if not self.has_pending():
             self.check()
-        self._in_part = True
+        self._in_exchanges = True
         yield
-        self._in_part = is_open()  # an error leaves it set
+        self._in_exchanges = self.has_pending()  # an error leaves it set
 
-    def end_part(self) -> None:
-        """End a part that was left open."""
-        self._in_part = False
+    def end_exchanges(self) -> None:
+        """Note that no results are pending any more."""
+        self._in_exchanges = False
 
     def check(self) -> None:
         """Vote to go on. Ranks: all that share the sample. Raises: CallFailedError: another rank has failed."""
@@ -94,7 +96,7 @@ class Votes:
             self._vote(_GOES_ON)
 
     def check_usable(self) -> None:
-        """Raises: RuntimeError: an earlier call has failed inside an exchange."""
+        """Check that no earlier call has failed inside an exchange. Raises: RuntimeError: one has."""
         if self.broken is not None:
             raise RuntimeError(
                 f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
@@ -107,37 +109,37 @@ class Votes:
         try:
             votes = _read(self._start(vote))
             errors = self._exchange(None) if _FAILED in votes else []
-        except Exception as error:  # a rank has gone
+        except Exception as error:  # a rank has exited
             self.broken = error
             raise
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
-            raise self._note(
+            raise self._error_on_all_ranks(
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
         if any(other != vote for other in votes):
             ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
-            raise self._note(
+            raise self._error_on_all_ranks(
                 f"ranks {ended} have ended this call of {self._name}, the others have not: all ranks that share a "
                 "sample must compute the same steps"
             )
 
-    def _note(self, message: str) -> CallFailedError:
+    def _error_on_all_ranks(self, message: str) -> CallFailedError:
         self._common = CallFailedError(message)
         return self._common
 
     def _fail(self, error: Exception) -> None:
-        """Let the other ranks know of this rank's error."""
+        """Report this rank's error to the other ranks, if they vote in time."""
         if self._group is None or self.broken is not None:
             return
         try:
             vote = self._start(_FAILED)
-            if not self._in_part or vote.is_done(within_s=_GRACE_S):
+            if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
                 _read(vote)
                 self._exchange(_text(error))
                 return
-        except Exception:  # a rank has gone
+        except Exception:  # a rank has exited
             pass
         self.broken = error
         error.add_note(

@@ -36,7 +36,7 @@ def _counted(pipe: Any) -> Iterator[dict[str, int]]:
     assert state is not None
     calls = next(iter(state.patch_calls.values()))
     assert calls.results is not None
-    pending, vote, settle = calls.results.pending, state.votes._vote, calls.results.pending.on_settle
+    pending, vote, flush = calls.results.pending, state.votes._vote, calls.results.pending.on_flush
 
     def count_vote(value: int) -> None:
         found["votes"] += 1
@@ -44,16 +44,16 @@ def _counted(pipe: Any) -> Iterator[dict[str, int]]:
 
     def count_results(number: int) -> None:
         found["results"] += 1
-        settle(number)
+        flush(number)
 
     def count_forward(call: Any, args: Any, kwargs: Any) -> Any:
         found["forwards"] += 1
         return call(*args, **kwargs)
 
     undo = [intercept_calls(block, count_forward) for block in _first_blocks(pipe)]
-    state.votes._vote, pending.on_settle = count_vote, count_results  # type: ignore[method-assign]
+    state.votes._vote, pending.on_flush = count_vote, count_results  # type: ignore[method-assign]
     yield found
-    state.votes._vote, pending.on_settle = vote, settle  # type: ignore[method-assign]
+    state.votes._vote, pending.on_flush = vote, flush  # type: ignore[method-assign]
     undo_all(undo)
 
 

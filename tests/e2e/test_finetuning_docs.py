@@ -1,4 +1,4 @@
-"""The commands and the script of docs/finetuning.md run as they stand there, on a tiny pipeline."""
+"""The commands and scripts of docs/finetuning.md run unchanged, on a tiny pipeline."""
 
 from __future__ import annotations
 
