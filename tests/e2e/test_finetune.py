@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import re
@@ -31,6 +32,7 @@ SMALL_LORA = (
     "validation.quantiles=[0.3,0.7]",
     "ema_decay=0.5",
 )
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 FOUR_RANKS = ("strategy=cp", "ring=2", "data_parallel=2")
 
 
@@ -46,10 +48,18 @@ def alone(wan: Path) -> Finished:
     return tune(wan, "alone", *SMALL_LORA, "max_steps=5", "checkpoint_every=3")
 
 
-def tune(made: Path, name: str, *overrides: str, experiment: str = "finetune_wan", timeout_s: float = 400) -> Finished:
+def tune(
+    made: Path,
+    name: str,
+    *overrides: str,
+    experiment: str = "finetune_wan",
+    launcher: tuple[str, ...] = (),
+    timeout_s: float = 400,
+) -> Finished:
     """Fine-tune the pipeline of `made` on its cache, without a failure. In `name`, "=" and " " become "_"."""
     given = (f"experiment={experiment}", f"model.pretrained={made / 'pipe'}", f"data.path={made / 'latents'}", *QUICK)
-    finished = run(*given, *overrides, folder=made / re.sub("[= ]", "_", name), timeout_s=timeout_s)
+    folder = made / re.sub("[= ]", "_", name)
+    finished = run(*given, *overrides, folder=folder, launcher=launcher, timeout_s=timeout_s)
     assert finished.exit_code == 0, finished.stdout + finished.stderr
     return finished
 
@@ -167,6 +177,20 @@ def test_options_on_three_ranks_equal_one_process(
     assert all(x.dtype == torch.float32 for x in mine.values())
     saved = load_file(finished.folder / "checkpoints/step_00000003/model.safetensors")
     assert all(".lora_" in name for name, x in saved.items() if x.numel() > 1), "frozen weights are not saved"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+def test_certify_under_torchrun(wan: Path, trainer: str) -> None:
+    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", "certify=true", f"trainer={trainer}")
+    finished = tune(wan, f"torchrun_{trainer}", *given, launcher=TORCHRUN)
+    certificate = json.loads((finished.folder / "certificate.json").read_text())
+    assert certificate["holds"]
+    assert certificate["topology"] == {"data": 1, "ring": 2, "ulysses": 1}
+    assert certificate["losses"] == finished.losses
+    assert certificate["losses"] == pytest.approx(certificate["one_process"], rel=1e-4)
+    assert finished.stdout.count("certify: training 3 steps on one process") == 1
+    assert not (finished.folder / "one_process").exists()
 
 
 @pytest.mark.full
