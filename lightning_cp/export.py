@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from lightning_cp.checkpoint.folder import atomic_folder
 from lightning_cp.errors import ExportError
+from lightning_cp.training.ema import gather_on_first_rank
 
 __all__ = ["save_lora", "save_pretrained"]
 
@@ -85,13 +86,13 @@ def save_lora(
     if adapter not in adapters:
         names = ", ".join(adapters) or "none"
         raise ValueError(f"adapter={adapter!r} is not valid: {type(model).__name__} has the adapters: {names}")
-    state = _full_state(model, dtype=dtype)
+    layers = get_peft_model_state_dict(model, state_dict=get_model_state_dict(model), adapter_name=adapter)
+    state = gather_on_first_rank(layers)  # the adapter only: the base stays sharded
 
     def write() -> None:
-        layers = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
         with atomic_folder(Path(folder)) as scratch:
             LoraBaseMixin.write_lora_layers(
-                state_dict={f"{component}.{name}": x.contiguous() for name, x in layers.items()},
+                state_dict={f"{component}.{name}": x.to(dtype or x.dtype).contiguous() for name, x in state.items()},
                 save_directory=str(scratch),
                 is_main_process=True,
                 weight_name=LORA_FILE,

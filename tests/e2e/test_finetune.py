@@ -231,8 +231,12 @@ def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -
 @pytest.mark.full
 def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
     made = write_cache(tmp_path / "experts", "wan_two_experts", count=3)
-    given = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "lora.rank=4")
-    finished = tune(made, "second", *given, "batch_size=2", "max_steps=2", "data.validation=1", "validation.every=2")
+    given = ("lora.rank=4", "batch_size=2", "data.validation=1", "validation.every=2")
+    second = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "max_steps=2")
+    finished = tune(made, "second", *given, *second)
     names = load_file(finished.folder / LORA_FILE)
     assert names
     assert all(name.startswith("transformer_2.") for name in names)
+    other = ("max_steps=3", "strategy=cp", "ring=3", f"resume={finished.folder}")  # the first expert has other weights
+    with pytest.raises(AssertionError, match="step_00000002 was trained on other frozen weights than those of model"):
+        tune(made, "first", *given, *other)

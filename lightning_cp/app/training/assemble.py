@@ -83,6 +83,11 @@ class TrainingSetup(ABC):
         """Build the sampler of this data rank's share of each batch."""
 
     @property
+    def base(self) -> str | None:
+        """Description of the frozen weights, see `TrainState`."""
+        return None
+
+    @property
     @abstractmethod
     def tokens(self) -> int:
         """Tokens per sample, on average, for tokens/s."""
@@ -138,7 +143,7 @@ class TrainingSetup(ABC):
             )
         folder = open_run_folder(ranks, self.config.run_dir)
         average = WeightAverage(module, self.config.ema_decay)
-        state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
+        state = TrainState(model, module, optimizer, average, sampler, self.config.seed, self.base)
         if self.config.resume is not None:
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
