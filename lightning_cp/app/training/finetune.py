@@ -184,7 +184,11 @@ def _check_family(config: DictConfig, family: Family) -> None:
     """Raise FamilyError if the cache was made for another family than the pipeline's."""
     import diffusers
 
-    name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
+    try:
+        name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
+    except (OSError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise FamilyError(f"model.pretrained={config.model.pretrained} cannot be loaded: {reason}") from None
     expected = family_class(getattr(diffusers, name)).name
     if expected != family.name:
         raise FamilyError(
