@@ -39,7 +39,7 @@ class Votes:
         self._name, self._group = name, group
         self._depth = 0
         self._in_exchanges = False
-        self._common: CallFailedError | None = None  # raised by a vote, so all ranks know it
+        self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
         self.has_leader = False
 
