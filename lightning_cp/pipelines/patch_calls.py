@@ -112,24 +112,37 @@ class PatchCalls:
 
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
-        module, session = self.installed.module, self.installed.session
-        tensors = of_type(torch.Tensor, (list(module.parameters()), args, kwargs))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
+        key = key_of((args, kwargs))
+        if self.patches == 1:  # no keys are kept, so branches need not be told apart
+            result = self._forward(compute, args, kwargs, None, key)
+        else:
+            result = self._in_branch(compute, args, kwargs, key)
+        return result if self.stage is None else self.stage.broadcast_result(result, key)
+
+    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: PlanError: a weight or an argument requires a gradient."""
+        module = self.installed.module
+        if any(x.requires_grad for x in of_type(torch.Tensor, (list(module.parameters()), args, kwargs))):
             raise PlanError(
                 f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
                 "gradients enabled: use torch.no_grad()"
             )
-        branch, key = self._branch(), key_of((args, kwargs))
-        session.evaluation = branch.evaluation if self.patches > 1 else None
+
+    def _in_branch(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """Evaluate one branch of guidance: whole in its first `warmup` evaluations, then in patches."""
+        branch, session = self._branch(), self.installed.session
+        session.evaluation = branch.evaluation
         try:
-            if branch.done < self.warmup or self.patches == 1:
+            if branch.done < self.warmup:
                 result = self._forward(compute, args, kwargs, None, key)
             else:
                 result = self._in_patches(compute, args, kwargs, key)
         finally:
             session.evaluation = None
         branch.done += 1
-        return result if self.stage is None else self.stage.broadcast_result(result, key)
+        return result
 
     def _in_patches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         result = None
