@@ -7,7 +7,7 @@ fails before any slow import.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -102,7 +102,7 @@ class ContextParallelConfig:
         """Names of the two axes, in rank order."""
         return ("ring", "ulysses")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(_missing(type(self).__name__, name))
 
 
@@ -123,7 +123,7 @@ class ParallelConfig:
         if self.context_parallel_config is not None:
             object.__setattr__(self, "context_parallel_config", context_config(self.context_parallel_config))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(_missing(type(self).__name__, name))
 
 

@@ -33,7 +33,7 @@ class _FabricMixin(ContextParallelMixin):
 
     @property
     @override
-    def distributed_sampler_kwargs(self) -> Any:
+    def distributed_sampler_kwargs(self) -> Any:  # dict or None; Lightning declares a dict
         """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 

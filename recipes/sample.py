@@ -2,7 +2,7 @@
 
     python recipes/sample.py                                     the newest checkpoint under outputs
     python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
-    python recipes/sample.py source=my/pipeline prompts=[a cat]  a pipeline's folder, or its id on the Hub
+    python recipes/sample.py source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
     python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
 
 It starts the ranks itself. `--help` lists the settings.
@@ -69,9 +69,9 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
     if ranks.context.context_size > 1 or config.get("cache") is not None:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
-    around: dict[str, Any] = {}
+    steps = None
     if config.get("cache") is not None:
-        steps = around["around"] = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
+        steps = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
         enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
     guidance = of_run.guidance_scale if config.guidance is None else config.guidance
     labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
@@ -80,7 +80,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
         fabric,
-        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, **around),
+        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, around=steps),
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,

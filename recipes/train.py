@@ -36,11 +36,14 @@ def train(config: DictConfig) -> None:
 
     started = time.perf_counter()
     sampling, data = config.sampling, config.data
-    drawn = (sampling.num_samples, sampling.num_inference_steps, sampling.guidance_scale)
-    settings = SamplingSettings(*drawn, seed=config.seed)
-    pictures = SamplePictures(
-        (data.channels, data.frames, data.height, data.width), data.num_classes, settings, are_digits(data)
+    settings = SamplingSettings(
+        count=sampling.num_samples,
+        num_steps=sampling.num_inference_steps,
+        guidance=sampling.guidance_scale,
+        seed=config.seed,
     )
+    size = (data.channels, data.frames, data.height, data.width)
+    pictures = SamplePictures(size, data.num_classes, settings, are_digits(data))
 
     def draw_sometimes(run: Run) -> None:
         step = run.state.step

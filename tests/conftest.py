@@ -11,7 +11,8 @@ import pytest
 # Tensors are tiny here, and a second thread only waits actively: in this process, in its ranks and in programs.
 os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-
+# Torch's TCP stores look up the name of each address that connects, by default for 5 s if no answer comes.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 from tests import features
 from tests.harness import RankPool, warm

@@ -4,7 +4,7 @@ A test calls `compared` or `refused` with the name of its feature, as a literal.
 
     LIGHTNING_CP_FEATURES_TABLE=docs/sampling.md pytest -q -m "full or not full" tests/dist/test_x.py
 
-the rows of the features that these tests named are new; the others stay.
+the rows of the features that these tests named are replaced, and other rows stay.
 """
 
 from __future__ import annotations

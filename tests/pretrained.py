@@ -1,4 +1,4 @@
-"""Pipeline folders with the transformers of `tests.models`, as `save_pretrained` writes them."""
+"""Save the transformers of `tests.models` as pipeline folders, in the format of `save_pretrained`."""
 
 from __future__ import annotations
 

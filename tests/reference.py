@@ -1,4 +1,4 @@
-"""Plain softmax attention in float64: what everything is compared with."""
+"""Plain softmax attention in float64, the reference for all kernels and modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def softmax_attention(
 
 
 def max_error(actual: Tensor, expected: Tensor) -> float:
-    """Largest difference, infinite values counting as equal where both have the same; NaN counts as infinity."""
+    """Return the largest difference. Equal infinite values have difference 0; NaN counts as an infinite difference."""
     actual, expected = actual.double(), expected.double()
     same = actual == expected
     difference = (actual - expected).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf)

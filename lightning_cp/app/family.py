@@ -1,4 +1,4 @@
-"""The family of the main job's denoisers: an example of a family for models that belong to no pipeline."""
+"""The family of the denoisers of `recipes/train.py`: an example of a family for models without a pipeline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LabelledClips(Family):
     @classmethod
     @override
     def read_facts(cls, pipe: Any) -> Facts:
-        raise NotImplementedError("the denoisers of the main job have no pipeline: give the number of classes")
+        raise NotImplementedError("the denoisers of recipes/train.py have no pipeline: give the number of classes")
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
@@ -63,6 +63,6 @@ class LabelledClips(Family):
         return output
 
     def batch(self, pixels: Tensor, labels: Tensor) -> StoredBatch:
-        """Return a batch as `Objective.loss` takes it. Args: pixels: [b, c, f, h, w]. labels: int64 [b]."""
+        """Return a batch for `Objective.loss`. Args: pixels: [b, c, f, h, w]. labels: int64 [b]."""
         empty = torch.full_like(labels[:1], self.facts["num_classes"])
         return StoredBatch({"pixels": pixels, "labels": labels}, {"labels": empty})

@@ -46,6 +46,6 @@ def lengths_of(name: str, lengths: Sequence[int] | None) -> list[int]:
 def attention_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which attention computes `x`: that of autocast, if it is on and `x` is not float64."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    if x.dtype == torch.float64 or x.is_meta or not torch.is_autocast_enabled(device):
         return x.dtype
     return torch.get_autocast_dtype(device)

@@ -6,9 +6,9 @@ import re
 from typing import Any
 
 TREES = "trees"
-"""The fact that says how the tensors of each state nest."""
+"""Key of the checkpoint's facts: for each state, a tree of names that shows how its tensors are nested."""
 SHARDS = "shards"
-"""The one tree of a distributed checkpoint: all its states as one nest."""
+"""Name of the only tree of a distributed checkpoint; it holds all states."""
 _FIELDS = {"step", "saved_at_s", "files", "facts"}
 _MOST_STEP, _MOST_TIME_S, _MOST_DEPTH = 10**15, 1e12, 100
 _FILE_NAME = re.compile(r"[^/\\\0]+\.safetensors")

@@ -149,7 +149,7 @@ def _properties(record: Any) -> TensorProperties:
 
 
 def _check_memory_format(record: Any) -> None:
-    """Check a pickled enum member, stored by value or by `getattr`. Raises: _DamagedError: it is none."""
+    """Check a pickled enum member, stored by value or by `getattr`. Raises: _DamagedError: it is not one."""
     if isinstance(record, Record) and record.name == "builtins.getattr":
         kind, name = record.args if record.args is not None and len(record.args) == 2 else (None, None)
         is_kind = isinstance(kind, Record) and kind.args is None and kind.name.endswith(f".{MEMORY_FORMAT}")
@@ -201,7 +201,7 @@ def _storage_key(record: Any) -> MetadataIndex:
 
 
 def _object_of(value: Any, kind: str) -> Record:
-    """Return a record of an object of class `kind`. Raises: _DamagedError: it is none."""
+    """Return a record of an object of class `kind`. Raises: _DamagedError: it is not one."""
     if not isinstance(value, Record) or value.args is None or value.name.rpartition(".")[2] != kind:
         raise _DamagedError(f"expected a {kind}, got a {type(value).__name__}")
     return value

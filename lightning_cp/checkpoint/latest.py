@@ -92,7 +92,7 @@ def _search(root: Path) -> Path | None:
 
 
 def _read(path: Path) -> tuple[float, int, Path, Manifest | CheckpointError, tuple[int, int]]:
-    """Return (time of saving, or of change if unreadable; step; path; manifest or error; mark of this folder)."""
+    """Return (time of saving, or of the last change if unreadable; step; path; manifest or error; fingerprint)."""
     fingerprint = _fingerprint(path)
     try:
         manifest = parse_manifest(path)

@@ -127,9 +127,8 @@ class _Rendezvous:
 
     def __init__(self, address: tuple[str, str], listener: int) -> None:
         self._address, self._listener, self._process = address, listener, os.getpid()
-        self._store: TCPStore | None = (
-            None  # kept until the process ends, because the socket can be passed to a store only once
-        )
+        # Kept until the process ends, because the socket can be passed to a store only once.
+        self._store: TCPStore | None = None
         self._uses = 0
         self._default: Any = None
 

@@ -82,7 +82,7 @@ class BucketOrder:
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Indices, Indices]]:
         """Yield an epoch's global batches from position `start`: sample indices and their epochs, int64 [batch_size].
 
-        A sample's epoch is that of its permutation: with "carry" it may be earlier than `epoch`.
+        The epoch of a sample is the epoch of the permutation that it comes from: with "carry" it may be before `epoch`.
         """
         drawn = [self._samples(bucket, epoch) for bucket in range(len(self.members))]
         indices, epochs = (np.concatenate(parts).reshape(-1, self.batch_size) for parts in zip(*drawn, strict=True))

@@ -36,14 +36,14 @@ class BucketBatchSampler(OrderSampler):
             ("carry"), left out ("drop"), or completed with samples of the same epoch ("repeat").
         shuffle: False for index order within a bucket, one bucket after another.
         with_epoch: yield (index, epoch) pairs instead of indices, for data sets with items that depend on the epoch. A
-            sample that is carried over has the epoch from which it is left.
+            sample that is carried over keeps the epoch that it comes from.
         data_rank: index of this rank's context group (`strategy.data_rank`).
         data_size: number of context groups (`strategy.data_size`).
     Raises: ValueError: an unknown `leftovers`, fewer samples than one batch (unless "repeat"), a bucket with fewer
         samples than one batch ("drop"), batch_size is not a multiple of data_size, or data_rank is out of range.
 
     A batch from a bucket with fewer than `batch_size` samples holds a sample more than once ("carry": from different
-    epochs). This is logged as a warning, and the report of `report` as information, both on rank 0.
+    epochs). This is logged as a warning, and the result of `report` as information, both on rank 0.
 
     Examples:
         >>> sampler = BucketBatchSampler(["wide", "tall", "wide", "wide", "tall"], 2, shuffle=False)

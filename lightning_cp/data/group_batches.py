@@ -1,4 +1,4 @@
-"""Share out the batches of any batch sampler over data groups."""
+"""Divide the batches of any batch sampler over data groups."""
 
 from __future__ import annotations
 

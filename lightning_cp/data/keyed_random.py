@@ -1,7 +1,7 @@
 """Draw random numbers that depend only on a key: not on state, call order or device.
 
 Each draw is a Philox stream (Salmon et al., SC 2011). Its key is the seed and the stream number, its counter the step
-and the sample index. A rank with rows 4 to 7 of a batch therefore draws the same numbers as a single process for them.
+and the sample index. A rank with samples 4 to 7 of a batch therefore draws the same numbers for them as one process.
 """
 
 from enum import IntEnum, unique

@@ -18,7 +18,7 @@ class EndlessLoader(DataLoader[Any]):
 
     With `EndlessBatches` as batch sampler, each iteration continues after the last batch that the previous one
     returned, also if workers had prefetched more, unless the sampler's position was set in between. Lightning's Trainer
-    iterates anew in each of its epochs (`limit_train_batches`).
+    starts a new iteration in each of its epochs (`limit_train_batches`).
 
     Raises: DataError: the batches have ended.
     """
@@ -43,9 +43,9 @@ class EndlessLoader(DataLoader[Any]):
         if not isinstance(self.batch_sampler, EndlessBatches):
             return 0
         sampler = self.batch_sampler.order_sampler
-        if not sampler.take_placed() and self._next_step is not None:
+        if not sampler.take_user_position() and self._next_step is not None:
             sampler.seek(self._next_step)
-            sampler.take_placed()
+            sampler.take_user_position()
         return int(sampler.state_dict()["step"])
 
 

@@ -39,7 +39,7 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
     """Return a loader that yields the same batches on all ranks of a context group.
 
     The first rank of the group defines the order. With several data groups, a loader that is not sharded yet is
-    handled in one of two ways. With a custom batch sampler and `divide` set, its batches are shared out between data
+    handled in one of two ways. With a custom batch sampler and `divide` set, its batches are divided over data
     groups. Otherwise its order is compared between data groups when iteration starts with gradients enabled.
 
     The samplers of lightning_cp are already sharded. If their epochs have different lengths, the length is hidden (see
@@ -86,8 +86,8 @@ class FirstRanksOrder(WrappedSampler):
     context groups, their states may differ: the first rank restores its states instead, and every rank draws one
     number.
 
-    A sampler with a length is never read past that length before the consumer gets there: many samplers draw once more
-    at their end, and a private generator must have the same state as in a single process.
+    A sampler with a length is not read to its end before the consumer reaches this end: many samplers draw random
+    numbers once more there, and a private generator must have the same state as in one process.
 
     Args:
         order: a sampler of indices, or a batch sampler.
@@ -195,12 +195,12 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     return copied
 
 
-def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Any:
+def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Order:
     if type(batch_sampler) is not BatchSampler:
         return wrap(batch_sampler)  # not a copy: the user may seek or set the epoch of the original
-    batch_sampler = copy.copy(batch_sampler)
-    batch_sampler.sampler = wrap(batch_sampler.sampler)
-    return batch_sampler
+    replaced: BatchSampler = copy.copy(batch_sampler)
+    replaced.sampler = wrap(batch_sampler.sampler)
+    return replaced
 
 
 def _unwrapped(batch_sampler: Any) -> Any:
@@ -208,7 +208,7 @@ def _unwrapped(batch_sampler: Any) -> Any:
     return batch_sampler._batch_sampler if type(batch_sampler).__name__ == _RECORDER else batch_sampler
 
 
-def _source(loader: DataLoader[Any]) -> Any:
+def _source(loader: DataLoader[Any]) -> Order:
     """Return the sampler that defines the order: a custom batch sampler, otherwise the index sampler."""
     batch_sampler = _unwrapped(loader.batch_sampler)
     if batch_sampler is None:
@@ -235,7 +235,7 @@ def _is_divided(loader: DataLoader[Any]) -> bool:
     return any(isinstance(x, DistributedSampler) or getattr(x, "sharded_by_data_rank", False) for x in holders)
 
 
-def _same_on_peers(order: Any, groups: MeshGroups) -> Any:
+def _same_on_peers(order: Order, groups: MeshGroups) -> Order:
     """Broadcast the order from the first rank of the context group, unless all ranks have the same order anyway."""
     if groups.context is None or type(order) in (SequentialSampler, DistributedSampler):
         return order

@@ -74,9 +74,9 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
 def restore_random_states(states: Sequence[State], data_rank: int, data_size: int) -> None:
     """Restore the states of this rank's data group from the result of `random_states`.
 
-    If the number of data groups has changed: when all saved states are equal, every group gets that state. Otherwise
-    each group is seeded with a hash of all saved states and its index, so that groups draw different numbers, which
-    were not drawn before. If `states` is empty, nothing is done.
+    If the number of data groups has changed and all saved states are equal, every group gets this state. If they
+    differ, each group is seeded with a hash of all saved states and its index, so that no group repeats the numbers of
+    another group or of the earlier run. If `states` is empty, nothing is done.
     """
     if not states:
         return

@@ -45,7 +45,7 @@ class OrderSampler(Sampler[list[Any]]):
         self._epoch = 0
         self._start = 0  # first batch of the next iteration
         self._yielded = 0  # batches of this epoch yielded so far
-        self._is_placed = False
+        self._set_by_user = False
 
     def __len__(self) -> int:
         """Number of batches of the current epoch."""
@@ -68,10 +68,10 @@ class OrderSampler(Sampler[list[Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Select the epoch's order; the next iteration begins with its first batch."""
         self.enter(epoch)
-        self._is_placed = True
+        self._set_by_user = True
 
     def enter(self, epoch: int) -> None:
-        """Select an epoch as `set_epoch` does, but on behalf of a loop: `take_placed` does not report it."""
+        """Select an epoch as `set_epoch` does, but not as a choice of the user, see `take_user_position`."""
         self._epoch, self._start, self._yielded = epoch, 0, 0
 
     def seek(self, step: int) -> None:
@@ -81,12 +81,12 @@ class OrderSampler(Sampler[list[Any]]):
         """
         self._epoch, self._start = self.order.epoch_at(step)
         self._yielded = self._start
-        self._is_placed = True
+        self._set_by_user = True
 
-    def take_placed(self) -> bool:
-        """Return whether `seek`, `set_epoch` or `load_state_dict` set the position since the last call."""
-        placed, self._is_placed = self._is_placed, False
-        return placed
+    def take_user_position(self) -> bool:
+        """Return whether `seek`, `set_epoch` or `load_state_dict` was called since the last call, and reset this."""
+        was_set, self._set_by_user = self._set_by_user, False
+        return was_set
 
     @property
     def epoch(self) -> int:
@@ -130,7 +130,7 @@ class AnnouncedEpochs:
 
     def set_epoch(self, epoch: int) -> None:
         """Select an epoch, counted by Lightning."""
-        if self._sampler.take_placed():
+        if self._sampler.take_user_position():
             self._offset = self._sampler.epoch - epoch
         elif self._sampler.epoch != epoch + self._offset:
             self._sampler.enter(epoch + self._offset)
@@ -194,8 +194,8 @@ class EndlessBatches(Sampler[list[Any]]):
 class UnsizedBatches(WrappedSampler):
     """Hide the length of a batch sampler with epochs of different lengths.
 
-    Lightning's Trainer reads a loader's length once, and would cut longer epochs to the length of the first one. It
-    trains a loader without a length until the epoch ends.
+    Lightning's Trainer reads a loader's length once, and would cut longer epochs to the length of the first one. If a
+    loader has no length, the Trainer trains until its iteration ends.
     """
 
     @override

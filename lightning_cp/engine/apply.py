@@ -21,7 +21,7 @@ from lightning_cp.engine.peers import PeerCheck, forwards_to_check
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel
-from lightning_cp.mesh import groups_for
+from lightning_cp.mesh import MeshGroups, groups_for
 from lightning_cp.plans import REGISTERED, refusal, registered_plan
 
 __all__ = [
@@ -69,13 +69,15 @@ def parallelize(
     kernel: str = "auto",
     check_peers: str = "sampled",
     shares: Sequence[float] | None = None,
+    groups: MeshGroups | None = None,
 ) -> Installed:
     """Make a module context-parallel: `apply_context_parallel` with more settings.
 
     Args:
         kernel: name of the attention kernel.
-        check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
+        check_peers: forwards in which ranks compare their arguments; see `PeerCheck`.
         shares: see `apply_context_parallel`.
+        groups: ranks that share the tokens; None: the context group of `config`, with `shares`.
     Returns: the state of the parallel model.
     """
     if not isinstance(module, nn.Module):
@@ -89,14 +91,14 @@ def parallelize(
     if plan is None:
         raise PlanError(no_plan_message(type(module)))
     rules = compile_rules(module, plan)
-    groups = groups_for(config, shares)
+    groups = groups_for(config, shares) if groups is None else groups
     peers = PeerCheck(groups, list(inspect.signature(type(module).forward).parameters)[1:], check_peers)
     session = Session(groups, config, rules, peers, kernel, backends_of(module))
     for backend in _chosen_backends(module):
         kernel_for(session, backend)
     compare_shares(groups)
     installed = Installed(module, session, rules, plan, dispatcher=dispatcher_of(module))
-    installed.put_on()
+    installed.install()
     if hasattr(type(module), "_parallel_config"):  # so that diffusers' own enable_parallelism refuses this model
         module._parallel_config = ParallelConfig(context_parallel_config=config)  # type: ignore[assignment]
     return installed
@@ -112,7 +114,7 @@ def remove_context_parallel(module: nn.Module) -> None:
     installed = installed_on(module)
     if installed is None:
         raise ValueError(f"{type(module).__name__} is not context-parallel: nothing to remove")
-    installed.take_off()
+    installed.uninstall()
     module.__dict__.pop("_parallel_config", None)
     installed.session.peers.finish(within_s=1.0)
 

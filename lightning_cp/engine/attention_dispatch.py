@@ -58,16 +58,7 @@ class AttentionDispatcher:
             self._mark_intercepted()
             assert self.original is not None, "a diffusers processor was intercepted, so diffusers is there"
             out: Tensor = self.original(
-                query,
-                key,
-                value,
-                attn_mask,
-                dropout_p,
-                is_causal,
-                scale,
-                enable_gqa,
-                attention_kwargs,
-                backend=backend,
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, attention_kwargs, backend=backend
             )
             return out
         if attention_kwargs:
@@ -274,7 +265,7 @@ class AttentionDispatcher:
             return mask[..., :1, :]
         if self.kinds[0].mask == "padded":
             return mask[..., : sum(keys)]
-        # The model multiplied a token mask with itself: the diagonal has its squares.
+        # The mask is the outer product of a token mask with itself: its diagonal holds the squares.
         own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
         own = own.sqrt() if own.is_floating_point() else own
         values = own if own.is_floating_point() else own.to(torch.uint8)

@@ -37,7 +37,7 @@ _PROCESSOR = "_lightning_cp_processor"  # slot of the engine's processors: the p
 
 
 class AttentionPatch:
-    """Replace the attention calls of modules by calls of two functions. Modules with equal `AttentionSpecs` share it.
+    """Replace the attention calls of modules by calls of two functions: one object for all with equal `AttentionSpecs`.
 
     Modules with the same original function share the replaced function, and processors with the same original class
     share the subclass, so that compiled blocks share their code. If an original is replaced, both are created again.
@@ -286,7 +286,7 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
     methods = [vars(kind).get(name) for kind in type(processor).__mro__ for name in ("__call__", "forward")]
     if not may_call_flex and any(calls_flex_attention(function) for function in (own, *methods)):
         raise PlanError(
-            f"{path} calls flex_attention, whose block masks and score functions cannot be split over ranks: it must "
+            f"{path} calls flex_attention. Its block masks and score functions cannot be split over ranks: it must "
             "call F.scaled_dot_product_attention with a bool or additive mask, or be LOCAL in the plan. If only "
             "certain arguments lead to this call, list them in the plan's `refused`"
         )

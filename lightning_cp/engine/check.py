@@ -214,7 +214,7 @@ class KeepFloat64(TorchFunctionMode):
         return func(*(_wide(value) for value in args), **named)
 
 
-def _wide(value: Any) -> Any:
+def _wide(value: object) -> object:
     return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 

@@ -31,9 +31,10 @@ def compile_rules(module: nn.Module, plan: object) -> Rules:
 
 
 def _from_plan(module: nn.Module, plan: Plan) -> Rules:
-    for (setting, value), variant in plan.variants.items():
-        if getattr(getattr(module, "config", None), setting, None) == value:
-            return _from_plan(module, variant)
+    variant = plan.variant_for(getattr(module, "config", None))
+    if isinstance(variant, str):
+        raise PlanError(f"this {type(module).__name__} cannot run context-parallel: {variant}")
+    plan = variant
     _check_modalities(plan)
     for name in plan.required:
         position(type(module).__name__, module, name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
 _Function = Callable[..., Any]
+T = TypeVar("T")
 
 
 class ShardDropouts:
@@ -41,7 +42,7 @@ class ShardDropouts:
         self._methods: dict[object, Any] = {}  # replacements of methods, by function
         self._without: set[tuple[type, _Function]] = set()  # classes and their forwards that call no dropout function
 
-    def put_on(self, module: nn.Module, rules: Rules) -> None:
+    def install(self, module: nn.Module, rules: Rules) -> None:
         """Replace dropout in the blocks of a model; `attention_patch.release` undoes it for each module."""
         if self._session.groups.context is None:
             return
@@ -127,7 +128,7 @@ def _rank(session: Session) -> int | None:
     return None if call is None or not call.lengths or call.groups.context is None else call.groups.context_rank
 
 
-def _call_with_rank_seed(function: Callable[[], Any], device: torch.device, rank: int) -> Any:
+def _call_with_rank_seed(function: Callable[[], T], device: torch.device, rank: int) -> T:
     """Seed the device's generator for this rank, call the function, and restore the generator's state.
 
     The seed is a hash of the rank and of a random number that is the same on all ranks. Recomputation (activation

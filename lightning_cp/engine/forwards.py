@@ -56,7 +56,7 @@ class ForwardWrapper:
 def own_forward(module: nn.Module, *, above: ForwardWrapper | None = None) -> ForwardSlot:
     """Find the attribute with a module's own forward, inside all wrappers (of diffusers, accelerate and the engine).
 
-    Args: above: stop at this wrapper, outside of it.
+    Args: above: do not look inside this wrapper.
     """
     slot = ForwardSlot(module, "forward")
     while True:

@@ -118,7 +118,7 @@ class ModelHook(EngineHook):
         session, call = self.session, self.session.current()
         if not torch.compiler.is_compiling():
             for key in call.unambiguous:
-                session.settled.setdefault(key, True)
+                session.can_derive_sizes.setdefault(key, True)
             if call.lengths:
                 session.peers.start()  # not yet started if a compiled block has split the first tensor
         if not self.rules.main and not call.intercepted and call.lengths:
@@ -143,7 +143,7 @@ class ModelHook(EngineHook):
         split = {name for rule in self.rules.arguments if "" in rule.paths for name in rule.specs}
         for name, value in given.items():
             if name not in split:
-                self.session.current().whole.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
+                self.session.current().unsplit_lengths.update(x.shape[1] for x in tensors(value) if x.ndim == 3)
 
     def _wrap_checkpoints(self, checkpoints: list[tuple[nn.Module, Any]]) -> None:
         """Wrap checkpoint functions, so that recomputed blocks use the `Call` of their forward.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any
 
 from torch import nn
@@ -14,11 +15,11 @@ from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.halo import HaloHook
 from lightning_cp.engine.hook_base import remove_hooks
 from lightning_cp.engine.hooks import ModelHook
+from lightning_cp.engine.interception import BypassHook, InterceptionHook
 from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import AttentionSpecs, Rules
-from lightning_cp.engine.scopes import BypassHook, ScopeHook
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.unplanned import UnplannedAttention
@@ -48,10 +49,10 @@ def install(
     """
     _install_attention(module, rules, session, patches, dropouts, dispatcher)
     _install_unplanned(module, rules, session, patches, dispatcher)
-    dropouts.put_on(module, rules)
-    for scope, hook in _scopes(module, rules, session):
-        scope.register_forward_pre_hook(hook.before, with_kwargs=True)
-        scope.register_forward_hook(hook.after, always_call=True)
+    dropouts.install(module, rules)
+    for ancestor, hook in _interception_hooks(module, rules, session):
+        ancestor.register_forward_pre_hook(hook.before, with_kwargs=True)
+        ancestor.register_forward_hook(hook.after, always_call=True)
     for inner in module.modules():
         if isinstance(inner, nn.MultiheadAttention):
             inner.register_forward_pre_hook(BypassHook(session, module).before, with_kwargs=True)
@@ -106,7 +107,9 @@ def _install_unplanned(module: nn.Module, rules: Rules, session: Session, patche
         patches[_UNPLANNED].intercept(submodule(module, path), mark=None)
 
 
-def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple[nn.Module, ScopeHook]]:
+def _interception_hooks(
+    module: nn.Module, rules: Rules, session: Session
+) -> Iterator[tuple[nn.Module, InterceptionHook]]:
     """Yield each module between the model and its attention, with its hook.
 
     In blocks with attention across ranks and in modules of `rules.unproven`, the hook checks the interception.
@@ -118,12 +121,12 @@ def _scopes(module: nn.Module, rules: Rules, session: Session) -> Iterator[tuple
         atoms = path.split(".")
         paths |= {".".join(atoms[: i + 1]) for i in range(len(atoms))}
     # Few hooks for many blocks, so that compiled blocks can share their code.
-    flags = (True, False)
-    hooks = {(outer, checked): ScopeHook(session, module, outer, checked) for outer in flags for checked in flags}
+    flags = list(product((True, False), (True, False)))  # (outermost, checked)
+    hooks = {(outer, checked): InterceptionHook(session, module, outer, checked) for outer, checked in flags}
     for path in sorted(paths - {""}):
-        scope = unwrapped(submodule(module, path))
-        if isinstance(scope, nn.ModuleList):
+        inner = unwrapped(submodule(module, path))
+        if isinstance(inner, nn.ModuleList):
             continue
         parents = {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
-        has_scope_above = any(not isinstance(submodule(module, p), nn.ModuleList) for p in parents)
-        yield scope, hooks[not has_scope_above, path in across or path in rules.unproven]
+        is_outermost = all(isinstance(submodule(module, p), nn.ModuleList) for p in parents)
+        yield inner, hooks[is_outermost, path in across or path in rules.unproven]

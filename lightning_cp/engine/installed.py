@@ -60,11 +60,11 @@ class Installed(ForwardWrapper):
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
         try:
-            self._install()
+            self._install_rules()
             self.caches.reset()  # steps of whole tokens would not fit
         except BaseException:
             strip(self.module.modules())
@@ -77,8 +77,8 @@ class Installed(ForwardWrapper):
         slot.put(update_wrapper(partial(_run, self), forward))
         self.module.__dict__[_INSTALLED] = self
 
-    def take_off(self) -> None:
-        """Undo `put_on`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
+    def uninstall(self) -> None:
+        """Undo `install`. Raises: PlanError: a decorator is around a replaced forward; the model is not changed."""
         for path, inner in self.module.named_modules():
             if is_stuck(inner):
                 raise PlanError(
@@ -136,7 +136,7 @@ class Installed(ForwardWrapper):
             return type(self.module).forward(self.module, *args, **kwargs)
         return self.original(*args, **kwargs)
 
-    def _install(self) -> None:
+    def _install_rules(self) -> None:
         self.caches.follow()
         self._hook = install(
             self.module,
@@ -160,10 +160,10 @@ class Installed(ForwardWrapper):
                 "yet: call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), which "
                 "installs the plan on it"
             )
-        follow = self._reinstall_eagerly
+        reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
-            follow = torch.compiler.disable(follow)  # type: ignore[no-untyped-call]
-        follow()
+            reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]
+        reinstall()
 
     def _reinstall_eagerly(self) -> None:
         self.caches.follow()
@@ -178,7 +178,7 @@ class Installed(ForwardWrapper):
         strip([*self.module.modules(), *self._touched])
         try:
             self._adapt()
-            self._install()
+            self._install_rules()
         except BaseException as error:
             strip(self.module.modules())
             self._structure = None

@@ -31,9 +31,9 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
     if not call.lengths:  # nothing was split so far
         return None
     size, rank = call.groups.context_size, call.groups.context_rank
-    split, key = candidates(call), call.key()
-    options = split + [[n] * size for n in sorted(call.whole) if [n] * size not in split]
-    if torch.compiler.is_compiling() or call.groups.context is None or session.settled.get(key):
+    split, key = possible_sizes(call), call.key()
+    options = split + [[n] * size for n in sorted(call.unsplit_lengths) if [n] * size not in split]
+    if torch.compiler.is_compiling() or call.groups.context is None or session.can_derive_sizes.get(key):
         sizes = (_only(options, rank, queries), _only(options, rank, keys))
     else:
         by_rank = all_gather_ints([queries, keys], group=call.groups.context)
@@ -41,7 +41,7 @@ def find_sizes(session: Session, queries: int, keys: int) -> Sizes | None:
         if all(_only(options, r, pair[i]) == sizes[i] for r, pair in enumerate(by_rank) for i in range(2)):
             call.unambiguous.append(key)
         else:
-            session.settled[key] = False
+            session.can_derive_sizes[key] = False
     if sizes[1] and sizes[1] not in split and sizes[1] in options:
         return None
     return sizes if sizes[0] and sizes[1] else ([], [])
@@ -60,7 +60,7 @@ def are_whole(contents: Sequence[Tensor], keys: int, group: dist.ProcessGroup | 
     if torch.compiler.is_compiling():
         raise InterceptionError(
             "a module with LOCAL and other attention calls in its plan cannot be compiled, because only the contents "
-            "of the keys tell the calls apart: do not compile this block, or make each call in a separate module"
+            "of the keys distinguish the calls: do not compile this block, or make each call in a separate module"
         )
     sums = [x for tensor in contents for x in _norm_and_projection(tensor)]
     by_rank = all_gather_ints([keys, *struct.unpack(f"{len(sums)}q", struct.pack(f"{len(sums)}d", *sums))], group=group)
@@ -83,7 +83,7 @@ def _norm_and_projection(x: Tensor) -> list[float]:
         return sums
 
 
-def candidates(call: Call) -> list[list[int]]:
+def possible_sizes(call: Call) -> list[list[int]]:
     """List possible numbers of tokens on each rank: those of each split modality, and of each pair of modalities."""
     modalities, found = list(call.lengths), []
     for i, first in enumerate(modalities):

@@ -55,7 +55,7 @@ def rebind(function: types.FunctionType, replacements: Replacements, depth: int 
     return bound
 
 
-def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacements, depth: int) -> Any:
+def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacements, depth: int) -> object:
     """Return the replacement of a function in a closure (such as a decorator's); None to keep it."""
     try:
         value = cell.cell_contents
@@ -64,7 +64,7 @@ def _in_cell(cell: types.CellType, named: Replacements, replacements: Replacemen
     return _replace(value, named, replacements, depth)
 
 
-def _replace(value: Any, named: Replacements, replacements: Replacements, depth: int) -> Any:
+def _replace(value: Any, named: Replacements, replacements: Replacements, depth: int) -> object:
     """Return the replacement of one global of a function; None to keep the global.
 
     Args: named: the replacements with names that occur in the function itself.

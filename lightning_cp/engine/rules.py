@@ -59,7 +59,7 @@ class Rules:
         processor.
     local: paths of modules in blocks that the plan marks LOCAL: their attention is not replaced.
     dividers: patch sizes of the model, by name in its config: input rows for each row of tokens.
-    patches: how the model is computed in patches; None: it cannot be.
+    patches: settings for computation in patches; None: the model does not support it.
     """
 
     arguments: tuple[Arguments, ...]

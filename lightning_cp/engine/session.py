@@ -29,7 +29,7 @@ class Call:
         lengths: global number of tokens of each modality seen so far.
         rows: global number of rows, for modalities that are split between rows only.
         kept: arguments that the engine keeps for its own use and does not pass to a block.
-        whole: token counts of tensor arguments that are not split (for plans that do not describe attention).
+        unsplit_lengths: token counts of tensor arguments that are not split (for plans that do not describe attention).
         intercepted: True if the engine computed attention since the flag was last cleared.
         unambiguous: values of `key` for which this forward exchanged sizes, and found that each rank can derive them.
         block: name of the last block (or other planned module) that was entered.
@@ -43,7 +43,7 @@ class Call:
     lengths: dict[str, int] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
-    whole: set[int] = field(default_factory=set)
+    unsplit_lengths: set[int] = field(default_factory=set)
     intercepted: bool = False
     unambiguous: list[Hashable] = field(default_factory=list)
     block: str = ""
@@ -61,7 +61,7 @@ class Call:
 
     def key(self) -> Hashable:
         """Return all lengths known so far as a hashable key, the same on all ranks."""
-        return tuple(sorted(self.lengths.items())), tuple(sorted(self.whole))
+        return tuple(sorted(self.lengths.items())), tuple(sorted(self.unsplit_lengths))
 
     def sizes_of(self, modality: str) -> tuple[int, ...]:
         """Return each rank's number of tokens of one modality; zeros if its length is unknown (it was not passed)."""
@@ -137,7 +137,7 @@ class Session:
         call: the current forward; None outside of a forward.
         evaluation: for a model that is computed in patches: the current evaluation.
         rules: the plan, compiled for the model.
-        kernel: name of the attention kernel; "auto": that of diffusers' backend, or if none is set, the best one.
+        kernel: name of the attention kernel; "auto": that of diffusers' backend; if none is set, by device and dtype.
         backends: diffusers' registry of backends; None for other models.
         peers: compares the arguments of forwards between peers.
         forwards: number of forwards that are running: 0 or 1, or more if a model calls itself.
@@ -145,9 +145,9 @@ class Session:
         number: ID of the session in this process, for operators in compiled code.
         unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
             installed (see `BypassCheck`).
-        checked: number of compiled forwards with checked arguments (int64 scalar).
-        settled: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do not
-            describe attention).
+        num_graph_checks: number of compiled forwards that have checked their arguments (int64 scalar).
+        can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
+            not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
             None.
     """
@@ -164,8 +164,8 @@ class Session:
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
-    checked: torch.Tensor = field(default_factory=_zero)
-    settled: dict[Hashable, bool] = field(default_factory=dict)
+    num_graph_checks: torch.Tensor = field(default_factory=_zero)
+    can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
 
     @property
@@ -177,7 +177,13 @@ class Session:
         """Return a session for a deep copy of the model (for example EMA): same groups and settings, no forward yet."""
         peers = self.peers.of_copy()
         return Session(
-            self.groups, self.config, self.rules, peers, self.kernel, self.backends, settled={**self.settled}
+            self.groups,
+            self.config,
+            self.rules,
+            peers,
+            self.kernel,
+            self.backends,
+            can_derive_sizes={**self.can_derive_sizes},
         )
 
     def use(self, config: ContextParallelConfig, groups: MeshGroups) -> None:
@@ -188,7 +194,7 @@ class Session:
         if groups is not self.groups:
             self.peers.finish()
             self.config, self.groups, self.peers = config, groups, self.peers.of_groups(groups)
-            self.settled.clear()
+            self.can_derive_sizes.clear()
 
     def __deepcopy__(self, memo: object) -> Session:
         return self  # for a copied part of a model; `Installed` creates a new session for a whole copy

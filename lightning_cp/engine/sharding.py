@@ -243,7 +243,7 @@ def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
     return call.evaluation.put_output(gathered, dim, [(sum(n[1:-1]), n[0], n[-1]) for n in parts])
 
 
-def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+def like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> list[Any] | tuple[Any, ...]:
     """Return `items` as a list or a tuple: the type of `value`."""
     return items if isinstance(value, list) else tuple(items)
 

@@ -70,7 +70,7 @@ class Structure:
         self._names: list[Any] = []
         self._values: list[object] = []
         for module in modules:
-            if module is not model:  # `Installed.put_on` replaces the model's forward later
+            if module is not model:  # `Installed.install` replaces the model's forward later
                 self._add_forward(module)
             for name in _method_names(module):
                 self._add_attribute(module.__dict__, name)

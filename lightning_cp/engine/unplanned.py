@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_cp.engine.lengths import are_whole, candidates
+from lightning_cp.engine.lengths import are_whole, possible_sizes
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.peers import without_transforms
 from lightning_cp.engine.session import Session
@@ -58,7 +58,7 @@ class UnplannedAttention:
             return
         if torch.compiler.is_compiling() or call.groups.context is None:
             # Compared with the counts of all ranks, so that all ranks take the same decision.
-            split = any(keys in sizes for sizes in candidates(call)) and keys not in call.whole
+            split = any(keys in sizes for sizes in possible_sizes(call)) and keys not in call.unsplit_lengths
         else:
             with without_transforms() as plain:
                 split = not are_whole(plain((key, value)), keys, call.groups.context)

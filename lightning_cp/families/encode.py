@@ -14,7 +14,7 @@ def latent_moments(vae: Any, pixels: Tensor) -> tuple[Tensor, Tensor]:
 
     Args: pixels: in [-1, 1], in the layout that the VAE takes.
     """
-    if pixels.dim() == 4:  # diffusers' image processor returns this memory format, and kernels round by it
+    if pixels.dim() == 4:  # the memory format of diffusers' image processor; in another one, kernels round differently
         pixels = pixels.contiguous(memory_format=torch.channels_last)
     encoded = vae.encode(pixels.to(device=vae.device, dtype=vae.dtype)).latent_dist
     return encoded.mode(), encoded.std

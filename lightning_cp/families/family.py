@@ -1,4 +1,4 @@
-"""Define what a model family is: how its pipelines encode data, and what its transformer takes and returns."""
+"""Define the interface of a model family: how its pipelines encode data, and what its transformer takes and returns."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class TextStorage:
         others: names of the stored tensors without one (pooled embeddings), [dim].
         mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
         sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
-            captions cannot be dropped: there is no text of the empty caption that fits all samples.
+            captions cannot be dropped, because the text of the empty caption would depend on the sample.
     """
 
     form: Literal["padded", "zeros", "masked"]

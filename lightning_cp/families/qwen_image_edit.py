@@ -1,7 +1,7 @@
-"""QwenImage-Edit and QwenImage-Edit-Plus: a picture is changed as the text says.
+"""QwenImage-Edit and QwenImage-Edit-Plus: a picture is changed according to an instruction.
 
-Tokens of the reference picture follow those of the picture that is generated. The text encoder sees the reference, too,
-so each text belongs to one sample. References are resized as the pipelines do it, to an area of 1024 x 1024.
+The tokens of the reference picture follow those of the generated picture. The text encoder sees the reference, too, so
+each text belongs to one sample. As in the pipelines, references are resized to an area of 1024 x 1024 pixels.
 """
 
 from __future__ import annotations
@@ -82,14 +82,14 @@ class QwenImageEdit(QwenImage):
         return media["reference"]
 
     def _text_of(self, pipe: Any, caption: str, picture: Any) -> Tensor:
-        """Encode a caption with its picture, alone: the pipelines pad texts of a batch. Returns: [length, dim]."""
+        """Encode one caption with its picture; in a batch, the pipelines would pad it. Returns: [length, dim]."""
         height, width = _resized(picture.height, picture.width, _AREA)
         embeds, _ = pipe.encode_prompt([caption], image=pipe.image_processor.resize(picture, height, width))
         text: Tensor = embeds[0]
         return text
 
     def _latents_of(self, pipe: Any, picture: Any) -> Tensor:
-        """Encode a reference, alone: kernels round by the size of a batch. Returns: [c, 1, h, w], not normalised."""
+        """Encode one reference; in a batch, kernels round differently. Returns: [c, 1, h, w], not normalised."""
         height, width = _resized(picture.height, picture.width, _AREA)
         pixels = pipe.image_processor.preprocess(picture, height, width)
         return latent_mode(pipe.vae, pixels.unsqueeze(2))[0]

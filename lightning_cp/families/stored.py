@@ -16,9 +16,9 @@ from lightning_cp.families.family import Sample, TextStorage
 class StoredBatch:
     """Tensors of a batch by name, and the text of the empty caption in the same form.
 
-    It is no dict on purpose: Lightning's precision plugins cast floating-point tensors inside of dicts, lists and
-    dataclasses. Latents and times would be rounded to bfloat16 before the loss is computed. Lightning moves it to the
-    device all the same, because it has `to`.
+    It is not a dict, because Lightning's precision plugins cast floating-point tensors in dicts, lists and dataclasses:
+    latents and times would be rounded to bfloat16 before the loss is computed. Lightning still moves it to the device,
+    because it has a method `to`.
 
     Args:
         tensors: [b, ...] by name.
@@ -87,9 +87,9 @@ def collate(
     Args:
         samples: with equal names, and with equal shapes except for the number of text positions.
         empty: stored text of the empty caption.
-        lengths: numbers of positions that `masked` text is padded to, the smallest that fits: compiled blocks then
-            meet few lengths. Texts longer than all of them are padded to the longest of the batch. Empty: always to
-            the longest.
+        lengths: numbers of positions to pad `masked` text to: the smallest one that fits is used, so that compiled
+            blocks get few different lengths. If the longest text of the batch is longer than all of them, or if
+            `lengths` is empty, text is padded to the longest of the batch.
     Raises: FamilyError: names or shapes differ, or a text does not fit.
     """
     _check_names(samples, text, empty)

@@ -23,8 +23,8 @@ _ONE_FRAME = "clips must have more than one latent frame: the first one is given
 class WanImageToVideo(Wan):
     """Wan, image to video. The first frame of each clip in "pixels" is the condition.
 
-    Channels are [noisy latents | mask | condition], or with `expand_timesteps` (TI2V) the noisy latents alone: then the
-    first latent frame enters clean, with time 0, and has no loss.
+    Channels are [noisy latents | mask | condition]. With `expand_timesteps` (TI2V) they are the noisy latents only: the
+    first latent frame is then the clean condition, with time 0 and without a loss.
     """
 
     name = "wan_image_to_video"

@@ -19,8 +19,8 @@ from lightning_cp.family_check.pipeline_calls import (
 from lightning_cp.family_check.proof import Proof, store
 from lightning_cp.objectives.objective import activation_dtype
 
-# What may differ in bfloat16, by two roundings: pipelines normalise conditions, which are a part of the hidden states,
-# in bfloat16, and Flux and QwenImage round times and then divide them. All other arguments are copied or exact.
+# Arguments that may differ in bfloat16, by two roundings: pipelines normalise conditions (a part of the hidden states)
+# in bfloat16, and Flux and QwenImage round times and then divide them. All other arguments must be equal.
 _ROUNDED, _ROUNDING = ("hidden_states", "timestep"), 2.0**-7
 _GUIDANCE = 3.5  # of transformers with a guidance embedding
 _STEPS = 2
@@ -86,7 +86,7 @@ def _noise(record: Recording, clean: Tensor) -> Tensor:
 
 
 def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], samples: int) -> list[tuple[str, float]]:
-    """Compare recorded calls with the family's arguments. Branches are calls of their own, or halves of one batch."""
+    """Compare recorded calls with the family's arguments. Each CFG branch is a separate call, or half of a batch."""
     positive, negative = branches
     if len(calls) >= 2:
         pairs = [("", calls[0], positive), ("negative ", calls[1], negative)]
@@ -103,7 +103,7 @@ def _differences(calls: list[dict[str, Any]], branches: list[dict[str, Any]], sa
 
 
 def _joined(recorded: Any, negative: Any, positive: Any) -> Any:
-    """Join the branches where the pipeline does: a recorded tensor has both in its batch dim, or is shared."""
+    """Return both branches in one batch if the recorded tensor has both, otherwise the positive one."""
     tensors = isinstance(recorded, Tensor) and isinstance(positive, Tensor) and recorded.dim() == positive.dim() > 0
     return torch.cat([negative, positive]) if tensors and len(recorded) == 2 * len(positive) else positive
 

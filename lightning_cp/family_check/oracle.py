@@ -1,4 +1,4 @@
-"""Oracle: sampling with a transformer that always answers the exact target must end in the encoded picture."""
+"""Oracle: if the transformer is replaced by the exact target, sampling must return the encoded picture."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ONE_STEP = ("FlowMatchEulerDiscreteScheduler", "CogVideoXDDIMScheduler", "DDIMS
 
 
 def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Media) -> Proof:
-    """Sample with the exact target as the transformer's answer, and compare the decoded pixels with the VAE's own.
+    """Sample with the exact target as the transformer's output, and compare with the encoded and decoded pixels.
 
-    The answer is computed from the latents and the time as the transformer receives them, so a wrong packing, sign,
-    time scale or normalisation ends in other pixels.
+    The target is computed from the latents and the time that the transformer receives. With a wrong packing, sign, time
+    scale or normalisation, the pixels are therefore different.
     """
     stored = collate(store(family, pipe, captions, media), family.text)
     shape = call(pipe, family, captions, media, num_inference_steps=1, output_type="latent").outputs[0].shape
@@ -48,7 +48,7 @@ def oracle_proof(pipe: Any, family: Family, captions: Sequence[str], media: Medi
 
 
 class _Oracle:
-    """Answers a transformer's call with the exact target, in the output's layout.
+    """Compute the exact target for the arguments of a transformer's call, in the layout of its output.
 
     `inputs` and `prediction` only move values (and change signs), so their adjoints invert them.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +13,10 @@ from lightning_cp.engine.apply import apply_context_parallel, installed_on
 from lightning_cp.engine.check import average_in_place
 from lightning_cp.families import Family, StoredBatch
 from lightning_cp.family_check.proof import Proof
-from lightning_cp.objectives.objective import activation_dtype, objective_for
+from lightning_cp.objectives.objective import Objective, activation_dtype, objective_for
 
 _EXACT, _TOLERANCE = torch.float32, 1e-4
-_FLOOR = 1e-4  # of the largest gradient: some gradients are 0 up to rounding, such as that of a bias of all keys
+_FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias
 
 
 def topology_proof(
@@ -59,10 +58,13 @@ def topology_proof(
     return Proof(name, float(values[worst]), _TOLERANCE, list(errors)[worst])
 
 
-def _gradients(objective: Any, model: nn.Module, family: Family, stored: StoredBatch, step: int) -> Any:
+def _gradients(
+    objective: Objective, model: nn.Module, family: Family, stored: StoredBatch, step: int
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the loss, and the gradient of each parameter by name."""
     model.zero_grad()
     loss = objective.loss(model, family, stored, step=step, first_index=0)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
 
 

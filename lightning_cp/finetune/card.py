@@ -17,7 +17,7 @@ _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transfo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a reader needs to use a fine-tuned model, and to train it again.
+    """The model card of a fine-tuned model: how to use the model, and how it was trained.
 
     Args:
         base: pipeline that was fine-tuned: a folder, or an id on the Hub.

@@ -39,7 +39,7 @@ _WAN = (
 
 
 def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer") -> Path | None:
-    """Write `comfyui.safetensors` beside the LoRA that `save_lora` has written. Call it on one rank.
+    """Write `comfyui.safetensors` next to the LoRA that `save_lora` has written. Call it on one rank.
 
     Args:
         folder: folder with the LoRA.

@@ -44,7 +44,7 @@ def rows_files(folder: Path) -> list[Path]:
 
 
 def read_contents(folder: Path, cache_id: str) -> Contents:
-    """Read all rows. Raises: CacheError: a rows file is damaged, unfinished or of another cache, or rows are double."""
+    """Read all rows. Raises: CacheError: a rows file is damaged, unfinished or of another cache, or rows repeat."""
     files = []
     for path in rows_files(folder):
         files.append(read_rows(path))

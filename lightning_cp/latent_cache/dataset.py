@@ -15,9 +15,9 @@ from lightning_cp.latent_cache.cache import LatentCache
 
 
 def text_lengths(longest: int) -> tuple[int, ...]:
-    """Return few numbers of positions to pad texts to, for `LatentData(lengths=...)`: 64, 128, ... up to `longest`.
+    """Return lengths to pad texts to, for `LatentData(lengths=...)`: 64, 128, ... up to `longest`.
 
-    A text is then padded to less than twice its length, or to 64.
+    A text is then padded to 64 positions, or to less than twice its length.
     """
     doubled = [64 << n for n in range(max(0, longest - 1).bit_length()) if 64 << n < longest]
     return (*doubled, longest)
@@ -34,10 +34,10 @@ class LatentData(Dataset[Sample]):
         cache: the cache.
         seed: seed of the captions.
         repeats: number of times that an epoch shows every sample, in addition to each row's `repeats`.
-        lengths: numbers of positions that `collate` pads masked text to, such as (64, 128, 256, 512). Empty: the
-            longest text of the batch, which is the least work without `torch.compile`, and in one process with it:
-            dynamic shapes serve all lengths. Context-parallel compiled blocks are compiled again for every new
-            length, so give them some, and sizes of the media in few buckets.
+        lengths: numbers of positions that `collate` pads masked text to, such as (64, 128, 256, 512). Empty: pad to the
+            longest text of the batch, which is the least work without `torch.compile`, and with it in one process,
+            because one graph with dynamic shapes serves all lengths. Context-parallel blocks are compiled for each
+            length: give few lengths, and media in few buckets.
     Raises: ValueError: `repeats` or a length is not valid.
     """
 

@@ -1,4 +1,4 @@
-"""Describe what encoded a cache, to notice a cache of other weights, settings or package versions."""
+"""Describe the encoders of a cache, to detect a cache with other weights, settings or package versions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Fingerprint = dict[str, str]
 _SAMPLED = 256  # elements of each tensor
 _PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "ftfy")
 _ORIGIN = {"_name_or_path", "_commit_hash", "_diffusers_version", "transformers_version"}
-# Keys of a tokenizer's files: where it was loaded from, and what it remembers from its last call.
+# Keys of a tokenizer's files that do not change its output: where it was loaded from, and settings of its last call.
 _NOT_IN_FILES = _ORIGIN | {
     *("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "is_local", "local_files_only"),
     *("truncation", "padding"),
@@ -37,14 +37,15 @@ _WORDS = {
 
 
 def fingerprint_of(pipe: Any, components: Components | Iterable[str], settings: Mapping[str, Any]) -> Fingerprint:
-    """Describe everything that the encoded samples depend on. The scheduler does not count.
+    """Describe everything that the encoded samples depend on, which does not include the scheduler.
 
-    Of models: the config, names, shapes and dtypes of all tensors, and a hash of 256 elements of each tensor at
-    positions that depend on its name and shape. Reading all bytes would take minutes for 20 GB. A change of a fraction
-    p of a tensor's elements stays unnoticed with probability (1 - p)^256: that of fine-tuning or another checkpoint
-    is noticed, a single edited element of a large tensor may not be. Of tokenizers and image processors: all files that
-    `save_pretrained` writes. Of packages: versions of torch, diffusers, transformers, tokenizers and ftfy, which
-    changes the text of some pipelines if it is installed.
+    - Models: the config, names, shapes and dtypes of all tensors, and a hash of 256 elements of each tensor, at
+      positions that depend on its name and shape. (To read all bytes would take minutes for 20 GB.) If a fraction p of
+      a tensor's elements has changed, this is missed with probability (1 - p)^256: fine-tuning or another checkpoint is
+      detected, one changed element of a large tensor may be missed.
+    - Tokenizers and image processors: all files that `save_pretrained` writes.
+    - Packages: versions of torch, diffusers, transformers, tokenizers and ftfy (if ftfy is installed, some pipelines
+      change the text).
 
     Args:
         pipe: a pipeline with its weights loaded.
@@ -62,7 +63,7 @@ def fingerprint_of(pipe: Any, components: Components | Iterable[str], settings: 
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
-    """Name what differs between two fingerprints, in words."""
+    """Describe the differences between two fingerprints in words."""
     changed = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
     return [_in_words(name, old.get(name), new.get(name)) for name in changed]
 

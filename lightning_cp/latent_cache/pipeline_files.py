@@ -1,4 +1,4 @@
-"""Describe the files of a pipeline's encoders, to notice a cache that others have made. No weights are loaded."""
+"""Describe the files of a pipeline's encoders, to detect a cache that was made by other encoders. Loads no weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _describe(folder: Path) -> str:
 
 
 def _content(path: Path) -> bytes:
-    """Return a file's content; of JSON objects without what says where they are from."""
+    """Return the content of a file; for a JSON object, without the keys that say where it was loaded from."""
     if path.suffix != ".json":
         return path.read_bytes()
     values = json.loads(path.read_text(encoding="utf-8"))

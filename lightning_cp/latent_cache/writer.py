@@ -36,9 +36,9 @@ SHARD_BYTES = 256_000_000
 class CacheWriter:
     """Write samples and texts of one rank to a cache. Every rank opens one, after rank 0 called `prepare_cache`.
 
-    Tensors are collected in memory, up to `shard_bytes` for media and as many for texts. A shard is flushed to disk
-    and renamed before its rows are written: a killed run loses only what was not yet in a shard. All ranks see the
-    same `done_ids` and `done_texts`: the samples and texts stored when rank 0 prepared the cache.
+    Tensors are collected in memory, up to `shard_bytes` for media and the same for texts. A shard is flushed to disk
+    and renamed before its rows are written: a killed run loses only samples that were not yet in a shard. All ranks see
+    the same `done_ids` and `done_texts`: the samples and texts stored when rank 0 prepared the cache.
 
     Args:
         folder: the cache.

@@ -51,7 +51,7 @@ class Failure:
     """The first cause of a job's failure and the rank where it occurred.
 
     Attributes:
-        traceback: of the exception that the rank reported.
+        traceback: traceback of the exception that the rank reported.
         log_end: last lines of the log of a rank that ended without a report; empty for rank 0, which has no log.
     """
 

@@ -26,7 +26,7 @@ _BOOT = (
     "from lightning_cp.launch.rank import main; main(sys.argv[2])"
 )
 _LOG_END_LINES, _LOG_END_BYTES = 30, 16 << 10
-_LONGEST_WAIT_S = 3600.0  # a wait without a limit is longer than the system's clocks can count
+_LONGEST_WAIT_S = 3600.0  # longest single wait: the system takes no infinite time-out
 
 
 class StoppedBySignal(BaseException):
@@ -42,15 +42,15 @@ class LocalLauncher(Launcher):
     """Launch one process per rank on this machine, each in a new session, with a free loopback port for rendezvous.
 
     Args:
-        settle_s: seconds that other ranks get to end and write their logs after the first failure. Also the largest
-            time between ranks that call `sys.exit(0)` instead of returning from the target; a longer gap is a failure.
+        grace_s: seconds that other ranks get to end and write their logs after the first failure. Ranks may also call
+            `sys.exit(0)` instead of returning from the target, if all do so within this time.
         terminate_s: seconds between SIGTERM and SIGKILL.
         confirm_stop_s: seconds for a rank to confirm a stop request (SIGTERM, SIGINT or SIGUSR1 to this process).
         checkpoint_s: seconds for ranks to write a checkpoint after that; a second signal ends them at once.
         limit_s: time limit of a job, in seconds.
     """
 
-    settle_s: float = 2.0
+    grace_s: float = 2.0
     terminate_s: float = 2.0
     confirm_stop_s: float = 10.0
     checkpoint_s: float = 60.0
@@ -85,7 +85,7 @@ class LocalLauncher(Launcher):
             _wait(ranks, history, min(_LONGEST_WAIT_S, deadline - time.monotonic()))
             codes = ranks.codes()
             if history.has_failure(codes):
-                self._settle(ranks, history)
+                self._wait_for_others(ranks, history)
                 cause = history.first_cause(ranks.codes())
                 if cause is not None:
                     return Result(cause)
@@ -108,9 +108,9 @@ class LocalLauncher(Launcher):
         messages = [report.message for report in history.reports() if report.kind is FailureKind.STOPPED]
         return messages[0] if messages else str(stop)
 
-    def _settle(self, ranks: Processes, history: History) -> None:
+    def _wait_for_others(self, ranks: Processes, history: History) -> None:
         """Give the other ranks time to end and write their logs after the first failure."""
-        deadline = time.monotonic() + self.settle_s
+        deadline = time.monotonic() + self.grace_s
         while (left_s := deadline - time.monotonic()) > 0 and ranks.are_running():
             refused = [report.rank for report in history.reports() if report.kind is FailureKind.REFUSED]
             if any(ranks.codes()[rank] is not None for rank in refused):

@@ -34,7 +34,7 @@ class Machine:
 
 
 def free_memory_bytes(accelerator: str) -> int | None:
-    """Return the free memory of one process, of the CPU or of the first GPU; None if it cannot be read."""
+    """Return the bytes of free memory, of this host or of the first GPU; None if they cannot be read."""
     if accelerator == "cpu":
         try:
             lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

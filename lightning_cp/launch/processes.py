@@ -26,7 +26,7 @@ class EventKind(Enum):
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a rank. Attributes: message: the message of a SAID event."""
+    """An event of a rank. Attributes: message: the message of a MESSAGE event."""
 
     rank: int
     kind: EventKind

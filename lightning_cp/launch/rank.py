@@ -116,7 +116,7 @@ def main(spec: str) -> None:
     complete: list[bool] = []
     atexit.register(_end_process, complete)  # first, so that it runs last
     settings = json.loads(spec)
-    with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is no file
+    with suppress(ValueError, OSError, AttributeError):  # stderr was replaced by something that is not a file
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
     end_with_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
@@ -135,8 +135,8 @@ def main(spec: str) -> None:
 def _end_process(complete: list[bool]) -> None:
     """End this process after Python's exit handlers, without the destructors of C++ libraries.
 
-    These destroy global objects that threads of gloo or OpenMP may still use, so a rank whose work is complete could
-    be aborted. Files that Python would have closed are flushed here.
+    These destroy global objects that threads of gloo or OpenMP may still use. That could abort a rank after its work is
+    complete. Files that Python would have closed are flushed here.
 
     Args: complete: empty if `main` did not reach its end; Python then ends the process, with its exit code.
     """

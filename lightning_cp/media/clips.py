@@ -39,8 +39,8 @@ def cut_clips(entry: Entry, *, clip_frames: int | None, fps: float | None) -> li
             f"{source.file}: has {available} frames at {rate:g} frames per second, fewer than clip_frames={clip_frames}"
         )
     length_s = clip_frames / rate
-    bounds = [(start + i * length_s, start + (i + 1) * length_s) for i in range(available // clip_frames)]
-    return [_clip(source, clip_id(entry.path, *bound), *bound) for bound in bounds]
+    starts = [start + i * length_s for i in range(available // clip_frames)]
+    return [_clip(source, clip_id(entry.path, s, s + length_s), s, s + length_s) for s in starts]
 
 
 def _clip(source: Source, id: str, start_s: float, end_s: float | None) -> Source:

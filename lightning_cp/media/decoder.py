@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Frame:
     picture: Any
 
 
-def require_pyav() -> Any:
+def require_pyav() -> ModuleType:
     """Return the module `av`. Raises: MediaError: it cannot be imported."""
     try:
         import av
@@ -89,8 +90,8 @@ def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Gene
         if head is not None and head.time_s - first.time_s <= start_s + CLOCK_S:
             yield from _checked(chain([head], landed), first.time_s)
             return
-    with open_video(file) as reopened:
-        yield from _checked(_timed(*reopened), first.time_s)
+    with open_video(file) as (reopened, its_stream):
+        yield from _checked(_timed(reopened, its_stream), first.time_s)
 
 
 def _timed(container: Any, stream: Any) -> Iterator[Frame]:

@@ -49,7 +49,7 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
 def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped]) -> Iterator[list[Path]]:
     """Yield the files of a folder, then those of the folders in it.
 
-    Args: above: device and inode of the folders above; a link to one of them would not end.
+    Args: above: device and inode of the parent folders; a link to one of them is skipped, because it has no end.
     """
     try:
         status = folder.stat()

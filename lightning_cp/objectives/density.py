@@ -20,11 +20,11 @@ class Density(ABC):
 
     @abstractmethod
     def quantile(self, p: float) -> float:
-        """Return the sigma below which a share p of the draws is. Args: p: in (0, 1)."""
+        """Return the p-quantile: the sigma that a fraction p of the draws is below. Args: p: in (0, 1)."""
 
     @abstractmethod
     def cdf(self, sigma: float) -> float:
-        """Return the share of the draws that is at most sigma. Args: sigma: in [0, 1]."""
+        """Return the fraction of the draws that is at most sigma. Args: sigma: in [0, 1]."""
 
 
 @dataclass(frozen=True)

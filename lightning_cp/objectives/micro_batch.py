@@ -18,8 +18,8 @@ class MicroBatch:
     Noise and times depend on the index of a sample in the global batch, so the size of micro-batches changes nothing.
 
     Args:
-        objective, family, stored, step, first_index: see `Objective.loss`; `stored` has the samples of this one only.
-        share: its part of the samples of the rank's batch.
+        objective, family, stored, step, first_index: see `Objective.loss`; `stored` has its samples only.
+        share: number of its samples divided by the number of samples of the rank's batch.
         is_last: no other micro-batch of the step follows.
     """
 
@@ -48,8 +48,8 @@ def micro_batches(
     """Yield the micro-batches of a rank's batch; the last one may have fewer samples.
 
     Args:
-        size: most samples of a micro-batch; None: all.
-        others: see `Objective.loss`.
+        size: largest number of samples of a micro-batch; None: all samples.
+        objective, family, stored, step, first_index: see `Objective.loss`.
     """
     size, samples = size or len(stored), len(stored)
     for start in range(0, samples, size):

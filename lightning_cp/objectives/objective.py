@@ -26,7 +26,7 @@ class Noised:
     Attributes:
         noisy: noisy latents, float32 [b, ...].
         times: [b]; float32 sigma for flow matching, otherwise int64.
-        target: what the transformer should predict, float32 [b, ...].
+        target: target of the transformer's prediction, float32 [b, ...].
         loss_mask: weight of each element in the loss, broadcastable to the target; None: 1 everywhere.
         stored: the stored batch, with dropped captions replaced.
     """
@@ -49,7 +49,7 @@ class Objective(ABC):
         seed: seed of the run.
         cond_dropout: probability of training a sample with the empty caption, for CFG.
         guidance: value of the guidance embedding; None: the family's.
-        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: as the family does.
+        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: the family's default.
         dtype: dtype of the transformer's activations; None: the dtype of its parameters.
     """
 

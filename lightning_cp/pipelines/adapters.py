@@ -19,7 +19,7 @@ def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
 
 
 def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ranks must have in common: per component the adapters of its layers, and the norms of their weights.
+    """Describe the adapters for a comparison between ranks: state and norms of the weights, for each component.
 
     Weights that accelerate has moved away are left out.
     """
@@ -36,7 +36,7 @@ def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def allow_hotswap(module: nn.Module) -> Undo:
-    """Let `load_lora_adapter` prepare swaps: peft refuses models with a wrapped call, as if they were compiled."""
+    """Let `load_lora_adapter` prepare hot swaps: peft takes a wrapped call for a compiled one, and would refuse."""
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         wrapped = module.__dict__.pop("_compiled_call_impl", None)
@@ -53,7 +53,7 @@ def adapt_shards(name: str, module: nn.Module) -> None:
     """Let adapters be added to a module with sharded weights (FSDP2), and fused into each rank's shard."""
     around = {
         **dict.fromkeys(("load_lora_adapter", "add_adapter"), _without_whole_weights(name, module)),
-        "fuse_lora": _without_replacing(name, module),
+        "fuse_lora": _fusing_shards(name, module),
     }
     for method in (method for method in around if hasattr(module, method)):
         intercept_method(module, method, around[method])
@@ -89,21 +89,23 @@ def _check_config(name: str, config: Any) -> None:
         raise _refusal(name, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
 
 
-def _without_replacing(name: str, module: nn.Module) -> Around:
+def _fusing_shards(name: str, module: nn.Module) -> Around:
+    """Wrap `fuse_lora`: refuse options and adapters that need whole weights. Raises: PlanError."""
+
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
         if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
             raise _refusal(name, "safe_fusing=True would replace them: use safe_fusing=False")
         for layer in layers:
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
-                raise _refusal(name, "an adapter has DoRA or a bias: fuse it before the set-up")
+                raise _refusal(name, "an adapter has DoRA or a bias: fuse it before parallelize_pipeline")
         return call(*args, **kwargs)
 
     return around
 
 
 def _shard_deltas(module: nn.Module) -> None:
-    """Let each layer add its adapters to a shard: pipelines merge and unmerge layers one by one."""
+    """Make each adapted layer compute its LoRA delta as a DTensor, so that it can be merged into a shard."""
     for layer in _adapted(module):
         if isinstance(_base_weight(layer), DTensor) and "get_delta_weight" not in layer.__dict__:
             intercept_method(layer, "get_delta_weight", _sharded_like(layer))

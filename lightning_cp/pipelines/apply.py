@@ -18,6 +18,7 @@ from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
+from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.patch_calls import StepClock, check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
@@ -69,8 +70,8 @@ def parallelize_pipeline(
 
     World size = data x cfg x pipe x ring x ulysses. Data groups may get different prompts (`sample_prompts`).
 
-    With `patches` above 1, later steps reuse keys of the previous step, so the result differs from one process'. It
-    depends on `patches` and `warmup` only, and one process computes it too. With patches=1 it is exact.
+    With `patches` above 1, later steps reuse keys of the previous step, so the result is an approximation. It depends
+    on `patches` and `warmup` only, not on the number of ranks. With patches=1 it is exact.
 
     Args:
         pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
@@ -90,7 +91,7 @@ def parallelize_pipeline(
         stages: "together": leave components where they are. "offload": keep only the components of the current stage
             (encode, denoise, decode) on the rank's device, the others in host memory. "release": move components to the
             device when needed and free their weights after their stage, so the pipeline can be called only once. With
-            both, components may be in host memory now.
+            "offload" and "release", components may be in host memory when this is called.
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies.
@@ -108,7 +109,7 @@ def parallelize_pipeline(
     _check_started()
     config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
     num_stages = check_patches(pipe, patches, warmup)
-    found = transformers_of(pipeline, components)
+    found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
     both = [name for name in shard if name in found]
     if num_stages > 1 and both:
         raise ValueError(
@@ -139,15 +140,18 @@ def parallelize_pipeline(
         in_patches = make_patch_calls(installed, ranks, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
         for one in in_patches.values():
             undo += one.install()
-        calls.pending.before_settle = votes.check
+        calls.pending.before_flush = votes.check
+        settings = {"kernel": kernel, "check_peers": check_peers}
+        steering = parallelize_controlnets(controlnets, config, calls, votes, undo, **settings)
         undo += [
             intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
             for name, one in installed.items()
         ]
-        undo += [allow_hotswap(module) for module in found.values() if hasattr(module, "load_lora_adapter")]
+        adaptable = (*found.values(), *controlnets.values())
+        undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
         if in_patches and hasattr(scheduler, "step"):
             undo.append(intercept_method(scheduler, "step", clock.before_step))
-        shares_branches = any(x.branches.cfg > 1 for x in chosen.values())
+        shares_branches = any(x.ranks.cfg > 1 for x in chosen.values())
         if shares_branches and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
             undo.append(intercept_method(scheduler, "step", with_resolved_tensors))
         decoders = share_decoders(components, vae, ranks, undo)
@@ -155,7 +159,13 @@ def parallelize_pipeline(
         if staged is not None:
             follow_stages(staged, undo)
         state = ParallelPipeline(
-            *(ranks, installed, decoders, calls, votes, chosen),
+            ranks,
+            installed,
+            decoders,
+            calls,
+            votes,
+            chosen,
+            controlnets=steering,
             shard=tuple(layers),
             stages=staged,
             patch_calls=in_patches,
@@ -163,7 +173,7 @@ def parallelize_pipeline(
         )
         undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
         undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-        shard_layers(layers, components, found, ranks)  # last, as the next: cannot be undone
+        shard_layers(layers, components, found, ranks)  # last: this and the next step cannot be undone
         for one in in_patches.values():
             one.release()
     except BaseException as error:
@@ -212,6 +222,6 @@ def _describe(pipe: Any, config: ContextParallelConfig) -> None:
         stages = f"pipe {ranks.pipe} × " if ranks.pipe > 1 else ""
         degrees = f"data {ranks.data_size} × cfg {ranks.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
         degrees += show_shares(ranks.context.shares)
-        names = ", ".join([*installed.transformers, *installed.decoders])
+        names = ", ".join([*installed.transformers, *installed.controlnets, *installed.decoders])
         total = ranks.data_size * ranks.sample.context_size
         _log.info("%s: %d ranks = %s; parallel: %s", type(pipe).__name__, total, degrees, names)

@@ -24,7 +24,7 @@ from lightning_cp.engine.sharders import shard_arguments
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import Undo, intercept_calls
-from lightning_cp.pipelines.forms import Form, taken_apart
+from lightning_cp.pipelines.forms import Form, form_and_tensors
 
 
 def blocks_of(installed: Installed) -> list[str]:
@@ -57,7 +57,7 @@ def divide_blocks(costs: Sequence[int], stages: int) -> list[range]:
 
 
 class _StageDone(BaseException):
-    """Ends a forward after the last block of this rank's stage. No Exception, so no model code catches it."""
+    """Ends a forward after the last block of this rank's stage. `except Exception` in model code does not catch it."""
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class BlockStage:
     Attributes:
         groups: the ranks that hold the stages, as a ring, in order.
         blocks: all blocks of the transformer.
-        own: indices of this stage's blocks.
+        own: indices of this stage's blocks in `blocks`.
         forms: forms of the outputs of all blocks before this stage, by `key`. The previous stage sends them once.
         sent_forms: forms of the outputs of all blocks up to this stage, as sent to the next one.
         results: forms of the model's result, by `key`.
@@ -121,15 +121,16 @@ class BlockStage:
             if key not in self._incoming:
                 self._incoming[key] = self._start_receive(key)
 
-    def share(self, result: Any, key: Any) -> Any:
+    def broadcast_result(self, result: Any, key: Any) -> Any:
         """Send the result of the last stage to all stages, and return it. Ranks: all stages."""
         last = self.groups.context_size - 1
         others = list(range(last))
         if key not in self.results:
-            self.results[key] = _from_rank(taken_apart(result)[0] if self.is_last else None, last, self._group)
+            own_form = form_and_tensors(result)[0] if self.is_last else None
+            self.results[key] = _broadcast_object(own_form, last, self._group)
         form = self.results[key]
         if self.is_last:
-            found, tensors = taken_apart(result)
+            found, tensors = form_and_tensors(result)
             _check_same(found.layout, form.layout)
             packet = pack(tensors)
             exchange([(rank, packet) for rank in others], [], group=self._group).wait()
@@ -160,7 +161,7 @@ class BlockStage:
         output = call(*args, **kwargs)
         if self.is_last:
             return output
-        form, tensors = taken_apart(output)
+        form, tensors = form_and_tensors(output)
         self._outputs.append(form)
         if index + 1 == self.own.stop:
             self._send(tensors)
@@ -259,7 +260,7 @@ def _receive_object(source: int, group: dist.ProcessGroup) -> Any:
     return received[0]
 
 
-def _from_rank(value: Any, source: int, group: dist.ProcessGroup) -> Any:
+def _broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
     """Broadcast an object from one rank of the group."""
     held = [value]
     dist.broadcast_object_list(held, group=group, group_src=source)

@@ -22,7 +22,7 @@ from lightning_cp.engine.caches import StepCaches
 from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
-from lightning_cp.pipelines.forms import Form, key_of, taken_apart
+from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
 from lightning_cp.sample_groups import SampleGroups
 
@@ -35,9 +35,9 @@ class BranchCalls:
 
     Attributes:
         name: class name of the pipeline, for errors.
-        branches: CFG, context and data groups of this rank.
+        ranks: CFG, context and data groups of this rank.
         pending: results that other branches compute and that are not gathered yet.
-        owners: branch that computes each `cache_context`, while a step cache is on: it has the context's cache.
+        owners: branch that computes each `cache_context` while a step cache is on: only this branch has its cache.
         forms: form of the result by (module, shapes of arguments, autocast). All ranks compute the first call of each.
         incomplete_exchanges: number of consecutive exchanges with fewer calls than branches.
         shared: number of calls that were distributed over branches.
@@ -46,7 +46,7 @@ class BranchCalls:
     """
 
     name: str
-    branches: SampleGroups
+    ranks: SampleGroups
     pending: PendingGathers = field(init=False)
     owners: dict[str, int] = field(default_factory=dict)
     forms: dict[Any, Form] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class BranchCalls:
     may_start_late: bool = False
 
     def __post_init__(self) -> None:
-        self.pending = PendingGathers(self.branches, self._count_exchange)
+        self.pending = PendingGathers(self.ranks, self._count_exchange)
 
     def call(
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -65,25 +65,25 @@ class BranchCalls:
         module = installed.module
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
-                f"cfg={self.branches.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
+                f"cfg={self.ranks.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
                 "enabled: use torch.no_grad(), or cfg=1"
             )
-        refuse_tangents(f"a pipeline with cfg={self.branches.cfg}", *_tensors((args, kwargs)))
+        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
         args, kwargs = resolve_all((args, kwargs))
         main = _main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
-        if len(main) < self.branches.cfg:
+        if len(main) < self.ranks.cfg:
             raise self._too_many(len(main))
-        refuse_unknown_rows(installed.caches, self.branches.cfg)
+        refuse_caches_of_both_branches(installed.caches, self.ranks.cfg)
         self.shared += 1
-        own_args, own_kwargs = cfg_split((args, kwargs), self.branches, like=main)
-        with cfg_rows(module, self.branches):
-            return cfg_merge(compute(*own_args, **own_kwargs), self.branches, like=main)
+        own_args, own_kwargs = cfg_split((args, kwargs), self.ranks, like=main)
+        with cfg_rows(module, self.ranks):
+            return cfg_merge(compute(*own_args, **own_kwargs), self.ranks, like=main)
 
-    def use(self, branches: SampleGroups) -> None:
+    def use(self, ranks: SampleGroups) -> None:
         """Distribute the following calls over other groups."""
-        self.branches = self.pending.branches = branches
+        self.ranks = self.pending.ranks = ranks
 
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
@@ -100,13 +100,13 @@ class BranchCalls:
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         key = (id(installed.module), key_of((args, kwargs)))
-        context, form = context_of_branch(installed.caches, self.branches.cfg), self.forms.get(key)
+        context, form = context_of_branch(installed.caches, self.ranks.cfg), self.forms.get(key)
         is_new, turn = context not in self.owners, self._turn(context)
-        if form is not None and turn != self.branches.cfg_rank:
+        if form is not None and turn != self.ranks.cfg_rank:
             if context is not None:
                 installed.caches.forget(context)  # this rank misses a step of it
             return form.filled(self.pending.lazy_tensors(form.empty(), turn))
-        found, tensors = taken_apart(compute(*args, **kwargs))
+        found, tensors = form_and_tensors(compute(*args, **kwargs))
         if form is None:
             form = self.forms[key] = found
             return form.filled(self.pending.lazy_tensors(tensors, None if is_new else turn))
@@ -116,21 +116,21 @@ class BranchCalls:
     def _turn(self, context: str | None) -> int:
         """Return the branch that computes this call: round-robin, but always the same for a `cache_context`."""
         if context is None:
-            return len(self.pending.results) % self.branches.cfg
+            return len(self.pending.results) % self.ranks.cfg
         if context not in self.owners:
             taken = list(self.owners.values())
-            self.owners[context] = min(range(self.branches.cfg), key=taken.count)
+            self.owners[context] = min(range(self.ranks.cfg), key=taken.count)
         return self.owners[context]
 
     def _count_exchange(self, calls: int) -> None:
-        if calls >= self.branches.cfg:
+        if calls >= self.ranks.cfg:
             self.shared += calls
-        self.incomplete_exchanges = 0 if calls >= self.branches.cfg else self.incomplete_exchanges + 1
+        self.incomplete_exchanges = 0 if calls >= self.ranks.cfg else self.incomplete_exchanges + 1
         if not self.shared and not self.may_start_late and self.incomplete_exchanges == _MAX_INCOMPLETE_EXCHANGES:
             raise self._too_many(calls)
 
     def _too_many(self, found: int) -> GuidanceError:
-        cfg = self.branches.cfg
+        cfg = self.ranks.cfg
         if found > 1:
             return GuidanceError(f"cfg={cfg}, but {self.name} computes {found} branches of guidance: use cfg={found}")
         return GuidanceError(
@@ -140,8 +140,8 @@ class BranchCalls:
         )
 
 
-def refuse_unknown_rows(caches: StepCaches, cfg: int) -> None:
-    """Refuse caches that read the rows of both branches, of which each rank has one. Raises: GuidanceError."""
+def refuse_caches_of_both_branches(caches: StepCaches, cfg: int) -> None:
+    """Refuse step caches that read both CFG branches: each rank has one of them. Raises: GuidanceError."""
     for watched in caches.hooks:
         if watched.cache.needs_both_branches and not watched.hook.is_guidance_distilled:
             raise GuidanceError(
@@ -159,7 +159,7 @@ def context_of_branch(caches: StepCaches, cfg: int) -> str | None:
     context = caches.context
     for cache in caches.kinds:
         if cache.decides_by != "text" and (context is None or not cache.per_context):
-            why = "the pipeline names no cache_context" if cache.per_context else "so it is made"
+            why = "the pipeline names no cache_context" if cache.per_context else "by design"
             raise GuidanceError(
                 f"{cache.name} keeps one state for all branches of guidance ({why}), and cfg={cfg} computes them on "
                 "different ranks: use cfg=1, and use the ranks for ring or ulysses"

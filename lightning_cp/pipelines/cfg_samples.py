@@ -83,10 +83,10 @@ def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
 
 @contextmanager
 def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
-    """Call `module` with rows from `cfg_split` within this context, if a step cache is enabled on it.
+    """Call `module` with samples from `cfg_split` within this context, if a step cache is enabled on it.
 
-    A cache that compares tokens with the previous step then takes one decision for the rows of all branches. Without
-    this context, each branch would take its own.
+    A cache that compares tokens with the previous step then takes one decision for the samples of all branches.
+    Without this context, each branch would decide alone.
 
     Args:
         module: a context-parallel transformer.
@@ -105,7 +105,7 @@ def cfg_rows(module: nn.Module, ranks: SampleGroups) -> Iterator[None]:
 
 
 def is_repeated(main: Any) -> bool:
-    """Return True if a batch (tensor, or list of one tensor per sample) is 2 to 4 copies of one part, as with CFG."""
+    """Return True if a batch (tensor, or list of one tensor per sample) is 2 to 4 equal copies, as with CFG."""
     if isinstance(main, Tensor):
         size = main.shape[0] if main.ndim else 0
     elif isinstance(main, (list, tuple)) and all(isinstance(x, Tensor) for x in main):
@@ -115,11 +115,11 @@ def is_repeated(main: Any) -> bool:
     return any(_repeats(main, size // k) for k in range(2, _MAX_BRANCHES + 1) if size and size % k == 0)
 
 
-def _repeats(main: Any, part: int) -> bool:
-    """Return True if each part of length `part` equals the previous one."""
+def _repeats(main: Any, length: int) -> bool:
+    """Return True if each copy of `length` samples equals the previous one."""
     if isinstance(main, Tensor):
-        return torch.equal(main[part:], main[:-part])
-    return all(torch.equal(a, b) for a, b in zip(main[part:], main[:-part], strict=True))
+        return torch.equal(main[length:], main[:-length])
+    return all(torch.equal(a, b) for a, b in zip(main[length:], main[:-length], strict=True))
 
 
 def _select(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
+from lightning_cp.pipelines.controlnets import is_controlnet
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.sample_groups import SampleGroups
@@ -30,7 +31,8 @@ def load_pipeline(
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
-        without: names of components that are not loaded; they are None. (diffusers loads those with a default anyway.)
+        without: names of components that are not loaded; they are None. (Those with a default in
+            the pipeline's constructor are loaded anyway.)
         given: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
@@ -76,7 +78,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
     for name, module in components.items():
         if not isinstance(module, nn.Module) or any(module is other for other in found.values()):
             continue
-        if installed_on(module) is not None:
+        if any(installed_on(inner) is not None for inner in module.modules()):
             raise PlanError(
                 f"{name} is already context-parallel, on its own or in another pipeline: undo that first. (A pipeline "
                 "that shares a parallel transformer, from from_pipe, can be called with equal noise on all ranks)"
@@ -88,7 +90,7 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
             )
         if refusal(type(module)) is not None:
             raise PlanError(f"{type(pipe).__name__}.{name}: {no_plan_message(type(module))}")
-        if registered_plan(type(module)) is not None:
+        if registered_plan(type(module)) is not None and not is_controlnet(module):
             found[name] = module
     if not found:
         modules = {name: type(x).__name__ for name, x in components.items() if isinstance(x, nn.Module)}

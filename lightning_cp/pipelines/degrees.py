@@ -17,7 +17,7 @@ class Degrees:
     """One way to use the ranks of a sample: settings with the degrees, and the groups that were built for them."""
 
     config: ContextParallelConfig
-    branches: SampleGroups
+    ranks: SampleGroups
 
 
 def declared_degrees(

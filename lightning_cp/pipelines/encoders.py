@@ -22,7 +22,7 @@ _CODE = "contains Python code, which is not run: use a pipeline with classes fro
 
 @dataclass(frozen=True)
 class ConfigOnly:
-    """Stands in for a transformer whose weights are not loaded: families and pipelines read its config."""
+    """Replacement for a transformer that is not loaded. Families and pipelines read its config."""
 
     config: Any
     dtype: torch.dtype

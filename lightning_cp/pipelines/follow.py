@@ -27,13 +27,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Request:
-    """Next call of all ranks: a method of the pipeline, "" for the pipeline itself; name None ends the loop.
+    """Next call of all ranks.
 
     Attributes:
-        name: attribute path of the method.
+        name: attribute path of a method of the pipeline; "": the pipeline itself; None: end of the loop.
         args, kwargs: its arguments, in the form of `sendable`.
         degrees: name of the degrees for a call.
-        error: what ended rank 0's loop; None if it returned.
+        error: text of the error that ended rank 0's loop; None if it returned.
         has_callback: rank 0 has a callback, so the others need one too.
     """
 
@@ -82,7 +82,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
 
 
 class Leader:
-    """Makes calls on all ranks, from rank 0. Threads may share it: their calls run one after another."""
+    """Calls a parallel pipeline on all ranks, from rank 0. Threads may share it: their calls run one after another."""
 
     def __init__(self, pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None) -> None:
         self._pipe, self._state, self._group = pipe, state, group
@@ -104,7 +104,7 @@ class Leader:
     def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the pipeline, such as "load_lora_weights" or "transformer.set_adapters", on all ranks.
 
-        If it fails on some of the ranks only, their components may differ: unload or load what it concerns again.
+        If it fails on some of the ranks only, their components may differ: load the component again on all ranks.
         """
         if not all(part.isidentifier() and not part.startswith("_") for part in name.split(".")):
             raise ValueError(f"{name!r} must be the name of a public method of the pipeline or of a component")

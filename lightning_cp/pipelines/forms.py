@@ -43,7 +43,7 @@ class Form:
         return [torch.empty(piece.shape, dtype=piece.dtype, device=self.device) for piece in self.layout]
 
 
-def taken_apart(result: Any) -> tuple[Form, list[Tensor]]:
+def form_and_tensors(result: Any) -> tuple[Form, list[Tensor]]:
     """Return the form and the tensors of a result. The result has at least one tensor."""
     leaves, spec = tree_flatten(result)
     is_tensor = [isinstance(x, Tensor) for x in leaves]

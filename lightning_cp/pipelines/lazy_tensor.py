@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from typing_extensions import override
@@ -42,16 +43,16 @@ class PendingGathers:
     """Lazy tensors of a pipeline that are not exchanged yet.
 
     Attributes:
-        branches: CFG, context and data groups of this rank.
-        on_settle: called after each exchange with its number of transformer calls.
-        before_settle: called before each exchange.
+        ranks: CFG, context and data groups of this rank.
+        on_flush: called after each exchange with its number of transformer calls.
+        before_flush: called before each exchange.
         results: tensors of the pending calls, in call order.
         later: deferred operators, each with the tensor that takes its result.
     """
 
-    branches: SampleGroups
-    on_settle: Callable[[int], None] = lambda calls: None
-    before_settle: Callable[[], None] = lambda: None
+    ranks: SampleGroups
+    on_flush: Callable[[int], None] = lambda calls: None
+    before_flush: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
@@ -65,32 +66,32 @@ class PendingGathers:
         self.later.append((held, function))
         return LazyTensor(held, self)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Exchange all pending results and run the deferred operators. Ranks: all branches with the same tokens."""
         results, later = self.results, self.later
         if not results:
             return
         self.results, self.later = [], []
-        self.before_settle()
-        _exchange(results, self.branches)
+        self.before_flush()
+        _exchange(results, self.ranks)
         for held, function in later:
             held.copy_(function())
-        self.on_settle(len(results))
+        self.on_flush(len(results))
 
     def drop(self) -> None:
         """Drop pending results without an exchange, at the end of a pipeline call."""
         self.results, self.later = [], []
 
 
-def _exchange(results: list[_Result], branches: SampleGroups) -> None:
-    by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(branches.cfg)]
+def _exchange(results: list[_Result], ranks: SampleGroups) -> None:
+    by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(ranks.cfg)]
     if not any(by_owner):
         return
     layouts = [layout_of(tensors) for tensors in by_owner]
-    device, group = results[0].tensors[0].device, branches.cfg_groups.context
-    received = all_gather_tensors(by_owner[branches.cfg_rank], layouts, device=device, group=group)
+    device, group = results[0].tensors[0].device, ranks.cfg_groups.context
+    received = all_gather_tensors(by_owner[ranks.cfg_rank], layouts, device=device, group=group)
     for rank, tensors in enumerate(received):
-        if rank != branches.cfg_rank:
+        if rank != ranks.cfg_rank:
             for held, values in zip(by_owner[rank], tensors, strict=True):
                 held.copy_(values)
 
@@ -133,19 +134,19 @@ class LazyTensor(Tensor):
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
                 return pending.compute_later(partial(func, *args, **kwargs), _empty_result(func, args, kwargs))
         for tensor in lazy:
-            tensor.pending.settle()
+            tensor.pending.flush()
         args, kwargs = _held((args, kwargs))
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
         """Return the computed tensor. Ranks: all branches with the same tokens."""
-        self.pending.settle()
+        self.pending.flush()
         return self.held
 
     # These methods read memory without passing through the dispatcher.
 
     @override
-    def numpy(self, *, force: bool = False) -> Any:
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         return self.resolved().numpy(force=force)
 
     @override
@@ -153,8 +154,9 @@ class LazyTensor(Tensor):
         return self.resolved().tolist()
 
     @override
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.resolved().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def __array__(self, *args: Any, **kwargs: Any) -> npt.NDArray[Any]:
+        array: npt.NDArray[Any] = self.resolved().__array__(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return array
 
     @override
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -28,7 +28,7 @@ from lightning_cp.sample_groups import SampleGroups
 
 @dataclass(eq=False)
 class StepClock:
-    """Counts the transformer calls of one denoising step: they tell branches of guidance apart.
+    """Count the transformer calls of one denoising step. Their index distinguishes the branches of guidance.
 
     Attributes:
         calls: calls of each transformer in this step that have no cache context.
@@ -51,7 +51,7 @@ class StepClock:
             if known != calls:
                 raise GuidanceError(
                     f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
-                    "naming the branches of guidance (cache_context), so their keys cannot be told apart in patches: "
+                    "naming the branches of guidance (cache_context), so their keys cannot be distinguished: "
                     "use patches=1, or guidance in all steps"
                 )
         self.calls = {}
@@ -81,7 +81,7 @@ class PatchCalls:
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
-        clock: tells branches of guidance apart.
+        clock: distinguishes the branches of guidance.
         branches: state of each branch, by name or index; forgotten before each call of the pipeline.
     """
 
@@ -112,24 +112,37 @@ class PatchCalls:
 
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
-        module, session = self.installed.module, self.installed.session
-        tensors = of_type(torch.Tensor, (list(module.parameters()), args, kwargs))
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        if torch.is_grad_enabled():
+            self._refuse_gradients(args, kwargs)
+        key = key_of((args, kwargs))
+        if self.patches == 1:  # no keys are kept, so branches need not be told apart
+            result = self._forward(compute, args, kwargs, None, key)
+        else:
+            result = self._in_branch(compute, args, kwargs, key)
+        return result if self.stage is None else self.stage.broadcast_result(result, key)
+
+    def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: PlanError: a weight or an argument requires a gradient."""
+        module = self.installed.module
+        if any(x.requires_grad for x in of_type(torch.Tensor, (list(module.parameters()), args, kwargs))):
             raise PlanError(
                 f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
                 "gradients enabled: use torch.no_grad()"
             )
-        branch, key = self._branch(), key_of((args, kwargs))
-        session.evaluation = branch.evaluation if self.patches > 1 else None
+
+    def _in_branch(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
+        """Evaluate one branch of guidance: whole in its first `warmup` evaluations, then in patches."""
+        branch, session = self._branch(), self.installed.session
+        session.evaluation = branch.evaluation
         try:
-            if branch.done < self.warmup or self.patches == 1:
+            if branch.done < self.warmup:
                 result = self._forward(compute, args, kwargs, None, key)
             else:
                 result = self._in_patches(compute, args, kwargs, key)
         finally:
             session.evaluation = None
         branch.done += 1
-        return result if self.stage is None else self.stage.share(result, key)
+        return result
 
     def _in_patches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
         result = None
@@ -192,8 +205,8 @@ def make_patch_calls(
         kind, plan = type(installed.module).__name__, installed.rules.patches
         if plan is None:
             raise PlanError(
-                f"{kind} cannot be computed in patches or stages: it is not proven that its attention is right there "
-                "(docs/pipefusion.md has the classes): use patches=1 and pipe=1"
+                f"{kind} cannot be computed in patches or stages: its plan does not support it "
+                "(docs/pipefusion.md lists the classes that do): use patches=1 and pipe=1"
             )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(
@@ -213,7 +226,7 @@ def make_patch_calls(
 
 
 def refuse_caches(installed: Installed) -> None:
-    """Raises: PlanError: a step cache on a transformer that is computed in patches or stages."""
+    """Refuse step caches on a transformer that is computed in patches or stages. Raises: PlanError."""
     installed.caches.follow()
     if installed.caches:
         raise PlanError(

@@ -48,7 +48,7 @@ def check_placement(
     shard: Collection[str],
     stages: str,
 ) -> None:
-    """Check that the placement of weights by diffusers is compatible with ours, at first and before every call.
+    """Check that the placement of weights by diffusers is compatible with ours. Called at set-up and before every call.
 
     Offloading (of models, groups or layers), layerwise casting and quantised weights work unchanged: tokens are
     sharded, weights stay in place.
@@ -56,8 +56,8 @@ def check_placement(
     Args:
         shard: names of the components that we shard over ranks.
         stages: setting of `parallelize_pipeline`; we move components unless it is "together".
-    Raises: PlanError: a component on several devices, a component replaced since, a component that both diffusers (or
-        accelerate) and lightning_cp move, weights that cannot be sharded, or SeaCache with sharded weights.
+    Raises: PlanError: a component on several devices, a component replaced after set-up, a component that both
+        diffusers (or accelerate) and lightning_cp move, weights that cannot be sharded, SeaCache with sharded weights.
     """
     kind = type(pipe).__name__
     pipeline_devices = _mapped_devices(pipe)
@@ -244,5 +244,5 @@ def _other_dtypes(layer: nn.Module) -> set[nn.Parameter]:
 def _mesh_over(groups: MeshGroups, device_type: str) -> DeviceMesh:
     assert groups.context is not None, "only several ranks shard weights"
     ranks = dist.get_process_group_ranks(groups.context)
-    # peft knows by this name that layers compute with whole weights.
+    # By this axis name peft recognises FSDP, where layers compute with gathered weights.
     return DeviceMesh.from_group(groups.context, device_type, mesh=ranks, mesh_dim_names=("fsdp",))

@@ -109,7 +109,7 @@ def _sampled(
 
 
 def _check_calls(installed: ParallelPipeline, count: int, per_call: int, inputs: Mapping[str, Any]) -> None:
-    """Raises: ValueError: the number of prompts per call is not valid with these inputs or stages."""
+    """Check `per_call`. Raises: ValueError: it is not valid with these inputs or with `stages`."""
     if per_call < 1:
         raise ValueError(f"per_call={per_call} must be at least 1")
     _check_media(inputs, per_call)

@@ -26,13 +26,13 @@ class Sendable:
     value: Any
 
     def on(self, device: torch.device) -> Any:
-        """Return the data, with tensors and generators that were not on the CPU on this rank's device."""
+        """Return the data. Tensors and generators that were not on rank 0's CPU are put on `device`."""
         return _unpacked(self.value, device)
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor, or a generator's state, of a rank's device."""
+    """A tensor, or a generator's state, on the CPU. `on_device`: it was on rank 0's GPU."""
 
     values: Tensor
     on_device: bool
@@ -40,7 +40,7 @@ class _Tensor:
 
 
 def sendable(values: Any) -> Sendable:
-    """Prepare arguments for other ranks. Raises: TypeError: an object that is no plain data, with its place."""
+    """Prepare arguments for other ranks. Raises: TypeError: one is not plain data; the error names it."""
     return Sendable(_packed(values, ""))
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.errors import PlanError
 from lightning_cp.nest import of_type, replace
 from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method
+from lightning_cp.pipelines.controlnets import is_controlnet
 from lightning_cp.pipelines.placement import is_vae
 
 Setting = Literal["together", "offload", "release"]
@@ -163,7 +164,7 @@ def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module
 
     Args: order: the pipeline's `model_cpu_offload_seq` of diffusers, "text_encoder->transformer->vae".
     """
-    if name in transformers or "ControlNet" in type(module).__name__:
+    if name in transformers or is_controlnet(module):
         return Stage.DENOISE
     if is_vae(module):
         return Stage.DECODE

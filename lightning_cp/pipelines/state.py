@@ -35,6 +35,7 @@ class ParallelPipeline:
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
+        controlnets: installed ControlNets, by component name.
         undo: functions that restore the pipeline, to be called last to first.
     """
 
@@ -47,6 +48,7 @@ class ParallelPipeline:
     chosen: str = DEFAULT
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
+    controlnets: dict[str, Installed] = field(default_factory=dict)
     undo: list[Undo] = field(default_factory=list)
     patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
 

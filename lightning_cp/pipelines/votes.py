@@ -1,9 +1,9 @@
 """Votes of the ranks that share a sample: an error on one rank ends a pipeline call on all of them, and only this call.
 
 A rank that raises in the middle of a call would let the others wait in their next exchange. Therefore all ranks vote
-before each part of a call that has exchanges (a transformer call, a decode), and at the start and end of the call. A
-rank that has raised votes too, and all others then raise its error. Votes have a group of their own, so that a vote
-cannot meet an exchange of a rank that is elsewhere.
+before each step of a call that has exchanges (a transformer call, a decode), and at the start and end of the call. A
+rank that has raised votes too, and all others then raise its error. Votes use a separate group, so that a vote of one
+rank cannot be matched with an exchange of another.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from lightning_cp.errors import CallFailedError
 
 _GOES_ON, _ENDED, _FAILED = 0, 1, 2
-_GRACE_S = 10.0  # for the other ranks, after an error in a part with exchanges: they may wait there for this rank
+_GRACE_S = 10.0  # to wait for the others' votes after an error inside an exchange, where they may wait for this rank
 
 
 class Votes:
@@ -38,8 +38,8 @@ class Votes:
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self._name, self._group = name, group
         self._depth = 0
-        self._in_part = False
-        self._common: CallFailedError | None = None  # raised by a vote, so all ranks know it
+        self._in_exchanges = False
+        self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
         self.has_leader = False
 
@@ -69,15 +69,15 @@ class Votes:
         finally:
             self._depth -= 1
             if not self._depth:
-                self._in_part, self._common = False, None
+                self._in_exchanges, self._common = False, None
 
     @contextmanager
-    def part(self) -> Iterator[None]:
-        """Run a part of a call that has exchanges, after a vote. Outside of a call it does nothing."""
+    def before_exchanges(self) -> Iterator[None]:
+        """Vote, then run the exchanges in this context. Outside of a call there is no vote."""
         self.check()
-        self._in_part = True
+        self._in_exchanges = True
         yield
-        self._in_part = False  # an error leaves it set
+        self._in_exchanges = False  # an error leaves it set
 
     def check(self) -> None:
         """Vote to go on. Ranks: all that share the sample. Raises: CallFailedError: another rank has failed."""
@@ -85,7 +85,7 @@ class Votes:
             self._vote(_GOES_ON)
 
     def check_usable(self) -> None:
-        """Raises: RuntimeError: an earlier call has failed inside an exchange."""
+        """Check that no earlier call has failed inside an exchange. Raises: RuntimeError: one has."""
         if self.broken is not None:
             raise RuntimeError(
                 f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
@@ -98,37 +98,37 @@ class Votes:
         try:
             votes = _read(self._start(vote))
             errors = self._exchange(None) if _FAILED in votes else []
-        except Exception as error:  # a rank has gone
+        except Exception as error:  # a rank has exited
             self.broken = error
             raise
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
-            raise self._note(
+            raise self._error_on_all_ranks(
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
         if any(other != vote for other in votes):
             ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
-            raise self._note(
+            raise self._error_on_all_ranks(
                 f"ranks {ended} have ended this call of {self._name}, the others have not: all ranks that share a "
                 "sample must compute the same steps"
             )
 
-    def _note(self, message: str) -> CallFailedError:
+    def _error_on_all_ranks(self, message: str) -> CallFailedError:
         self._common = CallFailedError(message)
         return self._common
 
     def _fail(self, error: Exception) -> None:
-        """Let the other ranks know of this rank's error."""
+        """Report this rank's error to the other ranks, if they vote in time."""
         if self._group is None or self.broken is not None:
             return
         try:
             vote = self._start(_FAILED)
-            if not self._in_part or vote.is_done(within_s=_GRACE_S):
+            if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
                 _read(vote)
                 self._exchange(_text(error))
                 return
-        except Exception:  # a rank has gone
+        except Exception:  # a rank has exited
             pass
         self.broken = error
         error.add_note(

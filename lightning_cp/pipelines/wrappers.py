@@ -14,6 +14,7 @@ from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
+from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.patch_calls import PatchCalls, refuse_caches
@@ -34,8 +35,8 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
                 in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
             return call(*args, **kwargs)
-        with votes.part():
-            if calls.branches.cfg > 1:
+        with votes.before_exchanges():
+            if calls.ranks.cfg > 1:
                 return calls.call(installed, call, args, kwargs)
             return call(*args, **kwargs)
 
@@ -53,10 +54,10 @@ def with_resolved_tensors(call: Callable[..., Any], args: tuple[Any, ...], kwarg
 def vote_before(
     votes: Votes, components: Mapping[str, Any], decoders: Sequence[str], sharded: Sequence[str]
 ) -> Iterator[Undo]:
-    """Let the ranks vote before the other calls that have exchanges: of parallel VAEs and of sharded encoders."""
+    """Make the ranks vote before calls of parallel VAEs and of sharded encoders, which have exchanges too."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with votes.part():
+        with votes.before_exchanges():
             return call(*args, **kwargs)
 
     for name in decoders:
@@ -81,7 +82,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             check()
             _empty_caches(state)
             common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
-            with votes.part():
+            with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
             for one in in_patches:
@@ -99,8 +100,8 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 
 
 def _empty_caches(state: ParallelPipeline) -> None:
-    """Raises: PlanError: a step cache in a pipeline that computes a step in patches."""
-    for installed in state.transformers.values():
+    """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
+    for installed in (*state.transformers.values(), *state.controlnets.values()):
         if state.patch_calls:
             refuse_caches(installed)
         else:
@@ -110,8 +111,10 @@ def _empty_caches(state: ParallelPipeline) -> None:
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:
     for installed in state.transformers.values():
-        installed.session.use(degrees.config, degrees.branches.context)
-    state.calls.use(degrees.branches)
+        installed.session.use(degrees.config, degrees.ranks.context)
+    for steering in state.controlnets.values():
+        steering.session.use(*groups_of_all(degrees.config, degrees.ranks))
+    state.calls.use(degrees.ranks)
 
 
 def device_properties(stages: Stages | None) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lightning_cp.plans.plan import (
     rows,
     split,
 )
-from lightning_cp.plans.registry import REGISTERED, refusal, registered_plan
+from lightning_cp.plans.registry import REGISTERED, plan_for, refusal, registered_plan
 
 __all__ = [
     "LOCAL",
@@ -44,6 +44,7 @@ __all__ = [
     "kept",
     "mask",
     "patches",
+    "plan_for",
     "refusal",
     "registered_plan",
     "rows",

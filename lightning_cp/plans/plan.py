@@ -206,8 +206,8 @@ class Plan:
         refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
             of a dict or an attribute.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
-        patches: how the model is computed in patches; None: it cannot be.
-        variants: other plans, by (config entry, value).
+        patches: settings for computation in patches; None: the model does not support it.
+        variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
     """
 
     blocks: Mapping[str, Mapping[str, Spec]]
@@ -227,7 +227,14 @@ class Plan:
     refused: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     patches: Patches | None = None
-    variants: Mapping[tuple[str, object], Plan] = field(default_factory=dict)
+    variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)
+
+    def variant_for(self, config: object) -> Plan | str:
+        """Return the plan for a model's config; or the reason why there is none."""
+        for (setting, value), variant in self.variants.items():
+            if getattr(config, setting, None) == value:
+                return variant if isinstance(variant, str) else variant.variant_for(config)
+        return self
 
     @property
     def modalities(self) -> Modalities:

@@ -32,6 +32,12 @@ def registered_plan(kind: type) -> Plan | None:
     return None
 
 
+def plan_for(model: object) -> Plan | None:
+    """Return the plan of a model's class; None if there is none, or none for the model's config."""
+    plan = registered_plan(type(model))
+    return plan if plan is None or isinstance(plan.variant_for(getattr(model, "config", None)), Plan) else None
+
+
 def refusal(kind: type) -> str | None:
     """Return the reason why a diffusers class, or a class derived from it, cannot have a plan; None if not refused."""
     for base in kind.__mro__:

@@ -1,4 +1,4 @@
-"""Draw samples of a cache as they were encoded."""
+"""Decode samples of a cache and draw them on a contact sheet."""
 
 from __future__ import annotations
 

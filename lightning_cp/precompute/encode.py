@@ -25,10 +25,10 @@ def encode_captions(
 ) -> int:
     """Encode captions that the cache does not have. Returns: their number.
 
-    All batches have `batch_size` captions; the last one is filled with empty captions. Kernels round by the size of a
-    batch, and the result must not depend on the number of ranks or on interruptions.
+    All batches have `batch_size` captions; the last one is filled with empty captions. Kernels round differently for
+    other batch sizes, and the result must not depend on the number of ranks or on interruptions.
 
-    Args: captions: distinct; of this rank.
+    Args: captions: distinct captions of this rank.
     """
     done, ranks = writer.done_texts(), ranks or EncodingRanks()
     new = [caption for caption in captions if caption_hash(caption) not in done]
@@ -97,7 +97,7 @@ def captions_of(sources: Sequence[Source]) -> list[str]:
 
 
 def batch_of_one(media: LoadedMedia) -> Media:
-    """Return media as families take them."""
+    """Return the media of one sample with a batch dim, for `Family.encode_media`."""
     given = {"pixels": media.pixels[None]}
     if media.reference is not None:
         given["reference"] = media.reference[None]

@@ -44,7 +44,7 @@ class FileHashes:
 
 
 def state_of(source: Source) -> State:
-    """Return what changes if a source's files are written. Raises: MediaError: a file does not exist any more."""
+    """Return inode, size and time of change of a source's files. Raises: MediaError: a file no longer exists."""
     return tuple(_state(file) for file in _files(source))
 
 

@@ -24,7 +24,7 @@ Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
 
 @dataclass(frozen=True)
 class Loader:
-    """Loads sources.
+    """Load media with their rows.
 
     Args:
         root: folder that the rows' `source` is relative to.
@@ -33,7 +33,8 @@ class Loader:
         folder: the cache, for errors.
         fps: frames per second of clips; None: the file's.
         max_upscale: largest factor of enlargement.
-        family: family of the pipeline; None: one that encodes texts alone and loads references at the samples' size.
+        family: family of the pipeline; None: a family with texts that do not depend on the media, and with
+            references of the samples' size.
     """
 
     root: Path
@@ -89,7 +90,7 @@ def load_all(
     """
     if not ranks.writes_media:
         for source in sources:
-            yield source, _raised(ranks.from_writer(None))
+            yield source, _result_or_raise(ranks.from_writer(None))
         return
     with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
         ahead: deque[tuple[Source, Future[Loaded]]] = deque()
@@ -101,7 +102,7 @@ def load_all(
                 if not ahead:
                     return
                 source, future = ahead.popleft()
-                yield source, _raised(ranks.from_writer(_result(future, ranks)))
+                yield source, _result_or_raise(ranks.from_writer(_outcome_of(future, ranks)))
         finally:
             for _, future in ahead:
                 future.cancel()
@@ -131,8 +132,8 @@ def check_unchanged(stored: MediaRow, row: Mapping[str, Any], folder: Path) -> N
         )
 
 
-def _result(future: Future[Loaded], ranks: EncodingRanks) -> Any:
-    """Return a result or the exception that ends the run, so that the whole group gets it."""
+def _outcome_of(future: Future[Loaded], ranks: EncodingRanks) -> Loaded | _Raised:
+    """Return the result, or the exception that ends the run, to be sent to the other ranks of the group."""
     try:
         ranks.check()
         return future.result()
@@ -145,8 +146,7 @@ class _Raised:
     error: Exception
 
 
-def _raised(value: Any) -> Loaded:
-    if isinstance(value, _Raised):
-        raise value.error
-    loaded: Loaded = value
-    return loaded
+def _result_or_raise(outcome: Loaded | _Raised) -> Loaded:
+    if isinstance(outcome, _Raised):
+        raise outcome.error
+    return outcome

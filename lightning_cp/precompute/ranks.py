@@ -44,7 +44,10 @@ class EncodingRanks:
 
     @classmethod
     def of_world(cls, vae_ranks: int = 1) -> EncodingRanks:
-        """Return this rank's place in the world. Ranks: the whole world. Raises: ValueError: sizes do not divide."""
+        """Divide the world into groups of `vae_ranks` ranks. Ranks: the whole world.
+
+        Raises: ValueError: `vae_ranks` does not divide the number of ranks.
+        """
         if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             if vae_ranks != 1:
                 raise ValueError(f"vae_ranks={vae_ranks} needs as many ranks, but there is one")

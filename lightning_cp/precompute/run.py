@@ -201,7 +201,7 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
 
 
 def _identity(settings: PrecomputeSettings) -> dict[str, Any]:
-    """Return the settings that samples depend on, equal for equal meaning."""
+    """Return the settings that samples depend on, in a form that is equal for settings with the same meaning."""
     names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
     sizes, frames = settings.sizes, settings.frames
     return {
@@ -212,7 +212,7 @@ def _identity(settings: PrecomputeSettings) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a setting as JSON keeps it."""
+    """Convert the value of a setting to JSON values."""
     if isinstance(value, Sequence) and not isinstance(value, str):
         return [_plain(one) for one in value]
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from lightning_cp import errors
 from lightning_cp.launch.rank import was_raised_for_the_user
 
-_POLL_S = 0.05  # between two looks at the store while this rank waits
-_CHECK_S = 0.5  # between two looks at the store while this rank works
-_GIVE_UP_S = 30.0  # after an error elsewhere, ranks that do not answer are not waited for longer than this
+_POLL_S = 0.05  # time between two reads of the store while this rank waits
+_CHECK_S = 0.5  # time between two reads of the store while this rank works
+_GIVE_UP_S = 30.0  # longest wait for ranks that do not respond after an error on another rank
 
 
 class StoppedElsewhere(Exception):

@@ -30,8 +30,8 @@ def encode_seen_captions(
     Sources that cannot be used are left out here: `encode_sources` reports them.
 
     Args:
-        sources: of this rank.
-        loader: with an empty `done`.
+        sources: media of this rank.
+        loader: loader that skips no source (its `done` is empty).
         stop_on_bad: raise the first MediaError instead of leaving the source out.
     Raises: CacheError: a file that is stored has changed since.
     """

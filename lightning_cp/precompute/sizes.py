@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from lightning_cp.errors import FamilyError
@@ -18,14 +18,14 @@ def default_size(pipe: Any, family: Family) -> Bucket:
     """
     config, square = _config(pipe, family), getattr(pipe, "default_sample_size", None)
     scale = getattr(pipe, "vae_scale_factor_spatial", None) or getattr(pipe, "vae_scale_factor", None)
-    sides = []
+    sides = {}
     for name in ("height", "width"):
         latent = config.get(f"sample_{name}") or square
         side = _argument(pipe, name) or (latent * scale if latent and scale else None)
         if side is None:
             raise FamilyError(f"{type(pipe).__name__} has no default {name}: set precompute.sizes=[[height,width]]")
-        sides.append(max(side // family.grid.pixels, 1) * family.grid.pixels)
-    return Bucket(default_frames(pipe, family), *sides)
+        sides[name] = max(side // family.grid.pixels, 1) * family.grid.pixels
+    return Bucket(default_frames(pipe, family), height=sides["height"], width=sides["width"])
 
 
 def default_frames(pipe: Any, family: Family) -> int:
@@ -37,15 +37,19 @@ def default_frames(pipe: Any, family: Family) -> int:
     return (frames - 1) // step * step + 1
 
 
-def _argument(pipe: Any, name: str) -> Any:
+def _argument(pipe: Any, name: str) -> int | None:
     """Return the default of an argument of the pipeline's call; None if it has none."""
     call = inspect.signature(type(pipe).__call__).parameters
-    return call[name].default if name in call and call[name].default is not inspect.Parameter.empty else None
+    default = call[name].default if name in call else None
+    return default if isinstance(default, int) else None
 
 
-def _config(pipe: Any, family: Family) -> Any:
+def _config(pipe: Any, family: Family) -> Mapping[str, Any]:
     """Return the config of the pipeline's transformer."""
-    return next(x.config for name in family.components.train if (x := getattr(pipe, name, None)) is not None)
+    config: Mapping[str, Any] = next(
+        x.config for name in family.components.train if (x := getattr(pipe, name, None)) is not None
+    )
+    return config
 
 
 def buckets_of(
@@ -61,8 +65,8 @@ def buckets_of(
     Args:
         sizes: pairs (height, width); None: the usual aspect ratios with the area of the pipeline's default size.
         frames: number of frames, or several; None: the pipeline's default for videos, and 1 for images.
-        kinds: which kinds of files there are: image, video.
-    Raises: FamilyError: a size that the family does not take.
+        kinds: kinds of the files: image, video.
+    Raises: FamilyError: the family does not support a size.
     """
     if frames is None:
         usual = default_frames(pipe, family)

@@ -24,7 +24,8 @@ from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
-from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
+from lightning_cp.strategies.mixin import ContextParallelMixin
+from lightning_cp.strategies.settings import known_settings
 from lightning_cp.strategies.strategy import class_of
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
@@ -101,17 +102,22 @@ class FSDPMixin(ContextParallelMixin):
             raise RuntimeError("Accessing the weights' mesh before processes have initialized is not allowed.")
         return self._weights_mesh
 
-    def load_checkpoint(self, path: Any, *args: Any, weights_only: bool | None = None, **settings: Any) -> Any:
+    def load_checkpoint(
+        self, path: Any, *args: Any, weights_only: bool | None = None, **settings: Any
+    ) -> dict[str, Any]:
         """Load a checkpoint as Lightning does; it can run code only with `weights_only=False`.
 
         Raises: CheckpointError: it is damaged, or holds more than tensors and plain values.
         """
         path = Path(self._lightning.broadcast(path))  # before any rank reads it, so that all ranks read the same path
+        loaded: dict[str, Any]
         if allows_code(weights_only):
             with reraise_as(CheckpointError, f"{path} cannot be loaded"):
-                return super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
-        with without_code(path):
-            return super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
+                loaded = super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
+        else:
+            with without_code(path):
+                loaded = super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
+        return loaded
 
     @contextmanager
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
@@ -149,7 +155,7 @@ class FSDPMixin(ContextParallelMixin):
         return DeviceMesh(kind, ranks, mesh_dim_names=("replicate", "shard"))
 
     def _shard_weights(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str] = ()) -> None:
-        """Shard the weights of each block, then the rest. Frozen children stay unsharded: any method may be called.
+        """Shard the weights of each block, then the rest. Frozen children stay whole: any of their methods may run.
 
         A module that is already sharded, by an earlier fit or by itself, is only checked.
 
@@ -198,7 +204,7 @@ class FSDPMixin(ContextParallelMixin):
 
 
 def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:
-    """Check that FSDP2 can shard a unit; it would fail in the first forward, or change the weights.
+    """Check that FSDP2 can shard a unit. Otherwise it would fail in the first forward, or change the weights.
 
     Raises: ValueError: trained weights of several dtypes, or quantised weights.
     """

@@ -85,7 +85,7 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     Ranks: the whole world. Raises: ValueError: see `share_initial_weights`.
     """
     missing = share_initial_weights(module, device)
-    deferred = deferred_loads(module, but=missing.names)
+    deferred = deferred_loads(module, excluded=missing.names)
     uninitialized = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
     sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
     yield
@@ -116,7 +116,7 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    tensors = {name: x for name, x in _distinct(module) if name not in ignored}
+    tensors = {name: x for name, x in distinct_tensors(module) if name not in ignored}
     own = [_describe(name, x) for name, x in tensors.items()]
     if _all_equal(own):
         return MissingWeights()
@@ -151,7 +151,7 @@ def share_replicas(module: nn.Module) -> None:
 
     Ranks: all ranks of the DTensors' meshes.
     """
-    for _, x in _distinct(module):
+    for _, x in distinct_tensors(module):
         if isinstance(x, DTensor):
             for dim, placement in enumerate(x.placements):
                 if isinstance(placement, Replicate) and x.device_mesh.size(dim) > 1:
@@ -171,10 +171,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once; for a quantised tensor, the plain tensors inside it."""
+def distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer once; for a quantised tensor, the plain tensors inside it."""
     seen: set[int] = set()
-    for name, x in _named_tensors(module):
+    for name, x in _named_tensors(module) if buffers else module.named_parameters():
         if id(x) not in seen and not is_lazy(x):
             seen.add(id(x))
             yield from _plain(name, x)
@@ -198,9 +198,9 @@ def _describe(name: str, x: Tensor) -> _Entry:
 def _all_equal(own: list[_Entry]) -> bool:
     """Return whether every rank has the same entries. Synchronises the host."""
     digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
-    parts = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+    numbers = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
     assert dist.group.WORLD is not None, "the caller has checked that there is a process group"
-    return all(other_parts == parts for other_parts in all_gather_ints(parts, group=dist.group.WORLD))
+    return all(other == numbers for other in all_gather_ints(numbers, group=dist.group.WORLD))
 
 
 def _check_same_module(by_rank: list[dict[str, _Entry]], module: str) -> None:

@@ -28,11 +28,11 @@ _PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning ta
 
 
 class LocalRanks:
-    """The listening socket at which the ranks of one strategy meet. It is pickled with the strategy for spawned ranks.
+    """The listening socket through which a strategy's ranks connect. It is pickled with the strategy for spawned ranks.
 
-    Nothing changes where ranks are not all started on this machine by Lightning: on several nodes, under torchrun,
-    SLURM or another launcher, with a cluster environment other than Lightning's own, or with `MASTER_ADDR` set to an
-    address of the network.
+    It is used only if Lightning starts all ranks on this machine. Nothing changes on several nodes, under torchrun,
+    SLURM or another launcher, with a cluster environment other than Lightning's, or with `MASTER_ADDR` set to a network
+    address.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class LocalRanks:
     def listen(self, environment: Any, *, num_nodes: int) -> None:
         """Open the socket, before ranks are started. Args: environment: Lightning's cluster environment.
 
-        Raises: ValueError: `MASTER_PORT` is no port, or is in use.
+        Raises: ValueError: `MASTER_PORT` is not a port, or is in use.
         """
         self.close()
         if num_nodes != 1 or type(environment) is not LightningEnvironment or os.name != "posix":
@@ -68,7 +68,7 @@ class LocalRanks:
 
     @contextmanager
     def for_processes(self, environment: Any, *, num_nodes: int) -> Iterator[None]:
-        """Start processes inside that get this object and are all of the ranks: rank 0 serves the store."""
+        """Within this context, start all ranks as processes that receive this object. Rank 0 serves the store."""
         self.listen(environment, num_nodes=num_nodes)
         try:
             yield
@@ -77,7 +77,7 @@ class LocalRanks:
 
     @contextmanager
     def for_scripts(self, environment: Any, *, num_nodes: int) -> Iterator[None]:
-        """Start the other ranks inside, as scripts of their own: this process becomes rank 0 and serves the store."""
+        """Within this context, start the other ranks as scripts. This process becomes rank 0 and serves the store."""
         self.listen(environment, num_nodes=num_nodes)
         try:
             if self._listener is not None:
@@ -109,5 +109,5 @@ class LocalRanks:
             use_inherited_listener(os.environ)
             return
         descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
-        self.close()  # in the other ranks, whose copy would keep the port open
+        self.close()  # in the other ranks: their copies would keep the port open
         rendezvous_at(environment.main_address, str(environment.main_port), listener=descriptor)

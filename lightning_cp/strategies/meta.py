@@ -35,23 +35,23 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def load_when_allocated(module: nn.Module, load: Callable[[nn.Module], None]) -> None:
-    """Let the strategies call `load(module)` once they have allocated weights of `module` on the meta device.
+    """Register a function that loads the weights of `module`. Strategies call it once these weights are allocated.
 
     Args: load: fills the weights, whole or sharded, on each rank; no collectives.
     """
     setattr(module, _LOADER, load)
 
 
-def deferred_loads(module: nn.Module, *, but: Set[str] = frozenset()) -> DeferredLoads:
+def deferred_loads(module: nn.Module, *, excluded: Set[str] = frozenset()) -> DeferredLoads:
     """Find the inner modules with a loader (`load_when_allocated`) and weights on the meta device.
 
-    Args: but: names of weights that have another source.
+    Args: excluded: names of weights that have another source.
     """
     found, names = [], set[str]()
     for path, inner in module.named_modules():
         load = getattr(inner, _LOADER, None)
         tensors = (*inner.named_parameters(path, remove_duplicate=False), *inner.named_buffers(path)) if load else ()
-        own = {name for name, x in tensors if x.is_meta} - but
+        own = {name for name, x in tensors if x.is_meta} - excluded
         if own and load:
             found.append((inner, load))
             names |= own
@@ -110,7 +110,7 @@ def materialize(module: nn.Module, device: torch.device, *, sent: Set[str] = fro
     if unset:
         rank_zero_warn(
             "Parameter initialization incomplete: modules that don't define a `reset_parameters()` method for "
-            f"re-initialization: {', '.join(sorted(unset))}. What they hold is NaN until a checkpoint is loaded."
+            f"re-initialization: {', '.join(sorted(unset))}. Their weights are NaN until a checkpoint is loaded."
         )
 
 

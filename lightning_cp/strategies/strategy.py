@@ -23,7 +23,7 @@ from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
 from lightning_cp.mesh import MeshGroups, groups_for
-from lightning_cp.plans import Plan, refusal, registered_plan
+from lightning_cp.plans import Plan, plan_for, refusal, registered_plan
 from lightning_cp.shares import show_shares
 from lightning_cp.strategies.settings import StrategySettings
 
@@ -149,7 +149,7 @@ class ContextParallel:
 
     def _plan(self, name: str, module: nn.Module) -> object:
         given = [plan for key, plan in (self.settings.plans or {}).items() if _names(key, name, module)]
-        return given[0] if given else registered_plan(type(module))
+        return given[0] if given else plan_for(module)
 
     def unused_parameters(self, module: nn.Module) -> bool:
         """Return whether a selected transformer has parameters that never get a gradient."""
@@ -172,8 +172,8 @@ class ContextParallel:
             nodes = {rank // ranks_per_node for rank in dist.get_process_group_ranks(groups.ulysses)}
             if len(nodes) > 1:
                 line += (
-                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: within a node, with "
-                    "ring across nodes, it would be faster"
+                    f"; ulysses={self.ulysses} spans {len(nodes)} nodes of {ranks_per_node} ranks: Ulysses within a "
+                    "node and ring across nodes would be faster"
                 )
         if line in self.described:
             return None

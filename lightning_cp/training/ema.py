@@ -1,7 +1,7 @@
 """Keep an exponential moving average (EMA) of a module's weights.
 
-Not `torch.optim.swa_utils.AveragedModel`: it deep-copies the module, which FSDP2 refuses; it also averages frozen
-weights, and it averages half-precision weights in half precision, where small updates are rounded away.
+`torch.optim.swa_utils.AveragedModel` is not used: it deep-copies the module, which FSDP2 refuses. It also averages
+frozen weights, and averages half-precision weights in half precision, where small updates are rounded away.
 """
 
 from collections.abc import Iterator, Mapping

@@ -19,12 +19,20 @@ class VaeClass:
         caches: True if encoder and decoder return a feature cache with the result.
         patched: True if patches of `config.patch_size` pixels are packed before the encoder, not in it.
         loops: its methods that loop over tiles.
+        encodes: False if only the decoder can be split by rows; every rank then encodes the whole.
+        keeps_frames: True if its convolutions keep frames of the last call, until `_clear_conv_cache`.
+        fills_buffers: True if its loops write the tiles into a buffer, which they then read.
+        drops_frames: its setting by which the loop drops the first frames of each decoded tile.
     """
 
     halos: bool = True
     caches: bool = False
     patched: bool = False
     loops: tuple[str, ...] = ("tiled_encode", "tiled_decode")
+    encodes: bool = True
+    keeps_frames: bool = False
+    fills_buffers: bool = False
+    drops_frames: str = ""
 
 
 _IMAGE_LOOPS = ("_tiled_encode", "tiled_encode", "tiled_decode")
@@ -33,6 +41,7 @@ _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
     "AutoencoderKL": VaeClass(loops=_IMAGE_LOOPS),
+    "AutoencoderKLAllegro": VaeClass(halos=False, fills_buffers=True),  # it has no other way than tiles
     "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # frame chunks depend on the local size
     "AutoencoderKLFlux2": VaeClass(loops=_IMAGE_LOOPS),
     "AutoencoderKLHunyuanImage": VaeClass(),
@@ -40,6 +49,9 @@ CLASSES: dict[str, VaeClass] = {
     "AutoencoderKLHunyuanVideo15": VaeClass(),
     "AutoencoderKLLTX2Video": VaeClass(loops=_VIDEO_LOOPS),
     "AutoencoderKLLTXVideo": VaeClass(loops=_VIDEO_LOOPS),
+    "AutoencoderKLMagvit": VaeClass(keeps_frames=True),
+    # Its encoder attends in chunks of positions, which are not whole rows.
+    "AutoencoderKLMochi": VaeClass(caches=True, encodes=False, drops_frames="drop_last_temporal_frames"),
     "AutoencoderKLQwenImage": VaeClass(),
     "AutoencoderKLQwenImage21": VaeClass(patched=True),
     "AutoencoderKLWan": VaeClass(patched=True),
@@ -66,7 +78,8 @@ def class_of(vae: nn.Module) -> VaeClass:
         if type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(f"{name} is compiled ({path or 'as a whole'}): make it parallel without torch.compile")
         processor = type(getattr(module, "processor", None)).__name__
-        if found.halos and processor != "NoneType" and processor not in _PROCESSORS:
+        splits = found.halos and (found.encodes or not path.startswith("encoder."))
+        if splits and processor != "NoneType" and processor not in _PROCESSORS:
             raise ValueError(
                 f"{name} computes attention with {processor} ({path}): call vae.set_default_attn_processor(), "
                 "which uses F.scaled_dot_product_attention"

@@ -1,13 +1,13 @@
 """Deferred tensors: a VAE's loop over tiles queues all of its tiles before any of them is computed.
 
-`LazyTensor` (pipelines/lazy_tensor.py) cannot take their place: its shape, dtype and device are known
-from an earlier call, and a tile's result has a shape, a memory format and a feature cache that only its rank knows.
+`LazyTensor` (pipelines/lazy_tensor.py) cannot be used here: it needs shape, dtype and device from an earlier call, but
+only the rank that computes a tile knows the shape, the memory format and the feature cache of its result.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ class UnitCall:
         forward: function to call.
         args, kwargs: its arguments; may include the deferred feature cache of an earlier call of the same unit.
         unit: number of the unit.
+        prepare: called before it, on the unit's rank; None: nothing to prepare.
         result: output tensor.
         cache: returned feature cache, set on the unit's rank only; None if `forward` returns no cache.
     """
@@ -36,17 +37,20 @@ class UnitCall:
     unit: int
     result: Deferred
     cache: Deferred | None
+    prepare: Callable[[], Any] | None = None
 
     @property
     def tile(self) -> Tensor:
         """Return the input tile; the cost of the call is proportional to its size."""
         tile = self.args[0]
-        assert isinstance(tile, Tensor), "a unit's input is there before the unit is handed out"
+        assert isinstance(tile, Tensor), "the input tile of a call is a computed tensor"
         return tile
 
     def run(self) -> None:
         """Compute the call on this rank and set `result` and `cache`."""
-        out = self.forward(*(settle(x) for x in self.args), **{name: settle(x) for name, x in self.kwargs.items()})
+        if self.prepare is not None:
+            self.prepare()
+        out = self.forward(*(resolve(x) for x in self.args), **{name: resolve(x) for name, x in self.kwargs.items()})
         self.result.value = out
         if self.cache is not None:
             self.result.value, self.cache.value = out
@@ -80,12 +84,20 @@ class Batch:
         pending: queue of calls and operations.
         units: number of units so far.
         open_units: unit by id of a feature cache.
+        clear: forgets the frames that a VAE's convolutions keep between calls; None for a VAE without. Its calls
+            between two uses of `begin_unit` are then one unit.
     """
 
     worker: Worker
     pending: list[UnitCall | _Operation] = field(default_factory=list)
     units: int = 0
     open_units: dict[int, int] = field(default_factory=dict)  # ids stay valid: pending calls keep the caches alive
+    clear: Callable[[], Any] | None = None
+    is_new: bool = True
+
+    def begin_unit(self) -> None:
+        """Begin a unit of calls that share the frames that convolutions keep."""
+        self.is_new = True
 
     def defer(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Deferred:
         """Queue `function` and return its deferred result."""
@@ -95,10 +107,11 @@ class Batch:
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
         """Queue a call of a unit and return its deferred result; with `caches`, also its deferred feature cache."""
-        args = tuple(settle(x) for x in args)
+        args = tuple(resolve(x) for x in args)
         result, cache = Deferred(self), Deferred(self) if caches else None
         unit = self._unit_of(kwargs)
-        self.pending.append(UnitCall(forward, args, kwargs, unit, result, cache))
+        prepare, self.is_new = self.clear if self.is_new else None, False
+        self.pending.append(UnitCall(forward, args, kwargs, unit, result, cache, prepare))
         if cache is None:
             return result
         self.open_units[id(cache)] = unit
@@ -106,6 +119,8 @@ class Batch:
 
     def _unit_of(self, kwargs: dict[str, Any]) -> int:
         """Return the unit of a call: that of its feature cache, or a new unit if the cache is new or there is none."""
+        if self.clear is not None and not self.is_new:
+            return self.units
         cache = kwargs.get("feat_cache", kwargs.get("conv_cache"))
         if cache is not None and id(cache) in self.open_units:
             return self.open_units[id(cache)]
@@ -125,6 +140,36 @@ class Batch:
                 entry.run()
 
 
+@dataclass(eq=False)
+class Rehearsal:
+    """The calls of a loop over tiles that fills a buffer and reads it: the loop runs twice, at first without results.
+
+    Attributes:
+        worker: computes the calls.
+        calls: calls of the first run; their results are returned in the second.
+        results: iterator over the results; None in the first run.
+    """
+
+    worker: Worker
+    calls: list[UnitCall] = field(default_factory=list)
+    results: Iterator[Any] | None = None
+
+    def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
+        """Note a call and return a zero, which fills any buffer; in the second run return the call's result."""
+        if self.results is not None:
+            return next(self.results)
+        self.calls.append(UnitCall(forward, args, kwargs, len(self.calls), Deferred(Batch(self.worker)), None))
+        return args[0].new_zeros(())
+
+    def run(self, loop: Callable[[], Any]) -> Any:
+        """Run the loop twice. Ranks: all of the context group, with equal inputs."""
+        loop()
+        if self.calls:
+            self.worker(self.calls)
+        self.results = iter([call.result.value for call in self.calls])
+        return loop()
+
+
 class Deferred:
     """Deferred tensor in a VAE's tile loop.
 
@@ -137,24 +182,24 @@ class Deferred:
         self.value: Any = _MISSING
 
     @property
-    def there(self) -> bool:
+    def is_computed(self) -> bool:
         """Return True if the value is computed."""
         return self.value is not _MISSING
 
-    def settled(self) -> Any:
+    def resolved(self) -> Any:
         """Return the value; compute the batch first if necessary."""
-        if not self.there:
+        if not self.is_computed:
             self.batch.flush()
-        assert self.there, "a unit's feature cache was asked for on a rank that does not compute it"
+        assert self.is_computed, "a feature cache is only on the rank that computes its unit"
         return self.value
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        absent = [x for x in of_type(Deferred, (args, kwargs)) if not x.there]
-        if absent:
-            return absent[0].batch.defer(func, args, kwargs or {})
+        pending = [x for x in of_type(Deferred, (args, kwargs)) if not x.is_computed]
+        if pending:
+            return pending[0].batch.defer(func, args, kwargs or {})
         return _call(func, args, kwargs or {})
 
     def __getitem__(self, index: Any) -> Any:
@@ -169,16 +214,16 @@ class Deferred:
         return self.__torch_function__(Tensor.unsqueeze, (), (self, dim))
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.settled()[index] = settle(value)
+        self.resolved()[index] = resolve(value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.settled(), name)
+        return getattr(self.resolved(), name)
 
 
-def settle(nest: Any) -> Any:
+def resolve(nest: Any) -> Any:
     """Replace the deferred values in `nest` by computed ones; a diffusers output (dict-like) is changed in place."""
-    return replace(Deferred, Deferred.settled, nest)
+    return replace(Deferred, Deferred.resolved, nest)
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return function(*settle(args), **settle(kwargs))
+    return function(*resolve(args), **resolve(kwargs))

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.mesh import MeshGroups
+from lightning_cp.nest import replace
 from lightning_cp.patching import Undo, intercept_method, set_attribute, undo_all
 from lightning_cp.vae.classes import VaeClass, class_of, compression_of
-from lightning_cp.vae.deferred import Batch, settle
+from lightning_cp.vae.deferred import Batch, Rehearsal, resolve
 from lightning_cp.vae.rows import by_rows, reach_of
 from lightning_cp.vae.tiles import TileWorker
 
@@ -30,7 +31,7 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     - Otherwise each rank computes a shard of rows: convolutions exchange halos, norms use statistics over all rows, and
       attention uses the keys of all rows. The result differs by rounding: relative 1e-5 in float32, 1e-12 in float64
       (1e-6 for LTX, because its norms round to float32). With too few rows (usually fewer than two latent rows
-      per rank) every rank computes the whole.
+      per rank) every rank computes the whole result.
 
     Call `decode` and `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
@@ -38,9 +39,9 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
         vae: autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
         groups: context group of the ranks; a group of size 1 changes nothing.
     Returns: a function that restores the VAE exactly.
-    Raises: ValueError: a class that is not supported, or only with tiling and tiling is off; noise in the decoder; a
-        compiled part; attention that does not call F.scaled_dot_product_attention; a VAE that is already parallel. From
-        `decode` and `encode`: a gradient is needed, or tiling was disabled since.
+    Raises: ValueError: the class is not supported (some are only with tiling), the decoder adds noise, a module is
+        compiled, attention does not call F.scaled_dot_product_attention, or the VAE is already parallel. `decode` and
+        `encode` raise it if a gradient is needed, or if tiling was disabled.
     Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
     """
     if groups.context_size == 1:
@@ -53,8 +54,10 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     for name, step in (("encoder", compression_of(vae, session.kind)), ("decoder", 1)):
         module = getattr(vae, name)
         undo.append(intercept_method(module, "forward", _CoderCall(session, module, step, reach_of(module))))
+    if session.kind.keeps_frames:
+        undo.append(intercept_method(vae, "_clear_conv_cache", session.clear))
     for name in session.kind.loops:
-        undo.append(intercept_method(vae, name, _TileLoop(session)))
+        undo.append(intercept_method(vae, name, _TileLoop(session, name)))
     undo.append(set_attribute(vae, "_parallel_vae", session))
     return partial(undo_all, undo)
 
@@ -73,7 +76,13 @@ class _Session:
     vae: Any
     kind: VaeClass
     groups: MeshGroups
-    batch: Batch | None = None
+    batch: Batch | Rehearsal | None = None
+
+    def clear(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Wrap `_clear_conv_cache`: in a tile loop it ends a tile, of which nothing is computed yet."""
+        if isinstance(self.batch, Batch):
+            return self.batch.begin_unit()
+        return call(*args, **kwargs)
 
     def refuse_untiled(self) -> None:
         if not self.kind.halos and not self.vae.use_tiling:
@@ -99,16 +108,41 @@ class _TileLoop:
     """Wrapper of a VAE's loop over tiles: the loop runs unchanged on every rank, on deferred tiles."""
 
     session: _Session
+    name: str
 
     def __call__(self, loop: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        session = self.session
-        if session.batch is not None or not session.vae.use_tiling:
+        session, vae, kind = self.session, self.session.vae, self.session.kind
+        if session.batch is not None or not vae.use_tiling:
             return loop(*args, **kwargs)
-        session.batch = Batch(TileWorker(session.groups))
+        worker = TileWorker(session.groups)
+        drops = bool(kind.drops_frames) and self.name == "tiled_decode" and getattr(vae, kind.drops_frames)
+        restore = set_attribute(vae, kind.drops_frames, False) if drops else None
         try:
-            return settle(loop(*args, **kwargs))
+            if kind.fills_buffers:
+                session.batch = Rehearsal(worker)
+                return session.batch.run(partial(loop, *args, **kwargs))
+            session.batch = Batch(worker, clear=self._clear if kind.keeps_frames else None)
+            result = resolve(loop(*args, **kwargs))
+            return replace(Tensor, partial(_without_first, vae.temporal_compression_ratio), result) if drops else result
         finally:
             session.batch = None
+            if kind.keeps_frames:
+                vae._clear_conv_cache()
+            if restore is not None:
+                restore()
+
+    def _clear(self) -> None:
+        """Forget the frames of the tile before, now that tiles are computed."""
+        batch, self.session.batch = self.session.batch, None
+        try:
+            self.session.vae._clear_conv_cache()
+        finally:
+            self.session.batch = batch
+
+
+def _without_first(ratio: int, x: Tensor) -> Tensor:
+    """Drop the frames before the first one, as Mochi does in each tile; blending treats each frame alone."""
+    return x[:, :, ratio - 1 :] if x.shape[2] >= ratio else x
 
 
 @dataclass(eq=False)
@@ -132,8 +166,9 @@ class _CoderCall:
         session.refuse_gradients(self.module, (*args, *kwargs.values()))
         if session.batch is not None:
             return session.batch.call(forward, args, kwargs, caches=kind.caches)
-        if kind.halos:
-            least = max(2, self.reach)  # 2: a dim with one row looks like another dim of size 1
-            return by_rows(forward, args, kwargs, groups=session.groups, least=least, step=self.step)
-        session.refuse_untiled()
+        if kind.halos and (kind.encodes or self.module is session.vae.decoder):
+            min_steps = max(2, self.reach)  # 2: a dim of one row cannot be distinguished from other dims of size 1
+            return by_rows(forward, args, kwargs, groups=session.groups, min_steps=min_steps, step=self.step)
+        if not kind.halos:
+            session.refuse_untiled()
         return forward(*args, **kwargs)

@@ -12,14 +12,31 @@ from torch import Tensor
 _DIM_ARGUMENT = {"mean": (1, None), "normalize": (2, 1), "cat": (1, 0), "concat": (1, 0), "concatenate": (1, 0)}
 _ALONG_LAST = ("linear", "layer_norm", "rms_norm")
 _VIEWS = (
-    *("getitem", "narrow", "select", "unbind", "chunk", "split", "tensor_split", "permute", "transpose", "swapaxes"),
-    *("swapdims", "movedim", "moveaxis", "squeeze", "unsqueeze", "expand", "expand_as", "t", "get"),
+    "getitem",
+    "narrow",
+    "select",
+    "unbind",
+    "chunk",
+    "split",
+    "tensor_split",
+    "permute",
+    "transpose",
+    "swapaxes",
+    "swapdims",
+    "movedim",
+    "moveaxis",
+    "squeeze",
+    "unsqueeze",
+    "expand",
+    "expand_as",
+    "t",
+    "get",
 )
 _RESHAPES = ("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten")
 
 
 class RowDim(NamedTuple):
-    """Place of the rows in a tensor.
+    """Dim of a tensor that holds the rows.
 
     Attributes:
         dim: number of the dim, not negative.
@@ -42,7 +59,7 @@ def set_row_dim(marked: Tensor, rows: RowDim | None) -> None:
 
 def row_dim_of_result(
     name: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
+) -> RowDim | tuple[RowDim, ...] | None:
     """Return where the result of a function has rows: one `RowDim` or None, or a tuple with one for each result.
 
     Args:
@@ -86,31 +103,34 @@ def row_dim_of_result(
 
 
 def _common(name: str, tensors: list[Tensor], result: Tensor | None = None) -> RowDim:
-    """Return where the result of broadcasting has rows. Raises: NotImplementedError: operands differ in that."""
+    """Return where the result of broadcasting has rows. Raises: NotImplementedError: they differ between operands."""
     dims = max(x.ndim for x in tensors) if result is None else result.ndim
     return _broadcast(name, [(x.shape, row_dim_of(x)) for x in tensors], dims)
 
 
 def _broadcast(name: str, operands: list[tuple[torch.Size, RowDim | None]], dims: int) -> RowDim:
-    places = {(rows.dim - len(shape), rows.outer) for shape, rows in operands if rows is not None}
-    (place, outer), *others = places
-    whole = [shape for shape, rows in operands if rows is None and len(shape) >= -place and shape[place] != 1]
+    row_dims = {(rows.dim - len(shape), rows.outer) for shape, rows in operands if rows is not None}
+    (dim, outer), *others = row_dims  # dim counts from the last one
+    whole = [shape for shape, rows in operands if rows is None and len(shape) >= -dim and shape[dim] != 1]
     if others or whole:
         _refuse(name, "of rows and of a tensor that is not split by rows in the same dim")
-    return RowDim(dims + place, outer)
+    return RowDim(dims + dim, outer)
 
 
 def _check_assignment(target: Tensor, index: Any, value: Any) -> None:
-    """Check `target[index] = value`. Raises: NotImplementedError: rows are taken, or do not meet rows."""
+    """Check `target[index] = value`. Raises: NotImplementedError: some rows are taken, or mixed with a whole tensor."""
     if row_dim_of(target) is None:
         _refuse("setitem", "of rows in a tensor that is not split by rows")
     rows = _of_view("setitem", Tensor.__getitem__, target, (target, index), {})
+    assert isinstance(rows, RowDim), "an index gives one tensor"
     if isinstance(value, Tensor):
         shape = torch.empty(target.shape, device="meta")[index].shape
         _broadcast("setitem", [(shape, rows), (value.shape, row_dim_of(value))], len(shape))
 
 
-def _of_view(name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _of_view(
+    name: str, function: Callable[..., Any], x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> RowDim | tuple[RowDim, ...]:
     """Find the row dim of a view: call the function on a tensor without memory that has a stride for rows only."""
     rows = row_dim_of(x)
     assert rows is not None, "only such tensors are viewed here"

@@ -34,7 +34,7 @@ ROW_LOCAL = frozenset(" ".join((_ELEMENTWISE, _CHANNELS_OR_FRAMES, _LAYOUT, _TYP
 
 
 def check_row_local(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Check that a function of torch may run on one rank's rows, if not along them (`row_dims`).
+    """Check that a torch function may run on one rank's rows; `row_dims` refuses functions along the rows.
 
     A function without a tensor among its arguments may run, unless it draws random numbers. `mean` must reduce
     one dim, and `layer_norm` and `rms_norm` the last one: VAEs reduce channels or frames with them.

@@ -39,12 +39,14 @@ class RowShardedOps(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in _REPLACED:
-            rows: Any = self._checked(func, *(args or kwargs.values()))
+            rows: RowDim | tuple[RowDim, ...] | None = self._checked(func, *(args or kwargs.values()))
             result = _REPLACED[func](self, func, *args, **kwargs)
         else:
             name = check_row_local(func, args, kwargs)
             result = func(*args, **kwargs)
             rows = row_dim_of_result(name, func, args, kwargs, result)
+            if name in _KEEP_HALO:
+                _keep_halo(args, result)
         for x, one in [(result, rows)] if isinstance(rows, RowDim) else zip(result, rows) if rows else ():
             set_row_dim(x, one)
         return result
@@ -86,7 +88,7 @@ def by_rows(
     kwargs: dict[str, Any],
     *,
     groups: MeshGroups,
-    least: int,
+    min_steps: int,
     step: int,
 ) -> Any:
     """Compute `forward(*args, **kwargs)` by rows: shard the first argument, all-gather the (first) result.
@@ -96,7 +98,7 @@ def by_rows(
         args: positional arguments; the first one is x [b, c, (f,) h, w], split along the longer of height and width.
         kwargs: keyword arguments.
         groups: context group of the ranks.
-        least: minimum number of steps per rank; with fewer, every rank computes the whole.
+        min_steps: minimum number of steps per rank; with fewer, every rank computes the whole input.
         step: rows per step. They stay on one rank, because they become one row of the result.
     Ranks: all of the context group; the result is bitwise equal on all.
     """
@@ -104,7 +106,7 @@ def by_rows(
     dim = -2 if x.shape[-2] >= x.shape[-1] else -1
     steps, rest = divmod(x.shape[dim], step)
     steps_by_rank = sizes_in(groups, steps)
-    if min(steps_by_rank) < least:
+    if min(steps_by_rank) < min_steps:
         return forward(*args, **kwargs)
     sizes = [size * step for size in steps_by_rank]
     sizes[-1] += rest
@@ -126,14 +128,14 @@ def _extend(rows: RowShardedOps, x: Tensor, before: int, after: int, zeros: tupl
     """Add halos of `before` and `after` rows to `x`; at the ends of the image, `zeros` rows of zeros instead."""
     above, below = fetch_halo(x, x.ndim + rows.dim, before, after, groups=rows.groups)
     shape = list(x.shape)
-    parts = [x]
-    for piece, at_end, count, place in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
+    pieces = [x]
+    for piece, at_end, count, index in ((above, rows.at_end[0], zeros[0], 0), (below, rows.at_end[1], zeros[1], 2)):
         if at_end and count:
             shape[rows.dim] = count
             piece = x.new_zeros(shape)
         if piece is not None:
-            parts.insert(place, piece)
-    return torch.cat(parts, rows.dim) if len(parts) > 1 else x
+            pieces.insert(index, piece)
+    return torch.cat(pieces, rows.dim) if len(pieces) > 1 else x
 
 
 def _convolve(
@@ -179,14 +181,30 @@ def _pad(
     first = 2 * (-1 - rows.dim)
     before, after = pad[first : first + 2] if len(pad) >= first + 2 else (0, 0)
     if input.ndim < 4 or not (before or after):
-        return function(input, pad, mode, value)
+        padded = function(input, pad, mode, value)
+        _keep_halo((input,), padded)
+        return padded
     assert min(before, after) >= 0, "a negative padding crops"
     extended = _extend(rows, input, before, after, (0, 0))
     mine = list(pad)
     mine[first : first + 2] = [n if at_end else 0 for n, at_end in zip((before, after), rows.at_end, strict=True)]
     padded = function(extended, mine, mode, value)
-    padded._rows_beyond = before + after  # type: ignore[attr-defined]
+    _set_halo(padded, before + after)
     return padded
+
+
+def _set_halo(x: Tensor, rows: int) -> None:
+    """Record that a tensor has so many rows more than its shard, for a convolution without padding."""
+    x._rows_beyond = rows  # type: ignore[attr-defined]
+
+
+def _keep_halo(args: tuple[Any, ...], result: Any) -> None:
+    """Record the halo of a padded tensor on its frames, or on the frames of several concatenated."""
+    operands = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+    halos = {getattr(x, "_rows_beyond", 0) for x in operands if isinstance(x, Tensor)} - {0}
+    for x in (result,) if isinstance(result, Tensor) else result if halos else ():
+        for rows in halos:
+            _set_halo(x, rows)
 
 
 def _interpolate(
@@ -199,12 +217,12 @@ def _interpolate(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Interpolate by repeating rows (mode nearest, integer factor), which needs no halo."""
+    """Interpolate without a halo: keep the rows (factor 1), or repeat them (mode nearest, integer factor)."""
     if input.ndim >= 4:
         given = size if scale_factor is None else scale_factor
         along = given[rows.dim] if isinstance(given, (list, tuple)) else given
         factor = along / input.shape[rows.dim] if scale_factor is None else along
-        if not mode.startswith("nearest") or factor != int(factor):
+        if factor != 1 and (not mode.startswith("nearest") or factor != int(factor)):
             raise NotImplementedError(
                 f"interpolation by {factor} with mode={mode!r} cannot be split by rows: use vae.enable_tiling()"
             )
@@ -241,6 +259,7 @@ def _each(value: int | Sequence[int], dims: int) -> list[int]:
     return values if len(values) == dims else values * dims
 
 
+_KEEP_HALO = ("getitem", "narrow", "split", "chunk", "cat", "concat", "concatenate", "clone", "contiguous", "to")
 _REPLACED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     torch.conv2d: _convolve,
     torch.conv3d: _convolve,

@@ -29,9 +29,9 @@ def group_norm_of_all_rows(
     count = torch.full_like(mean, x[0, 0].numel() * (channels // num_groups), dtype=torch.float64)
     own = torch.stack([count, mean.double(), var.double()])[None]
     counts, means, variances = gather(own, 0, [1] * groups.context_size, groups.name).unbind(1)
-    share = counts / counts.sum(0)
-    mean = (share * means).sum(0)
-    var = (share * (variances + (means - mean).square())).sum(0)
+    fraction = counts / counts.sum(0)
+    mean = (fraction * means).sum(0)
+    var = (fraction * (variances + (means - mean).square())).sum(0)
     # Batch norm with one channel per (sample, channel): one pass over x, and no copy of x in a wider dtype.
     mean, var = (s.repeat_interleave(channels // num_groups, 1).flatten().to(wide) for s in (mean, var))
     scale, shift = (None if w is None else w.to(wide).repeat(batch) for w in (weight, bias))

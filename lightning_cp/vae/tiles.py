@@ -91,7 +91,7 @@ class TileWorker:
         everyone = all_gather_ints(values, group=self.groups.context)
         if failure is not None:
             raise failure
-        failed = [rank for rank, row in enumerate(everyone) if row[0]]
+        failed = [rank for rank, (has_failed, *_) in enumerate(everyone) if has_failed]
         if failed:
             raise RuntimeError(
                 f"rank {failed[0]} of the context group could not compute its VAE tiles: see its error message"

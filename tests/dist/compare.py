@@ -1,4 +1,4 @@
-"""A model's outputs and gradients, and how far two sets of them are apart."""
+"""Compute a model's outputs and gradients, and compare two sets of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 @contextmanager
 def nothing_narrowed() -> Iterator[None]:
-    """Within this, models that cast parts to float32 cast them to float64. Backward does it again, too.
+    """Context in which casts of models to float32 become casts to float64. Backward does it again, too.
 
     (`check_plan` has a mode for it, which reaches more functions, but is off in backward.)
     """

@@ -23,13 +23,13 @@ QUIET = {
 
 
 def present_rank(rank: int, world: int) -> None:
-    """Variables that a launcher puts into the environment; Lightning has much advice."""
+    """Set the variables of a launcher, and silence Lightning's advice."""
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
 
 
 def fabric_of(rank: int, world: int, strategy: Any, **settings: Any) -> Fabric:
-    """A Fabric with ranks that are up."""
+    """Return a Fabric that is launched."""
     present_rank(rank, world)
     fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **settings)
     fabric.launch()
@@ -37,7 +37,7 @@ def fabric_of(rank: int, world: int, strategy: Any, **settings: Any) -> Fabric:
 
 
 def trainer_of(rank: int, world: int, strategy: Any, **settings: Any) -> Trainer:
-    """A Trainer; its fit brings the ranks up."""
+    """Return a Trainer; `fit` launches its ranks."""
     present_rank(rank, world)
     return Trainer(accelerator="cpu", devices=world, strategy=strategy, **{**QUIET, **settings})
 

@@ -1,4 +1,4 @@
-"""Tiny models for which diffusers declares a plan of its own."""
+"""Tiny models for which diffusers has a plan."""
 
 from __future__ import annotations
 

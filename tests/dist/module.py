@@ -1,4 +1,4 @@
-"""A LightningModule around a diffusers transformer, and its data. Neither knows anything of context parallelism."""
+"""A LightningModule around a diffusers transformer, and its data. Neither has code for context parallelism."""
 
 from __future__ import annotations
 

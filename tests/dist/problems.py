@@ -1,4 +1,4 @@
-"""Attention problems: whole tensors, each rank's part of them, and the comparison with plain softmax attention."""
+"""Attention problems: full tensors, each rank's shard, and the comparison with plain softmax attention."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def cut(problem: Problem, rank: int) -> tuple[slice, slice]:
 
 
 def local_mask(problem: Problem, mask: Tensor | None, rank: int) -> Tensor | None:
-    """The mask as this rank gives it."""
+    """Return the mask that this rank passes."""
     if mask is None:
         return None
     queries, keys = cut(problem, rank)
@@ -149,7 +149,7 @@ def local_mask(problem: Problem, mask: Tensor | None, rank: int) -> Tensor | Non
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """`x` with other strides."""
+    """Return a copy of `x` with different strides."""
     if layout == "transposed":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
     if layout == "sliced":
@@ -169,7 +169,7 @@ class Answer:
 
 
 def solve(problem: Problem, given: Whole, rank: int, **more: object) -> Answer:
-    """This rank's part, by `context_parallel_attention`."""
+    """Compute this rank's results with `context_parallel_attention`."""
     p, (queries, keys) = problem, cut(problem, rank)
     inputs = {"q": given.q[:, queries], "k": given.k[:, keys], "v": given.v[:, keys]}
     inputs = {name: laid_out(x, p.layout).detach().requires_grad_(name in p.needs) for name, x in inputs.items()}
@@ -200,7 +200,7 @@ def _loss(p: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tens
 
 
 def expect(problem: Problem, given: Whole) -> Answer:
-    """The whole answer, by plain softmax attention in float64."""
+    """Compute the full results with plain softmax attention in float64."""
     p = problem
     inputs = {name: x.detach().double().requires_grad_() for name, x in zip("qkv", (given.q, given.k, given.v))}
     mask = given.mask
@@ -215,7 +215,7 @@ def expect(problem: Problem, given: Whole) -> Answer:
 
 
 def part_of(answer: Answer, problem: Problem, rank: int) -> Answer:
-    """This rank's share of the whole answer."""
+    """Return this rank's shard of the full results."""
     queries, keys = cut(problem, rank)
     cuts = {"q": queries, "k": keys, "v": keys}
     grads = {
@@ -225,7 +225,7 @@ def part_of(answer: Answer, problem: Problem, rank: int) -> Answer:
 
 
 def errors(actual: Answer, expected: Answer) -> dict[str, float]:
-    """Largest error of each result and gradient; infinite where one has none and the other does."""
+    """Return the largest error of each result and gradient; infinite if only one of the two exists."""
     found = {"out": max_error(actual.out, expected.out), "lse": max_error(actual.lse, expected.lse)}
     for name, grad in expected.grads.items():
         mine = actual.grads[name]

@@ -99,7 +99,7 @@ def moved(arguments: dict[str, Any], step: int) -> dict[str, Any]:
 
     def shifted(x: Tensor) -> Tensor:
         """Tokens change differently, so the shards of one rank alone would give another decision."""
-        dim = 1 if x.ndim == 3 else x.ndim - 2
+        dim = 1 if x.ndim == 3 else x.ndim - (1 if x.shape[-2] == 1 else 2)
         growing = torch.linspace(0.0, 2.0, x.shape[dim], dtype=x.dtype).view(-1, *[1] * (x.ndim - 1 - dim))
         return x + PATH[step] * growing * torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
@@ -110,7 +110,7 @@ def moved(arguments: dict[str, Any], step: int) -> dict[str, Any]:
 
 @contextmanager
 def recording(model: nn.Module, run: Run) -> Iterator[None]:
-    """Within this, each forward adds an entry to `run.ran`: the linear layers in the model's blocks that ran."""
+    """Context in which each forward adds an entry to `run.ran`: the linear layers of blocks that ran."""
     names = {module: path for path, module in model.named_modules() if isinstance(module, nn.Linear)}
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -160,7 +160,7 @@ def loop(
 
 
 def shorter(name: str) -> Any:
-    """A tiny model whose tokens three ranks cannot share evenly, if it takes other sizes easily."""
+    """Return a tiny model; if its size can be changed, with tokens that 3 does not divide."""
     tiny = TINY[name]
     if name != "wan":
         return tiny

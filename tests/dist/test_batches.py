@@ -1,4 +1,4 @@
-"""Batches that ranks read: context peers the same, data groups different ones, one group those of one process."""
+"""Batches: equal in a context group, different between data groups, and with one group those of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COUNT = 12
 
 
 class Numbered(Dataset[dict[str, Tensor]]):
-    """Inputs that know their index."""
+    """Inputs with their index."""
 
     def __len__(self) -> int:
         return COUNT
@@ -36,7 +36,7 @@ class Numbered(Dataset[dict[str, Tensor]]):
 
 
 class Buckets:
-    """Batches of a sampler that is none of torch's, in an order from python's random numbers."""
+    """A custom sampler with an order from Python's random numbers."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)

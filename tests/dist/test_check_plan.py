@@ -1,4 +1,4 @@
-"""`check_plan` finds what differs, names it, and says the same on every rank; the proof must be able to fail."""
+"""`check_plan` finds and names differences, with the same result on every rank; the check must be able to fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _X = {"x": torch.randn(2, 11, 16, generator=torch.Generator().manual_seed(1))}
 
 
 class _Leaky(Plain):
-    """Has parameters that see the mean over tokens, and one that never gets a gradient."""
+    """A model with parameters that depend on the mean over tokens, and one that never gets a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Runs that are saved and go on: bitwise at the same topology, to rounding at any other, in every format."""
+"""Resumed runs: bitwise equal at the same topology, equal to rounding at any other, in every format."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _snapshot(state: TrainState) -> Snapshot:
 
 
 def _save(rank: int, world: int, folder: Path, kind: str, settings: dict[str, Any], how: dict[str, Any]) -> Snapshot:
-    """Saves after step 2 while it goes on. Returns: what it was at step 2, on the first rank."""
+    """Save after step 2 and continue. Returns: the state at step 2, on the first rank."""
     fabric, state = _start(rank, world, kind, settings)
     with CheckpointWriter(folder, is_first=rank == 0, **how) as writer:
         _advance(fabric, state, until=2, augmented=False)
@@ -85,7 +85,7 @@ def _go_on(rank: int, world: int, folder: Path, kind: str, settings: dict[str, A
 
 WHOLE = {"format": "full"}
 SHARDS = {"format": "distributed"}
-LATER = {"format": "distributed", "later": True}
+LATER = {"format": "distributed", "in_background": True}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ LATER = {"format": "distributed", "later": True}
         ((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})]),
         pytest.param(
             (4, "cp_fsdp", {"ring": 2}),
-            {**WHOLE, "later": True},
+            {**WHOLE, "in_background": True},
             [(2, "cp_fsdp", {"ring": 2}), (1, "", {})],
             marks=pytest.mark.full,
         ),
@@ -189,7 +189,7 @@ def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
     fabric, state = _start(rank, world, "cp_fsdp", {"ring": 2})
     _advance(fabric, state, until=1, augmented=False)
     folder.joinpath("file").touch()
-    writer = CheckpointWriter(folder / "file" / "below", format=format, later=True, is_first=rank == 0)
+    writer = CheckpointWriter(folder / "file" / "below", format=format, in_background=True, is_first=rank == 0)
     writer.save(state.snapshot(shards=writer.is_distributed))
     if rank and not writer.is_distributed:
         return "waits for nothing"

@@ -40,7 +40,7 @@ class Traffic:
 
 @contextmanager
 def counted() -> Iterator[Traffic]:
-    """Count within; `log` holds "send", "wait", "attend" and "grads" in order."""
+    """Count inside the context; `log` gets "send", "wait", "attend" and "grads" in order."""
     traffic = Traffic()
     patched: list[tuple[Any, str, Any]] = []
 
@@ -246,7 +246,7 @@ def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPoo
 
 
 def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
-    """Chunks in buffers at once, the local one's copy first among them: in forward, in backward."""
+    """Return the largest number of chunks in buffers, with the copy of the local one, in forward and backward."""
     held: list[StorageWeakRef] = []
     most = [0]
     original = rotation._take
@@ -259,7 +259,7 @@ def _most_held(rank: int, world: int, problem: Problem) -> list[int]:
         return buffer
 
     def let_go(*buffers: Tensor) -> None:
-        """None is kept for the next call, so that what lives is what someone holds."""
+        """No buffer is kept for the next call, so all remaining buffers are referenced."""
 
     given, (queries, keys) = whole(problem), cut(problem, rank)
     q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
@@ -281,7 +281,7 @@ def test_alltoall_holds_two_remote_chunks_at_most(run_ranks: RankPool, world: in
 
 
 def _saved(rank: int, world: int, problem: Problem) -> tuple[list[str], int]:
-    """Names of what autograd keeps of the call ("other" for what is none of its tensors), and bytes of the others."""
+    """Return the names of saved tensors ("other" if not an argument or result), and the bytes of others."""
     given, (queries, keys) = whole(problem), cut(problem, rank)
     q, k, v = (x.clone().requires_grad_() for x in (given.q[:, queries], given.k[:, keys], given.v[:, keys]))
     mask = local_mask(problem, given.mask, rank)

@@ -1,4 +1,4 @@
-"""Uses of a context-parallel model besides plain training: LoRA, autocast, inference, kernels, copies."""
+"""Features of a context-parallel model in addition to training: LoRA, autocast, inference, kernels, copies."""
 
 from __future__ import annotations
 

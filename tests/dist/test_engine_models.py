@@ -104,7 +104,7 @@ def test_plans_of_diffusers_are_exact_at_two_and_four_ranks(run_ranks: RankPool,
 
 
 def _audio_and_video(rank: int, world: int) -> list[tuple[str, float, float]]:
-    """LTX2's modalities attend to each other: queries and keys that are whole on all ranks meet ones that are split."""
+    """LTX2's modalities attend to each other: some queries and keys are split, others are whole on all ranks."""
     tiny = THEIR_PLANS["ltx2"]
     model, arguments = tiny.build(), {**tiny.arguments(), "isolate_modalities": False}
     plan = {**type(model)._cp_plan, "cross_attn_rope": type(model)._cp_plan["rope"]}
@@ -165,7 +165,7 @@ def _plain(rank: int, world: int) -> tuple[float, float, str]:
 
 
 class _Mixed(nn.Module):
-    """A module that attends where we see it, and where we do not."""
+    """A module with an attention call that is intercepted, and one that cannot be."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class _Mixed(nn.Module):
 
 
 def _inferred(rank: int, world: int) -> float:
-    """Lengths that leave it open what was split: found out without a hang, twice."""
+    """Lengths from which the split cannot be inferred: the ranks exchange them, without a hang, twice."""
     plan = {"block": {"x": ContextParallelInput(split_dim=1)}, "proj_out": PLAIN_PLAN["proj_out"]}
     config, generator = ContextParallelConfig(ring_degree=world), torch.Generator().manual_seed(1)
     largest = 0.0

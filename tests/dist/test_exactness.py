@@ -28,7 +28,7 @@ ROTATED = [
 
 
 def by_default(world: int, ring: int, ulysses: int, rotate: str = "") -> bool:
-    """Every mode at 3 ranks, and unified attention at 4 and 6: a wrong neighbour or order of ranks shows at 3."""
+    """Every mode at 3 ranks, where a wrong neighbour or order is visible, and unified attention at 4 and 6."""
     unified = (ring, ulysses) == (2, 2) and rotate != "allgather"
     return world == 3 or unified or (ring, ulysses, rotate) == (3, 2, "alltoall")
 
@@ -165,7 +165,7 @@ def test_non_contiguous_inputs_and_any_that_need_gradients_are_exact(
 
 
 def _corners(ring: int, ulysses: int) -> Iterator[Problem]:
-    """One rank alone cannot determine the kind of a mask: all keys on one rank, a single query on another."""
+    """The kind of a mask cannot be determined on one rank: all keys on one rank, a single query on another."""
     world = ring * ulysses
     one_holds_all = tuple(6 * (i == world - 1) for i in range(world))
     single_query = (1,) + (3,) * (world - 1)
@@ -192,7 +192,7 @@ def test_masks_of_ambiguous_shape_mean_the_same_on_all_ranks(
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_degree_one_is_exact_within_a_process_group(run_ranks: RankPool, world: int) -> None:
-    """Every rank computes a problem of its own, whole."""
+    """Every rank computes a different problem, without sharding."""
     wrong = run_ranks(world, _alone, True)
     assert not any(wrong), wrong
 

@@ -1,4 +1,4 @@
-"""Steps of a Fabric script besides plain training: names, meshes, precision, accumulation, loaders, random numbers."""
+"""Features of a Fabric script: names, meshes, precision, accumulation, loaders, random numbers."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_context_peers_see_the_same_data_and_data_groups_their_own(run_ranks: Ra
 
 
 def _peers(rank: int, world: int, check_peers: str) -> list[int]:
-    """The forwards, of four, in which differing peers were refused."""
+    """Return which of four forwards raised an error for different arguments."""
     model = wan().build().float()
     fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world, check_peers=check_peers))
     wrapped = fabric.setup(model)

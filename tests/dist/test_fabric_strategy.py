@@ -17,7 +17,7 @@ from tests.models.wan import wan
 
 
 def _fabric(rank: int, world: int, **settings: object) -> Fabric:
-    """Fabric on the ranks of the pool, as a launcher's environment would present them."""
+    """Return a Fabric on the ranks of the pool, with the environment of a launcher."""
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0", RANK=str(rank), WORLD_SIZE=str(world))
     fabric = Fabric(accelerator="cpu", devices=world, strategy=ContextParallelStrategy(**settings))  # type: ignore[arg-type]
     fabric.launch()

@@ -1,4 +1,4 @@
-"""Many calls on one parallel pipeline, which rank 0 makes: numbers, degrees, errors, and what stays behind."""
+"""Many calls of rank 0 on one parallel pipeline: results, degrees, errors, and left-over state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _pipe(family: str, name: str) -> Any:
 
 
 def _inputs(family: str, name: str, i: int) -> dict[str, Any]:
-    """Of call i: its own size, number of steps, prompt and noise."""
+    """Return the arguments of call i: a different size, number of steps, prompt and noise for each."""
     given = table(family)[name].inputs()
     return {
         **given,
@@ -67,7 +67,7 @@ def _calls(rank: int, world: int, which: tuple[str, str], degrees: dict[str, dic
             with use_degrees(pipe, ["default", *degrees][i % (1 + len(degrees))]):
                 error = _error(_first(leader(**_inputs(*which, i))), alone[i])
             groups = state.transformers["transformer"].session.groups
-            found.append((error, groups.context_shape, state.calls.branches.cfg, state.calls.shared))
+            found.append((error, groups.context_shape, state.calls.ranks.cfg, state.calls.shared))
         return found
 
     found = follow(pipe, loop)
@@ -219,7 +219,7 @@ def test_degrees_that_do_not_fit_are_refused(run_ranks: RankPool) -> None:
 
 
 def _held(pipe: Any) -> dict[str, int]:
-    """What a call could leave behind."""
+    """Return the state that a call could leave behind."""
     gc.collect()
     process = psutil.Process()
     modules = [x for part in pipe.components.values() if isinstance(part, torch.nn.Module) for x in part.modules()]

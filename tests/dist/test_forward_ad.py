@@ -78,7 +78,7 @@ def _expected(p: Problem) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
 
 
 def _solve(p: Problem, rank: int, way: str) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """This rank's share of the same; without gradients where the way has none."""
+    """Return this rank's shard of the same; without gradients if the method has none."""
     given, (queries, keys) = whole(p), cut(p, rank)
     cuts, names = (queries, keys, keys), [name for name in "qkv" if name in p.needs]
     frozen = "no_grad" in way or "frozen" in way
@@ -196,7 +196,7 @@ def test_tangents_pass_through_gathers_sums_and_halos_and_have_gradients(run_ran
 
 
 def _frozen_calls(rank: int, world: int) -> None:
-    """Tangents of the very call that used to give zeros: frozen inputs, and the third call and later."""
+    """Tangents in cases that were zero in an earlier version: frozen inputs, and the third call and later."""
     config = ContextParallelConfig(ring_degree=world)
     generator = torch.Generator().manual_seed(rank)
     q, dq = (torch.randn(1, 3, 2, 4, generator=generator, dtype=torch.float64) for _ in range(2))

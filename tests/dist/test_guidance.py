@@ -1,4 +1,4 @@
-"""CFG branches over a cfg axis: lazy tensors, pieces for your own loop, prompts over data groups, refusals."""
+"""CFG branches over a cfg axis: lazy tensors, functions for custom loops, prompts over data groups, errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _ranks(rank: int, cfg: int) -> SampleGroups:
 
 
 class Counted(nn.Module):
-    """Gives what it is given, in a tuple, and counts."""
+    """Return the argument in a tuple, and count the calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Counted(nn.Module):
 
 
 def _installed(model: nn.Module) -> Any:
-    """What BranchCalls reads of a transformer: the module, and its step caches (none)."""
+    """The attributes of a transformer that BranchCalls reads: the module, and its step caches (none)."""
     return SimpleNamespace(module=model, caches=StepCaches(model, session=None))  # type: ignore[arg-type]
 
 
@@ -115,7 +115,7 @@ def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, wor
 
 
 def _lonely(rank: int, world: int) -> tuple[list[float], int]:
-    """Results that are read between the calls of a step, where other steps are shared: right, and refused never."""
+    """Results that are read between the calls of a step, while other steps are distributed: exact, and no error."""
     calls = BranchCalls("a loop", _ranks(rank, world))
     model, found = Counted(), list[float]()
     with torch.no_grad():
@@ -155,7 +155,7 @@ def test_calls_with_and_without_autocast_are_exact(run_ranks: RankPool) -> None:
 
 
 def _own_loop(rank: int, world: int, ring: int, ulysses: int, cfg: int, rows: int) -> tuple[float, int]:
-    """A hand-written sampling loop with a model of one's own; its largest error, and the rows of its batches."""
+    """Run a custom sampling loop with a custom model. Returns: the largest error, and the samples of its batches."""
     torch.manual_seed(3)
     model, text = Plain().double(), torch.randn(rows, 1, 16, dtype=torch.float64)
     noise = torch.randn(1, 7, 16, dtype=torch.float64).expand(rows, -1, -1)
@@ -336,7 +336,7 @@ def test_prompts_are_shared_over_data_groups_in_order_and_written_once(
 
 
 def _shares_a_transformer(rank: int, world: int) -> float:
-    """A pipeline made from a parallel one, by diffusers' own way, with branches of guidance."""
+    """A pipeline made from a parallel one by diffusers' `from_pipe`, with branches of guidance."""
     pipe, inputs = _pipe(), table("wan")["wan"].inputs()
     alone = pipe(**inputs, generator=torch.Generator().manual_seed(7))[0]
     parallelize_pipeline(pipe, ContextParallelConfig(), cfg=2)

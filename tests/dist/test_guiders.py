@@ -86,7 +86,7 @@ def _output(pipe: Any, name: str) -> Tensor:
 
 
 def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, tuple[float, float, int]]:
-    """By guider: the error, how far its result is from plain guidance's, and how many calls were shared out."""
+    """Return by guider: the error, the difference from plain guidance, and the number of distributed calls."""
     found = {}
     plain = _output(_pipe(name, _guider("plain")), name)
     for guider in TRIED[name]:
@@ -126,7 +126,7 @@ def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: 
 
 
 def _with_shards(rank: int, world: int, name: str, guider: str) -> tuple[float, float]:
-    """The error with sharded weights, and how far the result is from plain guidance's."""
+    """Return the error with sharded weights, and the difference from plain guidance."""
     pipe = _pipe(name, _guider(guider))
     alone, plain = _output(pipe, name), _output(_pipe(name, _guider("plain")), name)
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=["transformer"], vae=False)
@@ -167,7 +167,7 @@ def test_skipped_scores_of_unequal_lengths_are_refused() -> None:
 
 
 def _dropping(rank: int, world: int) -> str:
-    """Refused before, and where the guider is given afterwards."""
+    """An error is raised for a guider that is set before, and for one that is set afterwards."""
     drops = AutoGuidance(auto_guidance_config=LayerSkipConfig([1], dropout=0.25))
     pipe = _pipe("hunyuan_image", drops)
     with pytest.raises(PlanError) as before:

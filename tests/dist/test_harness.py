@@ -1,4 +1,4 @@
-"""The harness on which every distributed test stands."""
+"""The harness of all distributed tests."""
 
 from __future__ import annotations
 

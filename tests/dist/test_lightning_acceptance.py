@@ -1,4 +1,4 @@
-"""Lightning's own tests of strategies, on ours, on ranks: saving, loading, clipping, making, compiling."""
+"""Lightning's tests of strategies, applied to ours on several ranks: save, load, clip, initialise, compile."""
 
 from __future__ import annotations
 
@@ -383,7 +383,7 @@ def test_configure_model_may_shard_all_that_trains_and_not_less(run_ranks: RankP
 
 
 def _left(rank: int, world: int, name: str) -> tuple[set[str], list[str]]:
-    """Environment variables and threads that are new when the Trainer is through."""
+    """Return environment variables and threads that exist after the Trainer, but not before."""
     strategy = getattr(pytorch, name)(ring=world, **BY_PLAN)
     trainer = trainer_of(rank, world, strategy, max_steps=1)
     environment, threads = copy.deepcopy(dict(os.environ)), set(threading.enumerate())

@@ -47,7 +47,7 @@ def _traces(rank: int, world: int, mode: str) -> tuple[Trace, Trace]:
 @pytest.mark.parametrize("mode", ["allgather", "alltoall", "ulysses"])
 @pytest.mark.parametrize("world", DEGREES)
 def test_what_is_held_for_backward_falls_with_the_number_of_ranks(run_ranks: RankPool, world: int, mode: str) -> None:
-    """Beside its inputs a ring holds its result; Ulysses what it exchanged, instead of the inputs."""
+    """In addition to its inputs, a ring holds its result; Ulysses holds the exchanged tensors instead of the inputs."""
     held = (5 if mode == "ulysses" else 1) * UNIT / world
     for forward, _ in run_ranks(world, _traces, mode):
         assert held < forward.held_bytes < 1.05 * held
@@ -55,7 +55,7 @@ def test_what_is_held_for_backward_falls_with_the_number_of_ranks(run_ranks: Ran
 
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_rotation_peaks_at_two_remote_chunks(run_ranks: RankPool, world: int) -> None:
-    """And at what is computed: a result and the one it is merged with; in backward the gradients of two chunks."""
+    """In addition: a partial result and the merged one; in backward the gradients of two chunks."""
     chunk, local = 2 * UNIT / world, UNIT / world
     for forward, backward in run_ranks(world, _traces, "alltoall"):
         assert forward.peak_bytes < 1.1 * (2 * chunk + 2 * local)
@@ -87,7 +87,7 @@ def _kept(rank: int, world: int, mode: str) -> list[int]:
 
 @pytest.mark.parametrize("mode", [pytest.param("allgather", marks=pytest.mark.full), "alltoall"])
 def test_buffers_are_used_again_by_the_next_call(run_ranks: RankPool, mode: str) -> None:
-    """Given back by forward and by backward, and taken again: what waits does not grow."""
+    """Buffers are returned by forward and backward, and reused: their number does not grow."""
     for first, *rest in run_ranks(3, _kept, mode):
         assert first > 0
         assert rest == [first, first]
@@ -120,7 +120,7 @@ def _peak_beside_weights(step: Callable[[], None], model: nn.Module) -> int:
 @pytest.mark.parametrize("mode", ["ring_degree", pytest.param("ulysses_degree", marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_models_training_step_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
-    """Though patches are embedded, and the loss is taken, whole on every rank."""
+    """Although every rank embeds all patches and computes the whole loss."""
     alone = max(run_ranks(1, _step_peak, {}))
     for peak in run_ranks(world, _step_peak, {mode: world}):
         assert peak <= 1.1 * alone / world

@@ -1,4 +1,4 @@
-"""Meshes among real ranks: who shares a sample, and attention within each such group."""
+"""Meshes on real ranks: which ranks share a sample, and attention within each group."""
 
 from __future__ import annotations
 

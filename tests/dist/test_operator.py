@@ -1,4 +1,4 @@
-"""The two operators keep the promises that PyTorch's compiler and autograd build on."""
+"""The two operators fulfil the requirements of PyTorch's compiler and autograd."""
 
 from __future__ import annotations
 

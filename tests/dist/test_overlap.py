@@ -43,7 +43,7 @@ def _kernels_within(events: list[dict[str, Any]]) -> list[int]:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_no_transfer_of_a_rotation_is_waited_for_with_nothing_computed(run_ranks: RankPool, world: int) -> None:
-    """Each chunk while the one before is attended to; in backward the sums of gradients too, the last one included."""
+    """Each chunk is received while the previous one is computed; in backward also all sums of gradients."""
     for forward, backward in run_ranks(world, _hidden, "alltoall"):
         assert forward == [1] * (world - 1)
         assert len(backward) == 2 * (world - 1)
@@ -52,7 +52,7 @@ def test_no_transfer_of_a_rotation_is_waited_for_with_nothing_computed(run_ranks
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_slices_of_heads_are_gathered_while_others_are_computed(run_ranks: RankPool, world: int) -> None:
-    """The first while our own keys are attended to; only the last slice's gradients have nothing next to them."""
+    """The first slice is gathered while the local keys are computed; only the last gradients overlap with nothing."""
     for forward, backward in run_ranks(world, _hidden, "allgather"):
         assert len(forward) == 3
         assert min(forward) >= 1

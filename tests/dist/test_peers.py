@@ -1,4 +1,4 @@
-"""Peers that are given other data after the first forwards: found in the next forward, on every rank, in any use."""
+"""Different data after the first forwards: detected in the next forward, on every rank, in any use."""
 
 from __future__ import annotations
 

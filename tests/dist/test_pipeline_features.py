@@ -1,4 +1,4 @@
-"""Features of diffusers for a pipeline's weights and layers, together with ranks: it works, or is refused by name."""
+"""diffusers' features for weights and layers of a pipeline on several ranks: they work, or raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights spread over ranks, and stages one after another: one process's latents, with less memory."""
+"""Sharded weights, and stages one after another: the latents of one process, with less memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention in float32, half precision and autocast: as good as one device, and in the dtypes that were promised."""
+"""Attention in float32, half precision and autocast: as exact as on one device, and in the documented dtypes."""
 
 from __future__ import annotations
 

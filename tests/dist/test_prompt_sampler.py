@@ -1,4 +1,4 @@
-"""PromptSampler in a SamplingCallback: the same pictures at every number of ranks, and training does not notice."""
+"""PromptSampler in a SamplingCallback: the same pictures at every number of ranks, and training is not affected."""
 
 from __future__ import annotations
 

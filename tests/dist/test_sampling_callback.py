@@ -1,4 +1,4 @@
-"""Pictures on the way: drawn with averaged weights by all ranks, written once, and training does not notice."""
+"""Pictures during training: drawn with EMA weights by all ranks, written once; training is not affected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unequal shares: tokens and heads follow them, and results and gradients are one process' in every mode."""
+"""Unequal shares: tokens and heads are divided by them; results and gradients are exact in every mode."""
 
 from __future__ import annotations
 

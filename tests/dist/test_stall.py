@@ -1,4 +1,4 @@
-"""A rank that is elsewhere while its peers wait for it: reported with rank, module and collective."""
+"""A rank that does not join a collective while others wait: reported with rank, module and collective."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_collectives_that_end_are_no_stall(run_ranks: RankPool) -> None:
 
 
 def _watched_training(rank: int, world: int, seconds: float) -> list[str]:
-    """Steps under a watch that looks 500 times a second: what it reads must be safe while the thread runs on."""
+    """Steps with a watchdog that reads 500 times a second: its reads must be safe while the thread runs."""
     messages: list[str] = []
     watch = watch_stalls(host="127.0.0.1", after_s=60, timeout_s=60, report=messages.append)
     assert watch is not None

@@ -89,6 +89,7 @@ _FULL = [
     ("flux2", "mag", "ring", 3),
     ("kandinsky5", "mag", "ring", 3),
     ("hunyuan_video", "mag", "ulysses", 3),
+    ("motif_video_without_mask", "first_block", "ring", 3),
     ("wan", "taylorseer_lite", "ring", 3),
 ]
 

@@ -1,4 +1,4 @@
-"""Lightning's own checkpoints: saved under one strategy and degree, gone on with under another."""
+"""Lightning's checkpoints: saved with one strategy and degree, resumed with another."""
 
 from __future__ import annotations
 

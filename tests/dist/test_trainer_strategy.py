@@ -18,14 +18,14 @@ from tests.harness import RankPool
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> float:
+def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int, shares: list[int] | None) -> float:
     seed_everything(1, verbose=False)
     module, data = TrainsWan(), Clips(16)
     start = flat(module)
     trainer = trainer_of(
         rank,
         world,
-        ContextParallelStrategy(ring=ring, ulysses=ulysses),
+        ContextParallelStrategy(ring=ring, ulysses=ulysses, shares=shares),
         max_steps=3,
         accumulate_grad_batches=accumulate,
         gradient_clip_val=0.5,
@@ -34,6 +34,7 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> flo
     strategy = trainer.strategy
     assert isinstance(strategy, ContextParallelStrategy)
     assert strategy.data_size == world // (ring * ulysses)
+    assert shares is None or f"shares {':'.join(map(str, shares))}" in next(iter(strategy.context.described))
     assert len(module.seen) == 3 * accumulate
     seen = everyones(module.seen)
     for first in range(0, world, ring * ulysses):
@@ -58,12 +59,20 @@ def _fit(rank: int, world: int, ring: int, ulysses: int, accumulate: int) -> flo
 
 
 @pytest.mark.parametrize(
-    ("world", "ring", "ulysses", "accumulate"), [(2, 2, 1, 1), (3, 3, 1, 1), (3, 1, 3, 1), (4, 2, 1, 2), (4, 2, 2, 1)]
+    ("world", "ring", "ulysses", "accumulate", "shares"),
+    [
+        (2, 2, 1, 1, [2, 1]),
+        (3, 3, 1, 1, None),
+        (3, 1, 3, 1, [1, 3, 2]),
+        (4, 2, 1, 2, None),
+        (4, 2, 2, 1, None),
+        pytest.param(4, 2, 1, 1, [2, 1], marks=pytest.mark.full),
+    ],
 )
 def test_fit_is_one_process_on_the_global_batch(
-    run_ranks: RankPool, world: int, ring: int, ulysses: int, accumulate: int
+    run_ranks: RankPool, world: int, ring: int, ulysses: int, accumulate: int, shares: list[int] | None
 ) -> None:
-    assert max(run_ranks(world, _fit, ring, ulysses, accumulate, init=False)) < 1e-4
+    assert max(run_ranks(world, _fit, ring, ulysses, accumulate, shares, init=False)) < 1e-4
 
 
 def _evaluate(rank: int, world: int) -> tuple[list[float], list[list[int]], float]:

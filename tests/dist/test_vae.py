@@ -6,12 +6,15 @@ import hashlib
 import math
 from copy import deepcopy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import diffusers
 import pytest
 import torch
 from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.autoencoders.autoencoder_kl_cogvideox import CogVideoXSafeConv3d
 from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
@@ -85,18 +88,22 @@ def _check(run_ranks: RankPool, world: int, name: str, mode: str, dtype: torch.d
         if mode == "tiles":
             assert all(result["equal"] for result in results), f"not the VAE's own tiles: {error}"
             assert math.isclose(sum(shares), 1), f"a tile is computed by one rank: {shares}"
+        if f"{mode} {way}" == ALL[name].whole:
+            assert error == 0.0
+            assert shares == [1.0] * world
+            continue
         assert error <= {torch.float64: 1e-12, torch.float32: 1e-5}[dtype]
         assert max(shares) < 1.5 / world, f"the work is not shared: {shares}"
     return max(result["error"] for results in everyone for result in results.values())
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", [*QUICK, "allegro"])
 def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> None:
     features.compared("VAE decoded and encoded by tiles", _check(run_ranks, 3, name, "tiles", torch.float32))
 
 
 def _formats(rank: int, world: int) -> bool:
-    """True if tiles in channels_last come to the layer after the encoder as they do alone."""
+    """Return True if the layer after the encoder gets tiles in the memory format of one process (channels_last)."""
     vae = make_vae("kl").to(memory_format=torch.channels_last)
     vae.enable_tiling(**ALL["kl"].tiles)
     seen: list[bool] = []
@@ -118,6 +125,24 @@ def test_tiles_keep_the_order_of_their_dims_in_memory(run_ranks: RankPool) -> No
 @pytest.mark.parametrize("name", QUICK)
 def test_halos_give_the_whole_within_rounding(run_ranks: RankPool, name: str) -> None:
     features.compared("VAE decoded and encoded by rows", _check(run_ranks, 3, name, "halos", torch.float64))
+
+
+def _in_chunks(self: nn.Conv3d, video: Tensor) -> Tensor:
+    """Convolve chunks of frames, as Mochi's convolutions do above 2 GB."""
+    before, chunks = self.kernel_size[0] - 1, list(torch.chunk(video, 2, dim=2))
+    if before:
+        chunks[1:] = [torch.cat((a[:, :, -before:], b), dim=2) for a, b in pairwise(chunks)]
+    return torch.cat([nn.Conv3d.forward(self, chunk) for chunk in chunks], dim=2)
+
+
+def _compare_chunks(rank: int, world: int) -> float:
+    with mock.patch.object(CogVideoXSafeConv3d, "forward", _in_chunks):
+        return float(_compare(rank, world, "mochi", "halos", torch.float64)["decode"]["error"])
+
+
+@pytest.mark.full
+def test_halos_of_convolutions_in_chunks_of_frames(run_ranks: RankPool) -> None:
+    assert max(run_ranks(3, _compare_chunks)) < 1e-12
 
 
 @pytest.mark.full

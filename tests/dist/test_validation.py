@@ -1,4 +1,4 @@
-"""Validation: the losses are those of one process at every topology and batch size, and training is left as it was."""
+"""Validation: the losses of one process at every topology and batch size; training is not affected."""
 
 from __future__ import annotations
 

@@ -23,6 +23,7 @@ class TinyVae:
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: str = "tiles halos"
     broken: str = ""  # in diffusers itself
+    whole: str = ""  # computed by every rank
 
 
 _TILES = {f"tile_sample_{key}": n for key, n in (("min_height", 24), ("min_width", 24))}
@@ -100,12 +101,35 @@ _DC = {
     **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
     **{f"{part}_qkv_multiscales": ((), (), (5,)) for part in ("encoder", "decoder")},
 }
+_MAGVIT = {
+    **_BLOCKS,
+    "down_block_types": ("SpatialDownBlock3D", "SpatialTemporalDownBlock3D", "SpatialTemporalDownBlock3D"),
+    "up_block_types": ("SpatialUpBlock3D", "SpatialTemporalUpBlock3D", "SpatialTemporalUpBlock3D"),
+}
+_MOCHI = {
+    **{f"{part}_block_out_channels": (32, 32, 64) for part in ("encoder", "decoder")},
+    **{"in_channels": 15, "latent_channels": 4, "layers_per_block": (1, 1, 1), "temporal_expansions": (1, 2)},
+    **{"spatial_expansions": (2, 2), "add_attention_block": (False, True, True)},
+    **{"latents_mean": (0.0,) * 4, "latents_std": (1.0,) * 4},
+}
+_ALLEGRO = {
+    **_BLOCKS,
+    "down_block_types": ("AllegroDownBlock3D",) * 3,
+    "up_block_types": ("AllegroUpBlock3D",) * 3,
+    "temporal_downsample_blocks": (True, False, False),
+    "temporal_upsample_blocks": (False, True, False),
+    "temporal_compression_ratio": 2,
+}
 QUICK = {
     "kl": TinyVae("AutoencoderKL", _KL, (2, 4, 13, 11), (2, 3, 53, 45)),
     "wan": TinyVae("AutoencoderKLWan", _WAN, (2, 4, 3, 13, 11), (2, 3, 9, 52, 44), _STRIDES),
     "qwen": TinyVae("AutoencoderKLQwenImage", _QWEN, (2, 4, 1, 11, 13), (2, 3, 1, 44, 53), _STRIDES),
     "ltx": TinyVae("AutoencoderKLLTXVideo", _LTX, (2, 8, 3, 13, 11), (2, 3, 5, 52, 44), _STRIDES),
     "hunyuan": TinyVae("AutoencoderKLHunyuanVideo", _HUNYUAN, (2, 4, 4, 13, 11), (2, 3, 13, 53, 44), _LONG),
+    "magvit": TinyVae("AutoencoderKLMagvit", _MAGVIT, (2, 4, 3, 13, 11), (2, 3, 9, 52, 44), _STRIDES),
+    "mochi": TinyVae(
+        "AutoencoderKLMochi", _MOCHI, (2, 4, 3, 13, 11), (2, 3, 6, 52, 44), _STRIDES, whole="halos encode"
+    ),
 }
 MORE = {
     "flux2": TinyVae("AutoencoderKLFlux2", _KL, (2, 4, 13, 17), (2, 3, 53, 67)),
@@ -141,6 +165,15 @@ MORE = {
         "AutoencoderKLHunyuanImage", _HUNYUAN_IMAGE, (2, 16, 13, 11), (2, 3, 52, 44), broken="tiles encode"
     ),
     "cogvideox": TinyVae("AutoencoderKLCogVideoX", _COG, (2, 4, 5, 13, 11), (2, 3, 9, 52, 44), _TILES, modes="tiles"),
+    "magvit of all frames": TinyVae(
+        *("AutoencoderKLMagvit", {**_MAGVIT, "spatial_group_norm": False}, (1, 4, 3, 11, 13), (1, 3, 9, 44, 52)),
+        _STRIDES,
+    ),
+    "allegro": TinyVae(
+        *("AutoencoderKLAllegro", _ALLEGRO, (1, 4, 6, 14, 10), (1, 3, 12, 56, 40)),
+        attributes={"kernel": (8, 24, 24), "stride": (4, 16, 16)},
+        modes="tiles",
+    ),
     "dc": TinyVae("AutoencoderDC", _DC, (2, 8, 13, 11), (2, 3, 52, 44), _STRIDES, modes="tiles"),
 }
 ALL = {**QUICK, **MORE}

@@ -1,4 +1,4 @@
-"""Models that fail, or dawdle, on one rank."""
+"""Models that fail or sleep on one rank."""
 
 import time
 from typing import Any

@@ -1,4 +1,4 @@
-"""SLURM's commands as far as a job needs them: sbatch runs an array's elements one after another, in this machine.
+"""Imitate the SLURM commands that a job needs: sbatch runs the elements of an array one after another on this machine.
 
 `install` writes them into a folder for PATH. Each call is noted in `calls`, each script kept as `script_<n>.sh`.
 """

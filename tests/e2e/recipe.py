@@ -1,4 +1,4 @@
-"""Runs recipes/train.py as a user does, in a folder of its own, and reads what it left."""
+"""Run recipes/train.py as a user does, in a separate folder, and read its files."""
 
 import os
 import signal
@@ -47,10 +47,10 @@ def started(
     script: Path = RECIPE,
     cold: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
-    """The recipe's process; whatever of it is left at the end of the context is killed.
+    """Start the recipe. Yields: its process; processes that still run at the end of the context are killed.
 
-    Without a launcher it starts warm, see `tests.harness.warm`, unless it is to start `cold`. Each rank has one thread:
-    on a busy machine threads that wait for each other make tiny models many times slower.
+    Without a launcher and without `cold` it is forked from the warm server, see `tests.harness.warm`. Each rank has one
+    thread: on a busy machine, threads that wait for each other make tiny models many times slower.
     """
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     process = (subprocess.Popen if cold or launcher else warm.Popen)(
@@ -87,7 +87,7 @@ def run(
 
 
 def error_of(finished: Finished) -> str:
-    """The one line of a failed run's error; anything else that a user would take for one fails the test."""
+    """Return the error line of a failed run. Fails if stderr has anything else that looks like an error."""
     assert finished.exit_code != 0
     assert "Traceback" not in finished.stderr
     (line,) = [line for line in finished.stderr.splitlines() if "rror" in line]

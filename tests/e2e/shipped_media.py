@@ -1,4 +1,4 @@
-"""Real pictures and clips that installed packages ship, cut to the size of a tiny pipeline."""
+"""Crop real pictures and clips, which are in installed packages, to the size of a tiny pipeline."""
 
 from __future__ import annotations
 

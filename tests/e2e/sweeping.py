@@ -1,4 +1,4 @@
-"""A recipe with ranks that train nothing: they check their surroundings, write metrics, and fail as set to.
+"""A recipe with ranks that train nothing: they check their environment, write metrics, and fail as `fault` says.
 
 python tests/e2e/sweeping.py -m strategy=cp ring=1,2 +fault=none,raise_0
 """

@@ -1,4 +1,4 @@
-"""docs/distributed_sampling.md: its blocks run as they stand there, and what it says of them, and of errors, is so."""
+"""docs/distributed_sampling.md: its code blocks run unchanged, and what it says about them and errors is true."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _told(raised: tuple[str, str], kind: type[Exception], text: str = "") -> Non
 
 
 def _block(rank: int, world: int, folder: Path, name: str, main: bool = True) -> str:
-    """Runs a block of the page as one of its processes; what spawns is called as what it spawns.
+    """Run a block of the page in one of its processes; for scripts that spawn, call the spawned function.
 
     Returns: the type of error that a process ends with without a prompt, else "".
     """

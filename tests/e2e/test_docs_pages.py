@@ -1,4 +1,4 @@
-"""The scripts and commands of the docs pages about own code, own data and sweeps run as they stand there."""
+"""The scripts and commands of own_module.md, own_data.md and sweeps.md run unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor looks at this machine, tries every mode, and comes to a verdict."""
+"""recipes/doctor.py shows this machine, tests every mode, and prints a verdict."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def test_an_error_under_torchrun_is_printed_once_even_if_rank_zero_is_late(tmp_p
 
 @pytest.mark.full  # it waits for the first rank's word
 def test_a_rank_that_alone_fails_under_torchrun_prints_the_reason(tmp_path: Path) -> None:
-    """A rank's node is full: the first rank does not refuse, and waits for the others."""
+    """The disk of one rank's node is full: the first rank raises no error, and waits for the others."""
     (tmp_path / "of_1").touch()
     folder = f"run_dir={tmp_path}/of_${{oc.env:RANK}}"
     refused = run("strategy=cp", "ring=2", folder, folder=tmp_path / "run", launcher=TORCHRUN)

@@ -1,4 +1,4 @@
-"""The commands and scripts of docs/finetune_digits.md run as they stand there, with few steps and a small base."""
+"""The commands and scripts of docs/finetune_digits.md run unchanged, with few steps and a small base."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands and scripts of docs/finetuning.md and docs/finetune_edits.md run as they stand there, on tiny pipelines."""
+"""Commands and scripts of docs/finetuning.md and docs/finetune_edits.md run unchanged, on tiny pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""README's snippets run as they stand there, each between lines that a reader's script would have."""
+"""README's snippets run unchanged, in a script with the lines that a reader would add."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""recipes/sample.py: the main job's checkpoint gives the same pictures however it is spread; folders of pipelines."""
+"""recipes/sample.py: a checkpoint gives the same pictures on any ranks; folders of pipelines."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def size_of(path: Path) -> tuple[int, int, int]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A short run of the main job."""
+    """A short run of recipes/train.py."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     done = run(*SMALL, "max_steps=30", "output_root=..", folder=folder)
     assert done.exit_code == 0, done.stderr

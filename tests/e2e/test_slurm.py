@@ -1,4 +1,4 @@
-"""Jobs under SLURM: what a sweep asks it for, and a job that it runs again."""
+"""Jobs under SLURM: the resources that a sweep requests, and a job that is requeued."""
 
 import os
 import signal

@@ -33,7 +33,7 @@ def test_the_warning_says_where_a_peer_outside_of_collectives_is(launcher: tuple
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 0), (2, 1)])
 def test_a_stopped_rank_is_named_on_the_terminal(ranks: int, victim: int, tmp_path: Path) -> None:
-    """Also rank 0, which serves the store through which ranks know of each other."""
+    """Also rank 0, which serves the store that all ranks use."""
     folder = tmp_path / "run"
     with started(*SMALL, *STRATEGY, f"ring={ranks}", "max_steps=100000", folder=folder) as process:
         metrics = folder / "metrics.csv"

@@ -1,4 +1,4 @@
-"""Multiruns: every job on ranks of its own, failures that stay alone, and what is left at the end."""
+"""Multiruns: new ranks for every job, failures that do not affect other jobs, and the files at the end."""
 
 from __future__ import annotations
 

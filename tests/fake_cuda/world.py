@@ -59,7 +59,7 @@ def _merge_in_place(a: PartialAttention, b: PartialAttention) -> PartialAttentio
 
 @contextmanager
 def fake_cuda() -> Iterator[CrossingRecorder]:
-    """Fake CUDA tensors on an H100, with NCCL as the code sees it. `.item()` and its like raise."""
+    """Context with fake CUDA tensors on an H100 and with NCCL. `.item()` and similar calls raise an error."""
     with (
         FakeTensorMode(allow_non_fake_inputs=True),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)),

@@ -1,4 +1,4 @@
-"""Data sets that do wrong, for recipes: data.dataset._target_=tests.faults.data.SpoiltDigits."""
+"""Faulty data sets for recipes: data.dataset._target_=tests.faults.data.SpoiltDigits."""
 
 import os
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Pickles that run code when they are loaded: each only makes a folder. Its absence proves that it did not run."""
+"""Pickles that run code when they are loaded. The code makes a folder, so the test sees whether it ran."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def attribute(of: bytes, which: str) -> bytes:
 
 
 def by_build(ran: Path) -> bytes:
-    """The enum is changed by BUILD, so that a reader which allows its members alone sees nothing but members."""
+    """BUILD changes the enum, so that a reader that allows only its members does not see a difference."""
     enum, code = name(METADATA, FORMATS), f"__import__('os').mkdir({str(ran)!r})"
     real = [(one.name, call(enum, pickle.BININT1 + bytes([one.value]))) for one in _MEM_FORMAT_ENCODING]
     members = b"".join(text(one) + enum for one in ("__new__", "__globals__", "get"))

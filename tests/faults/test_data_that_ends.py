@@ -1,4 +1,4 @@
-"""Data that ends before training does: an error on every rank, never the end of the run."""
+"""Data that ends before training: an error on every rank, not a normal end of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else's run as the source of samples: its configuration cannot make us run code."""
+"""Sampling from a run of an untrusted author: its configuration cannot run code."""
 
 from __future__ import annotations
 

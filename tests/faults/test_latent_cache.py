@@ -24,7 +24,7 @@ from tests.unit.latent_cache.made import add, check, index, make
 
 
 class _KilledError(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+    """An exception that no code catches, like SIGKILL."""
 
 
 class _Steps:
@@ -75,7 +75,7 @@ def _run_until_killed(folder: Path, at: int) -> int:
 
 @pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_run_that_is_killed_at_any_step_is_continued(tmp_path: Path, resumed: bool) -> None:
-    """Every step is the last one of a run once; the next run completes the cache."""
+    """A run is killed at each step in turn; the next run completes the cache."""
     at, reached = 0, 0
     while reached == at:
         at += 1

@@ -1,4 +1,4 @@
-"""Runs that start at the same moment, or in the same folder: each has its folder alone."""
+"""Runs that start at the same time, or in the same folder: no two of them write in one folder."""
 
 from __future__ import annotations
 
@@ -257,3 +257,21 @@ def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: P
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0
     assert stderr.count("Read-only file system") == 1, stderr
+
+
+@pytest.mark.parametrize(
+    "recipe", ["check", "bench", *(pytest.param(x, marks=pytest.mark.full) for x in ("check_family", "precompute"))]
+)
+def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(recipe: str, tmp_path: Path) -> None:
+    process = warm.Popen(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=/proc/none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, stdout) == (2, "")
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: hydra.run.dir=/proc/none cannot be written to: ")

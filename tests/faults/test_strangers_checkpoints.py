@@ -1,4 +1,4 @@
-"""Checkpoints of strangers are read without running what they hold."""
+"""Checkpoints from untrusted authors are read without running their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fabric and Trainer load strangers' checkpoints without running what they hold."""
+"""Fabric and Trainer load checkpoints from untrusted authors without running their code."""
 
 from __future__ import annotations
 

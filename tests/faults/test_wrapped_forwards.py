@@ -1,4 +1,4 @@
-"""Wrappers that libraries put around `forward`, before and after `apply_context_parallel`, and take off at any time."""
+"""Wrappers of libraries around `forward`, added before or after `apply_context_parallel`, and removed at any time."""
 
 from __future__ import annotations
 

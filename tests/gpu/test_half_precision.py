@@ -95,7 +95,7 @@ def _relative_errors(module: _Overflows) -> list[tuple[float, float]]:
 
 
 def _share_a_gpu(rank: int) -> None:
-    """Each rank is a node of its own to Lightning: it gives the ranks of one node a GPU each."""
+    """Make each rank a separate node for Lightning, because it gives each rank of a node another GPU."""
     warnings.simplefilter("ignore")
     os.environ.update(LOCAL_RANK="0", NODE_RANK=str(rank))
 

@@ -1,4 +1,4 @@
-"""A rank's step on a GPU, in a world that is only pretended: no host synchronisation, CUDA graphs, compilation.
+"""A rank's step on a GPU in a simulated world: no host synchronisation, CUDA graphs, compilation.
 
 Transfers send nothing there, so that these tests are of everything else; test_several_gpus.py has them too.
 """

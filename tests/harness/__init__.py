@@ -1,4 +1,4 @@
-"""Running test functions on several ranks, and noticing what tests leave behind."""
+"""Run test functions on several ranks, and detect processes, threads and settings that a test leaves behind."""
 
 from tests.harness.pool import RankFailure, RankPool
 

@@ -1,4 +1,4 @@
-"""Choosing the cases of a parametrized test that the default suite runs."""
+"""Choose the cases of a parametrized test that run without the marker `full`."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Surroundings:
 
 
 def running_threads() -> frozenset[threading.Thread]:
-    """Those that somebody must end."""
+    """Return the running threads that a test must end."""
     return frozenset(t for t in threading.enumerate() if type(t).__name__ not in _THREADS_OF_LIBRARIES)
 
 
@@ -66,7 +66,7 @@ def left_behind(before: Surroundings) -> list[str]:
 
 
 def _children() -> frozenset[int]:
-    """Running direct children, without those that serve the harness (the rank pool's workers are the fork server's)."""
+    """Return the running direct children, without those of the harness (the pool's workers are the fork server's)."""
     harness = {
         getattr(forkserver._forkserver, "_forkserver_pid", None),
         getattr(resource_tracker._resource_tracker, "_pid", None),

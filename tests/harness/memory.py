@@ -7,11 +7,11 @@ from pathlib import Path
 
 
 class MemoryPeak:
-    """Samples memory every millisecond in a thread. Peaks are in bytes above the start.
+    """Measure the peak memory in a thread, every millisecond, in bytes above the start.
 
     Attributes:
-        anonymous: without pages of mapped files.
-        resident: with them.
+        anonymous: peak without the pages of mapped files.
+        resident: peak with the pages of mapped files.
     """
 
     def __enter__(self) -> MemoryPeak:

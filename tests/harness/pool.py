@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_cp.comm.loopback import host_store
 from tests.harness.worker import Job, Reply, serve
 
 MAX_WORLD = 8
@@ -43,7 +44,7 @@ _PRELOADED_IF_USED = {  # slow to import; by the module that a test file has imp
 
 
 class RankFailure(AssertionError):
-    """Some rank raised, hung or died."""
+    """A rank raised an error, hung or died."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,12 @@ class _Worker:
 
 
 class RankPool:
-    """Runs a module-level function on every rank of a world and returns their results, in rank order.
+    """Run a module-level function on every rank of a world and return the results, in rank order.
 
-    pool(3, function, *args) calls function(rank, 3, *args) in three processes with a gloo group of three (none with
-    `init=False`; RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set either way). A rank that raises
-    fails the call with its traceback; one that has not answered after `timeout_s` fails it with the stacks of all its
-    threads. After a failure every worker is replaced.
+    pool(3, function, *args) calls function(rank, 3, *args) in three processes with a gloo group of three ranks (without
+    a group with `init=False`). RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are always set. If a rank
+    raises, the call fails with its traceback. If a rank does not finish within `timeout_s`, the call fails with the
+    stacks of all its threads. After a failure all workers are replaced.
     """
 
     def __init__(self) -> None:
@@ -136,9 +137,7 @@ class RankPool:
         for worker in self._workers:
             worker.log.write_text("")
         if self._store is None:
-            self._store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-            )
+            self._store = host_store("127.0.0.1", timeout=timedelta(seconds=30))
         context = multiprocessing.get_context("forkserver")  # imports torch once, in a process without threads
         used = [name for user, names in _PRELOADED_IF_USED.items() if user in sys.modules for name in names]
         context.set_forkserver_preload([*_PRELOADED, *used])

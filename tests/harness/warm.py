@@ -1,9 +1,9 @@
 """Start programs in processes that have imported torch, lightning and diffusers already: see `warm_server.py`.
 
-`Popen` and `run` are those of `subprocess` for commands that begin with `sys.executable`. The process is a child of
-this one, with its arguments, environment, folder and streams; the ranks that `LocalLauncher` starts in it are
-its children. It differs from a new interpreter in what is imported, so tests of imports, and one test of each recipe,
-use `subprocess`.
+`Popen` and `run` replace those of `subprocess` for commands that begin with `sys.executable`. The process is a child of
+this one, and has the given arguments, environment, folder and streams. The ranks that `LocalLauncher` starts in it are
+its children. Other modules are already imported than in a new interpreter, so tests of imports, and one test of each
+recipe, use `subprocess`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _READ_LATE = (  # variables that no preloaded package reads while it is imported
 
 
 class Popen(subprocess.Popen[str]):
-    """`subprocess.Popen` of a Python program, warm where this system can do it."""
+    """Start a Python program like `subprocess.Popen`, forked from the warm server if the system supports it."""
 
     def _execute_child(self, *args: Any) -> None:
         given = popen_arguments(self, args)
@@ -68,7 +68,7 @@ def run(command: list[Any], *, timeout: float, **settings: Any) -> subprocess.Co
 def run_ranks(
     count: int, command: list[Any], *, timeout: float, env: dict[str, str], cwd: Path
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program `count` times at once, warm, with the variables that torchrun sets.
+    """Run a program in `count` warm processes at the same time, with the variables that torchrun sets.
 
     Returns: the output of all, in rank order, and the first exit code that is not 0.
     """

@@ -136,7 +136,7 @@ def _use_streams(streams: Mapping[int, int], start_new_session: bool, keep: tupl
 
 
 def _use_environment(environment: Mapping[str, str]) -> None:
-    """Set the environment, and what the imported packages would have made of it, or of chance."""
+    """Set the environment, and the state that imported packages derive from it or from random numbers."""
     import numpy as np
     import torch
 
@@ -181,7 +181,7 @@ class _State:
 
 
 def _fork_ranks(state: _State) -> None:
-    """Make `LocalLauncher` fork its ranks from this process, which has no thread either."""
+    """Make `LocalLauncher` fork its ranks from this process, which has no threads."""
     from lightning_cp.launch import processes
 
     class Forked(subprocess.Popen[Any]):

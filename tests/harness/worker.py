@@ -1,4 +1,4 @@
-"""The program of the pool's worker processes: one job after another, each in a process group of its own."""
+"""Run jobs in a worker process of the pool, one after another, each with a new process group."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _init_group(job: Job) -> None:
 
 @contextmanager
 def _clean_state() -> Iterator[None]:
-    """Whatever a job leaves behind does not reach the next one; a thread that stays is an error."""
+    """Remove the state that a job leaves behind. Raises an error if a thread still runs."""
     environment, threads = dict(os.environ), running_threads()
     torch.manual_seed(0)
     try:

@@ -1,4 +1,4 @@
-"""Every class with a plan, tiny: a file for each of lightning_cp/plans, with a table `TINY` of what is tried of it."""
+"""Tiny models of every class with a plan: a file for each file of lightning_cp/plans, with a table `TINY`."""
 
 from __future__ import annotations
 

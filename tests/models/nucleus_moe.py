@@ -11,7 +11,7 @@ from tests.models.tiny import TIMES, Tiny, padding_mask, randn
 
 
 class _WithExperts(Tiny):
-    """The class leaves its experts' weights as the memory was."""
+    """Initialise the experts' weights, which the class leaves uninitialised."""
 
     def build(self) -> nn.Module:
         model = super().build()

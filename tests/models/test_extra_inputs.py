@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +16,8 @@ from lightning_cp.errors import ShapeError
 from tests.dist.compare import averaged, outcome, worst
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
+from tests.models.controlnets import TINY as CONTROLNETS
+from tests.models.controlnets import Control
 from tests.models.modes import MODES
 from tests.models.tiny import randn
 from tests.reference import max_error
@@ -27,57 +26,13 @@ _MODES = ("ring", "rotation", "ulysses")
 Inputs = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Control:
-    """A ControlNet of diffusers.
-
-    Attributes:
-        kind: its class.
-        tiny: the transformer that it steers, with inputs.
-        inputs: its own inputs, besides those that it shares with the transformer.
-        config: values that differ from the transformer's.
-        fed: names of the transformer's arguments that take its outputs.
-    """
-
-    kind: str
-    tiny: str
-    inputs: Callable[[torch.Generator, Inputs], Inputs]
-    config: Inputs
-    fed: tuple[str, ...] = ("controlnet_block_samples",)
-
-    def build(self) -> Controlled:
-        import diffusers
-
-        transformer = TINY[self.tiny].build()
-        kind = getattr(diffusers, self.kind)
-        shared = {name: x for name, x in TINY[self.tiny].config.items() if name in parameters(kind.__init__)}
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
-            control = kind(**{**shared, **self.config}).double().eval()
-        for parameter in control.parameters():
-            if not parameter.abs().sum():  # its last layers are zero at first
-                nn.init.normal_(parameter, std=0.2)
-        if self.kind == "ZImageControlNetModel":
-            kind.from_transformer(control, transformer)
-            control.gradient_checkpointing = False  # diffusers 0.42.1 forgets to set it
-        return Controlled(control, transformer, self.fed)
-
-    def arguments(self, model: Controlled) -> Inputs:
-        given = {name: x for name, x in TINY[self.tiny].arguments().items() if name not in self.fed}
-        shared = {name: x for name, x in given.items() if name in parameters(type(model.control).forward)}
-        return {"inputs": given, "control": {**shared, **self.inputs(torch.Generator().manual_seed(2), given)}}
-
-
-def parameters(function: Any) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
 class Controlled(nn.Module):
-    """A ControlNet and its transformer in one module, as a training has them. Only the transformer is parallel."""
+    """A ControlNet and its transformer in one module, as a training has them."""
 
-    def __init__(self, control: nn.Module, transformer: nn.Module, fed: tuple[str, ...]) -> None:
+    def __init__(self, tiny: Control) -> None:
         super().__init__()
-        self.control, self.transformer, self.fed = control, transformer, fed
+        self.transformer = tiny.steers.build()
+        self.control, self.fed = tiny.build(self.transformer), tiny.fed
 
     def forward(self, inputs: Inputs, control: Inputs, return_dict: bool) -> tuple[Tensor, ...]:
         steering = self.control(**control)
@@ -86,105 +41,36 @@ class Controlled(nn.Module):
         return tuple(out) if isinstance(out, list) else (out,)
 
 
-def _cosmos(g: torch.Generator, given: Inputs) -> Inputs:
-    return {
-        "controls_latents": randn(g, 2, 4, 5, 2, 14),
-        "latents": given["hidden_states"],
-        "condition_mask": torch.rand(2, 1, 5, 2, 14, generator=g, dtype=torch.float64),
-        "padding_mask": torch.rand(1, 1, 2, 14, generator=g, dtype=torch.float64),
-        "conditioning_scale": [0.5, 2.0],
-    }
-
-
-CONTROLS = {
-    "flux": Control(
-        "FluxControlNetModel",
-        "flux",
-        lambda g, given: {"controlnet_cond": randn(g, 2, 15, 4), "conditioning_scale": 0.7},
-        {"num_layers": 2, "num_single_layers": 1},
-        ("controlnet_block_samples", "controlnet_single_block_samples"),
-    ),
-    "sd3": Control(
-        "SD3ControlNetModel",
-        "sd3",
-        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 3, 5), "conditioning_scale": 0.7},
-        {"num_layers": 2, "dual_attention_layers": ()},
-        ("block_controlnet_hidden_states",),
-    ),
-    "qwen_image": Control(
-        "QwenImageControlNetModel",
-        "qwen_image",
-        lambda g, given: {"controlnet_cond": randn(g, 2, 15, 17), "conditioning_scale": 0.7},
-        {"num_layers": 1, "extra_condition_channels": 1},
-    ),
-    "hunyuan_dit": Control(
-        "HunyuanDiT2DControlNetModel",
-        "hunyuan_dit",
-        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 6, 10), "conditioning_scale": 0.7},
-        {"transformer_num_layers": 4},
-    ),
-    "sana": Control(
-        "SanaControlNetModel",
-        "sana",
-        lambda g, given: {"controlnet_cond": randn(g, 2, 4, 7, 5), "conditioning_scale": 0.7},
-        {"num_layers": 1},
-    ),
-    "z_image": Control(
-        "ZImageControlNetModel",
-        "z_image",
-        lambda g, given: {"control_context": [randn(g, *x.shape) for x in given["x"]], "conditioning_scale": 0.7},
-        {
-            "control_in_dim": 16,
-            "control_layers_places": [0],
-            "control_refiner_layers_places": [0],
-            "add_control_noise_refiner": "control_noise_refiner",
-        },
-    ),
-    "cosmos": Control(
-        "CosmosControlNetModel",
-        "cosmos_transfer",
-        _cosmos,
-        {"n_controlnet_blocks": 2, "in_channels": 6, "latent_channels": 6, "model_channels": 48},
-        ("block_controlnet_hidden_states",),
-    ),
-}
-
-
-@contextmanager
-def torchvision() -> Iterator[None]:
-    """Stands for the one function that Cosmos' ControlNet has from torchvision; the mask is of that size already."""
-    from diffusers.models.controlnets import controlnet_cosmos
-
-    resize = SimpleNamespace(resize=lambda x, size, interpolation: x)
-    before = controlnet_cosmos.__dict__.get("transforms")
-    controlnet_cosmos.transforms = SimpleNamespace(functional=resize, InterpolationMode=SimpleNamespace(NEAREST=None))
-    try:
-        yield
-    finally:
-        controlnet_cosmos.transforms = before
-
-
-def _check_control(rank: int, world: int, name: str, mode: str) -> None:
-    model = CONTROLS[name].build()
-    with torchvision():
-        expected, alone = outcome(model, CONTROLS[name].arguments(model))
-        apply_context_parallel(model.transformer, MODES[mode](world))
-        found, parallel = outcome(model, CONTROLS[name].arguments(model))
+def _check_control(rank: int, world: int, name: str, mode: str, parallel: tuple[str, ...]) -> None:
+    tiny: Any = CONTROLNETS[name]
+    given = {name: x for name, x in tiny.steers.arguments().items() if name not in tiny.fed}
+    model = Controlled(tiny)
+    expected, alone = outcome(model, {"inputs": given, "control": tiny.arguments()})
+    for part in parallel:
+        apply_context_parallel(getattr(model, part), MODES[mode](world))
+    found, together = outcome(model, {"inputs": given, "control": tiny.arguments()})
     assert any(x.any() for path, x in alone.items() if path.startswith("control.") and x is not None)
     assert max_error(found, expected) < 1e-9
-    assert worst(averaged(parallel, world), alone) < 1e-9
+    assert worst(averaged(together, world), alone) < 1e-9
+
+
+_BOTH = ("control", "transformer")
+_KINDS = {tiny.kind: name for name, tiny in reversed(CONTROLNETS.items())}
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"),
+    ("name", "mode", "parallel"),
     [
-        pytest.param(name, mode, marks=() if mode == "ring" else pytest.mark.full)
-        for name in CONTROLS
+        pytest.param(name, mode, parallel, marks=() if (mode, parallel) == ("ring", _BOTH) else pytest.mark.full)
+        for name in _KINDS.values()
         for mode in _MODES
+        for parallel in (_BOTH, ("transformer",))
     ],
 )
-def test_a_controlnet_trains_through_a_parallel_transformer(run_ranks: RankPool, name: str, mode: str) -> None:
-    run_ranks(3, _check_control, name, mode)
+def test_a_controlnet_trains_with_its_transformer(
+    run_ranks: RankPool, name: str, mode: str, parallel: tuple[str, ...]
+) -> None:
+    run_ranks(3, _check_control, name, mode, parallel)
 
 
 def _flux_adapter(name: str) -> tuple[nn.Module, Inputs]:

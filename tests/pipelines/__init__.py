@@ -1,4 +1,4 @@
-"""Pipelines of diffusers, tiny: a file a family, with a table `TINY` of what is tried of it."""
+"""Tiny pipelines of diffusers: one file for each family, with a table `TINY` of pipelines."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tests.pipelines.wan import unipc
 
 
 class Unguarded(ModelMixin, ConfigMixin):
-    """Stands for the checker of unsafe content, which has to be there and is large."""
+    """Replacement for the checker of unsafe content, which is required but large."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,14 +35,15 @@ _SIZES = {
 _SIZE = (12, 20)  # 3 x 5 tokens: the autoencoder halves both, and the transformer sees patches of 2 x 2
 
 
-def _make(pipeline: type, *, controlnet: bool = False, **sizes: Any) -> Any:
+def _make(pipeline: type, *, controlnets: int = 0, **sizes: Any) -> Any:
     tokenizer, text_encoder = clip(hidden=32)
     tokenizer_2, text_encoder_2 = t5(width=32)
     others = {}
-    if controlnet:
+    if controlnets:
         with quiet():
-            model = FluxControlNetModel(**{**_SIZES, "num_single_layers": 1})
-        others["controlnet"] = no_zeros(model).eval()
+            models = [FluxControlNetModel(**{**_SIZES, "num_single_layers": 1}) for _ in range(controlnets)]
+        models = [no_zeros(model).eval() for model in models]
+        others["controlnet"] = models if controlnets > 1 else models[0]
     return pipeline(
         scheduler=flow_match(),
         vae=vaes.kl(_LATENTS, levels=2),
@@ -90,8 +91,17 @@ TINY = {
         guidance="none",
     ),
     "flux_controlnet": TinyPipe(
-        lambda: _make(FluxControlNetPipeline, controlnet=True),
+        lambda: _make(FluxControlNetPipeline, controlnets=1),
         lambda: _true_cfg(control_image=picture(*_SIZE)),
         guidance="calls",
+        controlnets=("controlnet",),
+    ),
+    "flux_two_controlnets": TinyPipe(
+        lambda: _make(FluxControlNetPipeline, controlnets=2),
+        lambda: _true_cfg(
+            control_image=[picture(*_SIZE), picture(*_SIZE, seed=1)], controlnet_conditioning_scale=[0.8, 0.5]
+        ),
+        guidance="calls",
+        controlnets=("controlnet.nets.0", "controlnet.nets.1"),
     ),
 }

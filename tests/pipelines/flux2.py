@@ -1,4 +1,4 @@
-"""FLUX.2 and FLUX.2 Klein, with and without images to go by."""
+"""FLUX.2 and FLUX.2 Klein, with and without reference images."""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from diffusers import (
+    QwenImageControlNetModel,
+    QwenImageControlNetPipeline,
     QwenImageEditPipeline,
     QwenImageEditPlusPipeline,
     QwenImageImg2ImgPipeline,
@@ -27,16 +29,18 @@ _EDIT_LEVELS, _EDIT_SIZE, _IMAGE_SIZE = 7, (768, 1280), (20, 12)
 def _make(pipeline: type, *, edit: bool = False) -> Any:
     tokenizer, text_encoder = qwen25_vl(hidden=16)
     others = {"processor": qwen2_vl_processor(tokenizer)} if edit else {}
-    transformer = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=4 * _LATENTS,
-        out_channels=_LATENTS,
-        num_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=16,
-        axes_dims_rope=(8, 4, 4),
-    )
+    sizes: dict[str, Any] = {
+        "patch_size": 2,
+        "in_channels": 4 * _LATENTS,
+        "out_channels": _LATENTS,
+        "attention_head_dim": 16,
+        "num_attention_heads": 4,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (8, 4, 4),
+    }
+    transformer = QwenImageTransformer2DModel(**sizes, num_layers=2)
+    if pipeline is QwenImageControlNetPipeline:
+        others["controlnet"] = loud(QwenImageControlNetModel(**sizes, num_layers=1))
     return pipeline(
         scheduler=flow_match(),
         vae=vaes.qwen_image(_LATENTS, levels=_EDIT_LEVELS if edit else 2, blocks=0 if edit else 1),
@@ -67,6 +71,12 @@ TINY = {
         lambda: _make(QwenImageInpaintPipeline),
         lambda: _inputs(image=picture(*_SIZE), mask_image=mask(*_SIZE), strength=0.5, num_inference_steps=4),
         guidance="calls",
+    ),
+    "qwen_image_controlnet": TinyPipe(
+        lambda: _make(QwenImageControlNetPipeline),
+        lambda: _inputs(control_image=picture(*_SIZE), controlnet_conditioning_scale=0.7),
+        guidance="calls",
+        controlnets=("controlnet",),
     ),
     "qwen_image_edit": TinyPipe(
         lambda: _make(QwenImageEditPipeline, edit=True),

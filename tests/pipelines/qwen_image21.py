@@ -1,4 +1,4 @@
-"""QwenImage 2.1: text to image, and editing; without its cache, which cannot be shared out."""
+"""QwenImage 2.1: text to image, and editing; without its cache, which cannot be split."""
 
 from __future__ import annotations
 

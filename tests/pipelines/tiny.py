@@ -19,7 +19,8 @@ class TinyPipe:
         inputs: gives the keyword arguments of a call, without `generator`. Its own random numbers are seeded.
         guidance: computation of the guidance branches: "batch": in one call of the transformer, "calls": in
             several, "none": it has one branch.
-        transformers: names of the components that run parallel.
+        transformers: names of the transformers that run parallel.
+        controlnets: names of the ControlNets that run parallel.
         output: name of the field of the result that is compared.
     """
 
@@ -28,6 +29,7 @@ class TinyPipe:
     guidance: Literal["batch", "calls", "none"]
     transformers: tuple[str, ...] = ("transformer",)
     output: str = "images"
+    controlnets: tuple[str, ...] = ()
 
 
 def no_zeros(module: nn.Module, scale: float = 0.05) -> nn.Module:

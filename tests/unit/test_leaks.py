@@ -1,4 +1,4 @@
-"""The check that every test passes through notices what it is there for, and undoes it."""
+"""The fixture that runs around every test detects each kind of leak, and undoes it."""
 
 from __future__ import annotations
 

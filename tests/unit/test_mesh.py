@@ -1,4 +1,4 @@
-"""Groups and ranks derived from meshes, in worlds that are only pretended (torch's fake process group)."""
+"""Groups and ranks derived from meshes, in simulated worlds (torch's fake process group)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A warm start is like a new interpreter in all that a program sees of its process, and is the test's own child."""
+"""For a program, a warm start looks like a new interpreter; its process is a child of the test."""
 
 from __future__ import annotations
 

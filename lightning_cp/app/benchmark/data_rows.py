@@ -26,7 +26,7 @@ class DataFigures:
 
     @property
     def waiting(self) -> float | None:
-        """Median seconds of waiting as a share of the median seconds of a repetition."""
+        """Median waiting time divided by the median time of a repetition."""
         if not self.waited_s:
             return None
         return statistics.median(self.waited_s) / statistics.median(self.times_s)
@@ -38,7 +38,7 @@ class DataFigures:
 
 
 def data_rows(tokens: int, found: dict[str, DataFigures]) -> list[Row]:
-    """The rows of the workload `data`, which has no limit to compare with. Args: tokens: of a sample."""
+    """Return the rows of the workload `data`, which has no limit to compare with. Args: tokens: tokens per sample."""
     return [
         Row(
             workload=DATA,

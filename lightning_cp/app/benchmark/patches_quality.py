@@ -1,4 +1,4 @@
-"""Measure how far samples in patches (PipeFusion) are from the exact samples of a run's model.
+"""Measure the deviation of samples drawn in patches (PipeFusion) from the exact samples of a run's model.
 
     python -m lightning_cp.app.benchmark.patches_quality RUN PLOT.png [COUNT]
 
@@ -29,8 +29,9 @@ WARMUP = (1, 2, 4)
 class Measured(NamedTuple):
     """Samples drawn in patches (1: exactly), with `warmup` first evaluations of the whole sequence.
 
-    psnr: against the exact samples, for a range of 2, in dB. largest: largest deviation of a value, in that range.
-    recognised: by a classifier of real digits.
+    psnr: PSNR in dB relative to the exact samples, for values in [-1, 1].
+    largest: largest deviation of a value.
+    recognised: fraction of the samples that a classifier of real digits recognises.
     """
 
     patches: int

@@ -11,7 +11,7 @@ from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THRE
 
 
 def colours(names: Iterable[str]) -> dict[str, Any]:
-    """Return a colour of its own for each name (up to 20 names)."""
+    """Return a different colour for each name (up to 20 names)."""
     from matplotlib import colormaps
 
     palette: Any = colormaps["tab20"]
@@ -68,7 +68,7 @@ def draw_data(rows: Sequence[Row], path: Path) -> None:
 
 
 _NOISY = 0.3  # spread above which a time is marked
-_Curves = dict[str, tuple[list[float | None], ...]]  # of each subject: times, memory, waiting, spread, by length
+_Curves = dict[str, tuple[list[float | None], ...]]  # subject -> (times, memory, waiting, spread), each by length
 
 
 def _curves(rows: Sequence[Row], ranks: int) -> _Curves:
@@ -107,7 +107,7 @@ def _draw_lines(axes: Any, curves: _Curves, lengths: Sequence[int], palette: Map
         axis.minorticks_off()
         axis.set_ylim(bottom=0)
     axes[0].axhline(1, color="black", linewidth=0.8)
-    axes[2].set_ylim(0, max(5, axes[2].get_ylim()[1]))  # that a thousandth does not look like much
+    axes[2].set_ylim(0, max(5, axes[2].get_ylim()[1]))  # a waiting time of 0.1 % must not fill the plot
     handles, labels = axes[0].get_legend_handles_labels()
     if labels:
         axes[2].legend(handles, labels, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.02, 0.5))

@@ -29,7 +29,8 @@ class Measured(NamedTuple):
     """Samples drawn with one threshold (0: without a cache).
 
     skipped: fraction of the block calls that were skipped. seconds: CPU time.
-    psnr: against the samples without a cache, for a range of 2, in dB. recognised: by a classifier of real digits.
+    psnr: PSNR in dB relative to the samples without a cache, for values in [-1, 1].
+    recognised: fraction of the samples that a classifier of real digits recognises.
     """
 
     threshold: float

@@ -1,6 +1,6 @@
-"""Workload `shares`: a sampling step on ranks of which the last one has half the speed, with equal shares and by speed.
+"""Workload `shares`: a sampling step with one slow rank, with equal shares and with shares proportional to speed.
 
-The slow rank computes its layers and attention kernels twice, so it is slow by the same factor on every machine.
+The last rank computes its layers and attention kernels twice, so it is slower by the same factor on every machine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OPERATIONS = ("linear", "layer_norm", "rms_norm", "gelu", "silu")  # of torch.n
 
 
 def shares(config: DictConfig, device: torch.device) -> list[Subject]:
-    """List the subjects: one process on one thread at full speed, then each mode with equal shares and by speed."""
+    """List the subjects: one process on one thread at full speed, then each mode with equal and with unequal shares."""
     torch.manual_seed(0)
     with device:
         model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))

@@ -95,7 +95,7 @@ def compare(config: DictConfig, here: Path, alone: Path) -> Certificate:
 
 
 def one_process(config: DictConfig, resolved: DictConfig) -> DictConfig:
-    """Return the configuration of the same run on one process, for the first steps, without its extras.
+    """Return the configuration of the first steps of the same run on one process: no pictures, exports or loggers.
 
     Args:
         config: configuration of the run, with interpolations.
@@ -127,7 +127,7 @@ def one_process(config: DictConfig, resolved: DictConfig) -> DictConfig:
 def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[[DictConfig], Any]) -> Result:
     """Run the first steps on one process, after the run, and write the certificate into the run's folder.
 
-    A model card gets it as a section. Returns: a failure if the one process failed, or the losses differ.
+    It is also added to the model card. Returns: a failure if the one process failed, or the losses differ.
 
     Args:
         config: configuration of the run, with interpolations.

@@ -40,7 +40,8 @@ def check_precompute(config: DictConfig, machine: Machine, env: LauncherEnv | No
     Raises: SettingsError: the first error found.
     """
     for key, example in (("model.pretrained", "my-pipeline"), ("data.path", "clips")):
-        if OmegaConf.is_missing(*_parent(config, key)):
+        group, name = key.split(".")
+        if OmegaConf.is_missing(config[group], name):
             raise SettingsError(f"{key} must be given, for example {key}={example}")
     check_values(config)
     for setting in _SETTINGS:
@@ -99,11 +100,6 @@ def _check_paths(path: Path, output: Path) -> None:
         raise SettingsError(
             f"output={output} holds other files ({others[0][:80]}, …) and is no latent cache: use an empty folder"
         )
-
-
-def _parent(config: DictConfig, key: str) -> tuple[DictConfig, str]:
-    group, _, name = key.partition(".")
-    return config[group], name
 
 
 def _check_sizes(config: DictConfig) -> None:

@@ -5,6 +5,7 @@ Imports neither torch nor diffusers.
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +186,7 @@ def _is_file(value: Any) -> bool:
     return isinstance(value, str) and os.path.isfile(value)
 
 
-def _entries(value: Any) -> Any:
+def _entries(value: Any) -> Sequence[Any] | None:
     """Return the prompts as a list; a single prompt becomes a list of one, None stays None."""
     return value if value is None or isinstance(value, ListConfig) else [value]
 

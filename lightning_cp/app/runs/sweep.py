@@ -209,7 +209,7 @@ def show_from_zero(axes: Any) -> None:
 
 
 def _noise(times_s: list[float]) -> str:
-    """Return a note if the middle half of the times is wider than 30 % of the median."""
+    """Return a note if the interquartile range of the times is above 30 % of the median."""
     if len(times_s) < 4:
         return ""
     lower, middle, upper = statistics.quantiles(times_s, n=4)

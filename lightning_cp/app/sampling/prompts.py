@@ -52,7 +52,7 @@ class PromptPictures:
 
         Weights, modes and random states are the same afterwards.
         """
-        if self._sampler is None:  # a run that was resumed after its last step
+        if self._sampler is None:  # the run was resumed at its last step, so `after_step` was never called
             self._prepare(run)
         assert self._sampler is not None, "it has just been made"
         module: Any = run.state.module
@@ -66,7 +66,7 @@ class PromptPictures:
         self._write(run, name, samples)
 
     def add_to_card(self, run: Run, folder: Path) -> None:
-        """Copy the last drawing into the folder of the trained weights, and show it in the model card there."""
+        """Copy the last pictures into the folder of the trained weights, and show them in the model card there."""
         shutil.copyfile(run.folder.samples / "final.png", folder / "samples.png")
         prompts = [f"{number}. {prompt}" for number, prompt in enumerate(self._config.sampling.prompts, 1)]
         settings = f"{self._config.sampling.num_inference_steps} steps, seed {self._config.seed}"
@@ -88,7 +88,7 @@ class PromptPictures:
         set_random_state(before)
 
     def _write(self, run: Run, name: str, samples: Tensor) -> None:
-        """Write the files on the first rank, and log the picture of all. Call it on every rank."""
+        """Write the files on the first rank, and log one picture of all samples. Call it on every rank."""
         album = Album(run.folder.samples / name, fps=self._config.sampling.fps)
         for number, sample in enumerate(samples if run.is_first else ()):  # [c, h, w] or [c, f, h, w]
             album.add(number, sample.movedim(0, -1))
@@ -101,7 +101,7 @@ class PromptPictures:
 
 
 def _usual_size(run: Run, config: DictConfig) -> dict[str, int]:
-    """Return the commonest size of the data, as arguments of a pipeline's call."""
+    """Return the most frequent size of the data, as arguments of a pipeline's call."""
     folder = config.data.path if config.data.kind == "latents" else run.folder.path / "latents"
     sizes = Counter((row.frames, row.height, row.width) for row in LatentCache(folder).rows)
     (frames, height, width), _ = sizes.most_common(1)[0]

@@ -49,7 +49,7 @@ class CachedSteps:
 
     Attributes:
         transformer: a context-parallel transformer.
-        ranks: the branches over which the rows are split.
+        ranks: the CFG branches over which the samples of a batch are split.
         calls: number of forwards of one sample.
         time: time of the current forward, 1 (noise) to 0.
     """

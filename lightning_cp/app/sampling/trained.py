@@ -76,22 +76,23 @@ class SharedGuidance(nn.Module):
     Args:
         model: denoiser, `model(x [n, ...], times [n], labels [n]) -> velocity [n, ...]`.
         ranks: CFG branches, from `lightning_cp.pipelines.sampling_ranks`.
-        around: context of each call of the denoiser, by time (`CachedSteps`).
+        around: function that returns the context of a call of the denoiser at a time, such as `CachedSteps`; None: no
+            context.
     """
 
     def __init__(
         self,
         model: nn.Module,
         ranks: SampleGroups,
-        around: Callable[[float], AbstractContextManager[None]] = lambda time: nullcontext(),
+        around: Callable[[float], AbstractContextManager[None]] | None = None,
     ) -> None:
         super().__init__()
         self.model, self.ranks, self.around = model, ranks, around
 
     @override
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Run the model on this rank's rows and all-gather the results. Ranks: all branches, with equal arguments."""
+        """Run the model on this rank's samples and gather the results. Ranks: all branches, with equal arguments."""
         local = cfg_split((x, times, labels), self.ranks, like=x)
-        with self.around(float(times[0])):
+        with nullcontext() if self.around is None else self.around(float(times[0])):
             merged: Tensor = cfg_merge(self.model(*local), self.ranks, like=x)
         return merged

@@ -43,9 +43,9 @@ def check_certify(config: DictConfig, *, accelerator: str) -> None:
 
 
 def _check_memory(config: DictConfig, accelerator: str) -> None:
-    """Compare the memory of weights, gradients and optimizer states with what is free.
+    """Compare the memory of weights, gradients and optimizer states with the free memory.
 
-    Not checked: activations, and a pipeline on the Hub whose files are not here yet.
+    Activations are not counted. A pipeline on the Hub is checked only if its files are already downloaded.
     """
     folder = Path(str(read(config, "model.pretrained"))) / str(read(config, "model.component"))
     weights = sum(_sizes(folder))
@@ -56,8 +56,8 @@ def _check_memory(config: DictConfig, accelerator: str) -> None:
         where = "GPU memory" if accelerator != "cpu" else "memory"
         raise SettingsError(
             f"certify=true trains on one process too, which needs at least {needed / 2**30:.1f} GiB for the "
-            f"{weights:,} weights of {folder} and what is trained, but {free / 2**30:.1f} GiB of {where} are free: set "
-            "certify=false, or certify a smaller model of the same class"
+            f"{weights:,} weights of {folder}, gradients and optimizer states, but {free / 2**30:.1f} GiB of {where} "
+            "are free: set certify=false, or certify a smaller model of the same class"
         )
 
 

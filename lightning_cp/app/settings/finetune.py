@@ -47,7 +47,7 @@ def is_finetuning(config: DictConfig) -> bool:
 
 
 def _keys(config: DictConfig, group: str) -> list[str]:
-    """Return the keys of a group; `in` would not find those whose value is missing ("???")."""
+    """Return the keys of a group, including those with a missing value ("???"), which `in` would not find."""
     return list(config[group]) if OmegaConf.is_dict(config.get(group)) else []
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -42,7 +43,7 @@ class TrainingSetup(ABC):
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
-        family: how the data enter the model.
+        family: family of the model: encodes the data and builds the model's arguments.
         objective: training objective.
     """
 
@@ -148,13 +149,14 @@ class TrainingSetup(ABC):
         logger = self._logger() if ranks.is_global_zero else None
         return Run(ranks, state, tuning, folder, data_shard, request, logger)
 
-    def _logger(self) -> Any:
+    def _logger(self) -> Logger | None:
         """Build the logger of the settings; None with logger=csv."""
         settings = self.config.logger
         if settings is None or settings._target_ is None:
             return None
-        logger = instantiate(settings)
-        logger.log_hyperparams(OmegaConf.to_container(self.config))
+        logger: Logger = instantiate(settings)
+        values: Any = OmegaConf.to_container(self.config)
+        logger.log_hyperparams(values)
         return logger
 
     def steps(
@@ -189,7 +191,7 @@ class TrainingSetup(ABC):
         writer = CheckpointWriter(
             run.folder.checkpoints,
             format=config.checkpoint_format,
-            later=config.checkpoint_async,
+            in_background=config.checkpoint_async,
             keep=config.keep_checkpoints,
             is_first=run.is_first,
         )

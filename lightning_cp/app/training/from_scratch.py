@@ -23,7 +23,7 @@ from lightning_cp.training.ranks import DataShard
 
 @dataclass(frozen=True)
 class FromScratch(TrainingSetup):
-    """Training of a small denoiser with class labels, the main job."""
+    """Training of a small denoiser with class labels from scratch."""
 
     @classmethod
     def of(cls, config: DictConfig) -> FromScratch:
@@ -44,7 +44,8 @@ class FromScratch(TrainingSetup):
     def collate(self, samples: list[Any]) -> StoredBatch:
         assert isinstance(self.family, LabelledClips), "of() builds it"
         join = getattr(self.dataset, "collate", default_collate)
-        return self.family.batch(*join(samples))
+        pixels, labels = join(samples)
+        return self.family.batch(pixels, labels)
 
     @override
     def denoiser(self) -> nn.Module:

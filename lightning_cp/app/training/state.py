@@ -88,6 +88,10 @@ class TrainState:
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
         is_sharded, without = has_shards(folder), parse_manifest(folder).plain_facts.get(_WITHOUT_STATE, ())
+        if not isinstance(without, (list, tuple)) or not all(isinstance(name, str) for name in without):
+            raise CheckpointError(
+                f"{folder} is damaged: {_WITHOUT_STATE} must be a list of names, got {without!r:.100}"
+            )
         states = self._shards()
         for name in without:
             states["optimizer"]["state"].pop(name, None)
@@ -105,7 +109,11 @@ class TrainState:
             )
         if not is_sharded:
             check_same_tensors(_shapes(states), _shapes(saved.states), folder)
-        self.sampler.load_state_dict(saved.facts["sampler"])
+        position = saved.facts["sampler"]
+        step = position.get("step") if isinstance(position, dict) else None
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"{folder} is damaged: step={step!r} of its sampler must be an integer of at least 0")
+        self.sampler.load_state_dict(position)
         options = StateDictOptions(full_state_dict=not is_sharded, ignore_frozen_params=True)
         trained = StateDictOptions(full_state_dict=not is_sharded, strict=False)  # frozen weights are not stored
         set_model_state_dict(self.module, saved.states["model"], options=trained)
@@ -117,8 +125,11 @@ class TrainState:
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=present)
         for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
             group.update(settings)  # keep this run's optimizer settings, which may differ
-        restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
-        self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+        try:  # values that the manifest holds
+            restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
+            self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+        except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
     def _random_states(self) -> list[dict[str, Any]]:
         return random_states(self.sampler.data_rank, self.sampler.data_size)
@@ -149,7 +160,7 @@ class TrainState:
         return [name for name, x in named if x.requires_grad and not state.get(x)] if any(state.values()) else []
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
+        """Leave out frozen weights; quanto stores several tensors of a quantised one, under longer names."""
         frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
         return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 

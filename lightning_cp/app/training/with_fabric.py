@@ -52,7 +52,8 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
             for part in tuning.micro_batches(data, step=run.state.step):
                 # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
                 with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
-                    fabric.backward(steps.add(*tuning.loss(part)))
+                    loss, sigma = tuning.loss(part)
+                    fabric.backward(steps.add(loss, sigma))
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(max_norm=config.gradient_clip_val)
             optimizer.step()

@@ -114,7 +114,7 @@ def _sea_gate(watched: WatchedHook) -> Undo:
         group = watched.session.sample.context
         if group is None:
             return should_compute
-        # The distance travels as the bits of an int64, so that all ranks get exactly the first rank's.
+        # The distance is sent as the bits of an int64, so that all ranks get exactly the same number.
         (distance,) = struct.unpack("q", struct.pack("d", state.accumulated_distance))
         votes = all_gather_ints([int(should_compute), distance], group=group)
         computes = any(vote for vote, _ in votes)

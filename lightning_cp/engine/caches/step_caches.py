@@ -70,14 +70,14 @@ class StepCaches:
             self._check(hook)
         self.hooks = [known.pop(id(hook)) if id(hook) in known else self._watch(module, hook) for module, hook in found]
         for gone in known.values():
-            gone.take_off()
+            gone.uninstall()
         self._on_model = _hooks_on(self._module)
 
     def release(self) -> None:
         """Stop watching the hooks, and drop the shards that the caches keep."""
         for watched in self.hooks:
             watched.reset()
-            watched.take_off()
+            watched.uninstall()
         self.hooks, self._on_model = [], []
 
     def reset(self) -> None:
@@ -123,7 +123,7 @@ class StepCaches:
         decide = DECISIONS.get(type(hook).__name__)
         if decide is not None:
             watched.undo.append(decide(watched))
-        watched.put_on()
+        watched.install()
         return watched
 
     def _check(self, hook: Any) -> None:

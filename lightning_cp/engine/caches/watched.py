@@ -40,13 +40,13 @@ class WatchedHook(EngineHook):
         self._computed = False
         self._lengths: dict[str | None, _Lengths] = {}
 
-    def put_on(self) -> None:
+    def install(self) -> None:
         """Take the place of the hook's `fn_ref`. Hooks that only change arguments or results are left alone."""
         if hasattr(self.hook, "new_forward"):
             self.hook.fn_ref, self._reference.forward = self, self.run
 
-    def take_off(self) -> None:
-        """Undo `put_on`, and restore the hook's own decisions."""
+    def uninstall(self) -> None:
+        """Undo `install`, and restore the hook's own decisions."""
         undo_all(self.undo)
         if self.hook.fn_ref is self:
             self.hook.fn_ref, self._reference.forward = self._reference, self._run

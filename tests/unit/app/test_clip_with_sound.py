@@ -1,4 +1,4 @@
-"""A clip with sound is one MP4 file, in which both are as they were sampled."""
+"""A clip with sound is one MP4 file with the sampled frames and the sampled sound."""
 
 from __future__ import annotations
 

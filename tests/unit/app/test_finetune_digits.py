@@ -1,4 +1,4 @@
-"""The example of docs/finetune_digits.md in small, in this process: its family, its data, and a LoRA that learns."""
+"""The example of docs/finetune_digits.md with a small model, in one process: family, data, and a LoRA that learns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of runs that somebody else may have written: which are read, and which are refused."""
+"""Configurations of runs from untrusted authors: which are read, and which raise an error."""
 
 from __future__ import annotations
 

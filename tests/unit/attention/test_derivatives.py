@@ -1,4 +1,4 @@
-"""Forward derivatives of attention in one process, and what is refused instead of silently zero."""
+"""Forward derivatives of attention in one process, and errors where a derivative would be zero."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The merge of parts over disjoint keys."""
+"""The merge of partial attention over disjoint keys."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def newest_step(parent: Path) -> int:
 
 
 def dies_at(moment: int) -> None:
-    """The process ends, without cleaning up, at the given one of its calls that change the disk."""
+    """End the process without cleanup at the n-th of its calls that change the disk."""
     left = [moment]
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> It
 
 
 def at_random_times(parent: Path, save: Callable[..., Path]) -> Iterator[int]:
-    """A run that is killed again and again, and goes on each time. Yields: the newest step after each."""
+    """Run, kill and resume again and again. Yields: the newest step after each kill."""
     save(parent, Checkpoint(0, states(0), {}))
     rng = random.Random(0)
     for _ in range(45):

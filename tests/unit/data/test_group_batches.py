@@ -1,4 +1,4 @@
-"""Batches of a sampler of the user's own, divided over data groups."""
+"""Batches of a custom sampler, divided over data groups."""
 
 from __future__ import annotations
 

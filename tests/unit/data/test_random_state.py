@@ -1,4 +1,4 @@
-"""Random states are restored, and divided anew over another number of data groups."""
+"""Random states are restored, also for another number of data groups."""
 
 from __future__ import annotations
 

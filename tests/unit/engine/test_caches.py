@@ -1,4 +1,4 @@
-"""Step caches on a model of one rank: what is followed, what is refused by name, and what is forgotten."""
+"""Step caches on a model of one rank: supported caches, errors for others, and reset of their state."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Model(nn.Module):
 
 def test_a_block_that_calls_it_is_refused() -> None:
     plan = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")})
-    with pytest.raises(PlanError, match=r"blocks.0 calls flex_attention, whose block masks .* cannot be split"):
+    with pytest.raises(PlanError, match=r"blocks.0 calls flex_attention\. Its block masks .* cannot be split"):
         apply_context_parallel(Model(), ContextParallelConfig(), plan)
 
 

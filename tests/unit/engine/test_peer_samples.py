@@ -1,4 +1,4 @@
-"""Differences between the arguments of ranks that samples show, and those that they need not show."""
+"""Differences between the arguments of ranks that sampling detects, and those that it may miss."""
 
 from __future__ import annotations
 

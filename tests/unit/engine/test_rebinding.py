@@ -1,4 +1,4 @@
-"""Functions that are found to drop, and the replacement of dropout in them."""
+"""Functions in which a call of dropout is found, and its replacement."""
 
 from __future__ import annotations
 

@@ -91,10 +91,10 @@ def test_a_loader_is_run_for_weights_without_storage_only() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     for layer in model:
         load_when_allocated(layer, lambda module: nn.init.ones_(module.weight))
-    found = deferred_loads(model, but={"1.bias"})
+    found = deferred_loads(model, excluded={"1.bias"})
     assert found.names == {"1.weight"}
     assert [module for module, _ in found.loads] == [model[1]]
-    assert not deferred_loads(model, but={"1.bias", "1.weight"}).loads
+    assert not deferred_loads(model, excluded={"1.bias", "1.weight"}).loads
 
 
 @both

@@ -19,7 +19,7 @@ from tests.unit.latent_cache.made import CAPTIONS, bits, make, media, text
 
 
 class Clips(LabelledClips):
-    """The family of the main job, with a VAE that has a distribution; only its mode may be used."""
+    """The family of recipes/train.py, with a VAE that has a distribution; only its mode may be used."""
 
     def __init__(self) -> None:
         super().__init__({"num_classes": 10})

@@ -1,4 +1,4 @@
-"""A fingerprint is stable, and what changes is named."""
+"""A fingerprint is stable, and differences are named."""
 
 from __future__ import annotations
 

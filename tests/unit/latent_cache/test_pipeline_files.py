@@ -1,4 +1,4 @@
-"""What is noticed in the files of a pipeline's encoders, and what is not."""
+"""Changes in the files of a pipeline's encoders that are detected, and changes that are ignored."""
 
 from __future__ import annotations
 

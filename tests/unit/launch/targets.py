@@ -150,7 +150,7 @@ def write_nothing(config: DictConfig) -> None:
 
 
 def start_and_wait(config: DictConfig) -> None:
-    """Starts a process of its own, deaf to SIGTERM, writes down both ids, and waits."""
+    """Start a child that ignores SIGTERM, write both process ids to a file, and wait."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.pause()"])
     scratch = Path(config.folder, f".{RANK}")

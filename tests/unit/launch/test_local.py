@@ -143,7 +143,7 @@ def test_the_rank_that_ended_first_is_named_however_often_it_is_tried(how: str, 
 
 
 def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All has happened by the time that the launcher looks."""
+    """Everything has happened before the launcher reads it."""
     os.mkfifo(tmp_path / "to_0")
     os.mkfifo(tmp_path / "to_1")
     wait, slept = Processes.wait, []

@@ -28,7 +28,7 @@ LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())
 
 
 class Clips(LabelledClips):
-    """The family of the main job with other defaults."""
+    """The family of recipes/train.py with other defaults."""
 
     def __init__(self, **defaults: Any) -> None:
         super().__init__({"num_classes": 10})
@@ -43,7 +43,7 @@ class FirstFrameGiven(Clips):
 
 
 class Linear(nn.Module):
-    """Answers a fixed multiple of its input."""
+    """Return a fixed multiple of the input."""
 
     def forward(self, noisy: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         return 0.5 * noisy

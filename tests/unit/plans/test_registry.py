@@ -18,10 +18,11 @@ from lightning_cp.plans import REGISTERED, refusal, registered_plan
 _FOLDER = Path(lightning_cp.plans.__file__).parent
 
 
-def _classes() -> dict[str, type]:
-    """All models that diffusers defines in its folder of transformers."""
-    import diffusers.models.transformers as folder
+def _classes(of: str = "transformers") -> dict[str, type]:
+    """All models that diffusers defines in a folder."""
     from diffusers import ModelMixin
+
+    folder = import_module(f"diffusers.models.{of}")
 
     found = {}
     for info in pkgutil.iter_modules(folder.__path__):
@@ -43,7 +44,7 @@ def test_every_class_of_diffusers_has_a_plan_or_a_reason(monkeypatch: pytest.Mon
 
 
 def test_every_plan_belongs_to_a_class_of_diffusers() -> None:
-    assert set(REGISTERED) <= set(_classes())
+    assert set(REGISTERED) <= {*_classes(), *_classes("controlnets")}
 
 
 def test_no_class_has_two_plans() -> None:

@@ -62,7 +62,7 @@ def encoded(
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Everything that training reads: facts of each row but its place, and every bit of its tensors."""
+    """Return everything that training reads: each row without its shard, and every bit of its tensors."""
     cache = LatentCache(folder)
     cache.verify()
     found: dict[str, Any] = {"": bits(cache.empty_text)}

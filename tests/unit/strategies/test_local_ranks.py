@@ -1,4 +1,4 @@
-"""When ranks meet at a listening socket of ours, and when Lightning is left alone."""
+"""When ranks use our listening socket for the rendezvous, and when they use Lightning's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start of ranks, from scripts and from sessions that Lightning takes for interactive."""
+"""Launch from scripts, and from sessions that Lightning detects as interactive."""
 
 from __future__ import annotations
 

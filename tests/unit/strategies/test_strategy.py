@@ -1,4 +1,4 @@
-"""The strategies' shared core in worlds that are only pretended (torch's fake process group)."""
+"""The shared core of the strategies in simulated worlds (torch's fake process group)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ulysses_across_nodes_is_pointed_out(ranks_per_node: int, spans: bool) -
 
 
 def test_a_module_whose_only_transformer_no_plan_can_carry_is_refused_not_repeated_on_every_rank() -> None:
-    """Without a word each rank of a context group would run all of it."""
+    """Without an error, each rank of a context group would run the whole model."""
     import diffusers
 
     unet = type("UNet2DModel", (diffusers.UNet2DModel,), {"__init__": nn.Module.__init__})()

@@ -16,12 +16,13 @@ _ABOUT = {
     " captured in a CUDA graph and compiled with `fullgraph=True`; several gloo ranks that share the GPU; float16 with"
     " a gradient scaler.",
     "errors": "Every kernel against softmax attention in float64.",
-    "merge": "The Triton kernel that merges two partial results, against the bandwidth of a plain copy.",
-    "one_rank": "What one rank computes in each mode, while collectives send nothing, against one attention call with"
-    " the same FLOPs. A ratio above 1 is our overhead: merges, sums, packing, and kernels on smaller chunks.",
-    "memory": "Peak allocation of attention on one rank, against the sum of the buffers that are alive at once and the"
-    " workspace that one lone call of the kernel allocates.",
-    "main_job": "`python recipes/train.py` on one GPU, against the losses of the same job on CPU.",
+    "merge": "Bandwidth of the Triton kernel that merges two partial results, relative to a plain copy.",
+    "one_rank": "Time of the computation of one rank in each mode, with collectives that send nothing, relative to one"
+    " attention call with the same FLOPs. A ratio above 1 is our overhead: merges, sums, packing, and kernels on"
+    " smaller chunks.",
+    "memory": "Peak allocation of attention on one rank, relative to the sum of the buffers that exist at the same time"
+    " and the workspace of one kernel call.",
+    "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",
 }
 
 
@@ -40,7 +41,7 @@ def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: P
     lines = ["# One GPU", ""]
     lines += [f"Measured on {_machine()} with", "", "    python recipes/bench.py bench=gpu", ""]
     if device == "cpu":
-        lines += ["**A rehearsal on CPU in small: these numbers say nothing about a GPU.**", ""]
+        lines += ["**A rehearsal on CPU with small sizes: these numbers do not apply to a GPU.**", ""]
     lines += [f"{met} goals met, {len(failed)} missed.", ""]
     lines += _table(["stage", "result", "seconds"], [_summary(name, results.get(name)) for name in stages])
     if failed:

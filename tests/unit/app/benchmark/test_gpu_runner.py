@@ -1,4 +1,4 @@
-"""Stages for a GPU go on where they ended: after a crash in a new process, after the end of the run in the next run."""
+"""Stages for a GPU continue: after a crash in a new process, and after an interrupted run in the next run."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_cp.comm.stats import STATS
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.engine.hook_base import EngineHook
-from lightning_cp.engine.lengths import candidates
+from lightning_cp.engine.lengths import possible_sizes
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
@@ -20,7 +20,7 @@ _SKIPS = ("TransformerBlockSkipHook", "AttentionProcessorSkipHook")  # hooks of 
 
 
 @dataclass(eq=False)
-class ScopeHook(EngineHook):
+class InterceptionHook(EngineHook):
     """Hook around a block or another ancestor of attention.
 
     In activation recomputation it finds the `Call` of the forward. After the module it checks that attention was
@@ -75,7 +75,7 @@ class BypassHook(EngineHook):
         if call is None or not call.is_split or not isinstance(query, Tensor) or query.ndim != 3:
             return
         tokens, rank = query.shape[1 if module.batch_first else 0], call.groups.context_rank
-        if any(sizes[rank] == tokens for sizes in candidates(call)) and tokens not in call.whole:
+        if any(sizes[rank] == tokens for sizes in possible_sizes(call)) and tokens not in call.unsplit_lengths:
             raise InterceptionError(
                 f"{path_of(module, self.model)} is an nn.MultiheadAttention, which would attend to this rank's "
                 f"{tokens} tokens only: use F.scaled_dot_product_attention, or gather the tokens before it"

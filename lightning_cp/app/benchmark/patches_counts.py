@@ -1,0 +1,176 @@
+"""Count what PipeFusion holds and sends for models of real size, on tensors without storage (device `meta`).
+
+    python -m lightning_cp.app.benchmark.patches_counts [MODEL …]
+
+MODEL is a key of MODELS; without one, all are counted. For each number of devices it prints the weights, the buffered
+keys and values, and the sent bytes of the device with the most, for one evaluation of one branch of guidance. The
+counts come from a forward of the model in patches, the formulas from Fang et al., arXiv:2405.14430.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import parallelize
+from lightning_cp.engine.patches import Evaluation
+from lightning_cp.engine.paths import submodule
+from lightning_cp.nest import tensors
+from lightning_cp.pipelines.block_stages import blocks_of, divide_blocks
+
+DEVICES = (2, 4, 8)
+_PATCHES = 4  # neither the buffers nor the sent bytes depend on it
+_BFLOAT16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model's size in attention: tokens that it buffers, blocks, and channels of its tokens."""
+
+    tokens: int
+    blocks: int
+    channels: int
+
+    @property
+    def one_tensor(self) -> int:
+        """Bytes of all tokens, in bfloat16: p x hs of the formulas."""
+        return self.tokens * self.channels * _BFLOAT16_BYTES
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Bytes that one evaluation holds and sends.
+
+    Attributes:
+        weights, buffers, outputs: for each block, its weights, its buffered keys and values, and its outputs over all
+            patches, which the last block of a stage sends.
+        other_weights: weights outside of the blocks, which every stage holds.
+        result: the model's result, which the last stage sends to each other stage.
+    """
+
+    weights: list[int]
+    buffers: list[int]
+    outputs: list[int]
+    other_weights: int
+    result: int
+
+    def largest(self, stages: int) -> tuple[int, int, int]:
+        """Return the weights, the buffers and the bytes sent to the next stage, each of the stage with the most."""
+        divided = divide_blocks(self.weights, stages)
+        return (
+            self.other_weights + max(sum(self.weights[i] for i in own) for own in divided),
+            max(sum(self.buffers[i] for i in own) for own in divided),
+            max(self.outputs[own.stop - 1] for own in divided[:-1]),
+        )
+
+
+def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) -> Counts:
+    """Evaluate a model of device `meta` whole and in patches, and count.
+
+    Args: arguments: of `model.forward`, on `meta`. The model is made parallel over one rank.
+    """
+    installed = parallelize(model, ContextParallelConfig(), check_peers="off")
+    assert installed.rules.patches is not None, f"{type(model).__name__} cannot be computed in patches"
+    evaluation = installed.session.evaluation = Evaluation(patches, installed.rules.patches.order)
+    blocks = [submodule(model, path) for path in blocks_of(installed)]
+    buffers_before, outputs = [0] * (len(blocks) + 1), [0] * len(blocks)
+
+    def after_block(index: int, output: object) -> None:
+        if evaluation.patch is None:
+            buffers_before[index + 1] = len(evaluation.buffers)
+        else:
+            outputs[index] += _bytes(tensors(output))
+
+    for index, block in enumerate(blocks):
+        block.register_forward_hook(lambda _, __, output, index=index: after_block(index, output))
+    with torch.no_grad():
+        for patch in (None, *range(patches)):
+            evaluation.begin(patch)
+            result = model(**arguments)
+    weights = [_bytes(block.parameters()) for block in blocks]
+    held = [_bytes(buffer.tensors) for buffer in evaluation.buffers]
+    buffers = [sum(held[i:j]) for i, j in pairwise(buffers_before)]
+    return Counts(weights, buffers, outputs, _bytes(model.parameters()) - sum(weights), _bytes(tensors(result)))
+
+
+def table(counts: Counts, size: Size) -> list[str]:
+    """Return rows in Markdown: counts and formulas, for each number of devices."""
+    head = ["devices", "weights, GB", "keys and values, GB", "2 p hs L / N", "sent, MB", "p hs"]
+    head += ["Ulysses: 4 p hs L / N", "ring: 2 p hs L"]
+    rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    all_blocks = size.one_tensor * size.blocks
+    for devices in (n for n in DEVICES if n <= size.blocks):
+        weights, buffers, sent = counts.largest(devices)
+        in_gb = [weights, buffers, 2 * all_blocks / devices]
+        in_mb = [sent, size.one_tensor, 4 * all_blocks / devices, 2 * all_blocks]
+        cells = [f"{x / 1e9:.2f}" for x in in_gb] + [f"{x / 1e6:,.1f}" for x in in_mb]
+        rows.append(f"| {devices} | {' | '.join(cells)} |")
+    return rows
+
+
+def flux() -> tuple[nn.Module, dict[str, Any], Size]:
+    """FLUX.1-dev for a picture of 1024 x 1024 pixels, with 512 text tokens."""
+    from diffusers import FluxTransformer2DModel
+
+    arguments = {
+        "hidden_states": _empty(1, 4096, 64),
+        "encoder_hidden_states": _empty(1, 512, 4096),
+        "pooled_projections": _empty(1, 768),
+        "timestep": _empty(1),
+        "guidance": _empty(1),
+        "img_ids": _empty(4096, 3),
+        "txt_ids": _empty(512, 3),
+    }
+    return _on_meta(lambda: FluxTransformer2DModel(guidance_embeds=True)), arguments, Size(4096 + 512, 57, 3072)
+
+
+def wan() -> tuple[nn.Module, dict[str, Any], Size]:
+    """Wan 2.1 14B for a clip of 81 frames of 720 x 1280 pixels: cross-attention to text is not buffered."""
+    from diffusers import WanTransformer3DModel
+
+    arguments = {
+        "hidden_states": _empty(1, 16, 21, 90, 160),
+        "encoder_hidden_states": _empty(1, 512, 4096),
+        "timestep": _empty(1),
+    }
+    return _on_meta(WanTransformer3DModel), arguments, Size(21 * 45 * 80, 40, 5120)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Any], Size]]] = {"flux": flux, "wan": wan}
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            return build().eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _bytes(found: Any) -> int:
+    return sum(x.nbytes for x in found)
+
+
+def main() -> None:
+    """Print the tables."""
+    for name in sys.argv[1:] or MODELS:
+        model, arguments, size = MODELS[name]()
+        print(f"\n{MODELS[name].__doc__}\n")
+        print("\n".join(table(count(model, {**arguments, "return_dict": False}), size)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""ControlNets of a parallel pipeline: all ranks that share a sample compute them, and vote before each call."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import apply_context_parallel, parallelize_pipeline
+from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.pipelines import use_degrees
+from tests import features
+from tests.harness import RankPool
+from tests.models.controlnets import TINY as CONTROLNETS
+from tests.models.modes import MODES
+from tests.pipelines import table
+
+_TOKENS = 15
+
+
+def _pipe(name: str) -> Any:
+    torch.manual_seed(0)
+    pipe = table("flux")[name].make()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _latents(pipe: Any, name: str) -> Tensor:
+    images: Tensor = pipe(**table("flux")[name].inputs(), generator=torch.Generator().manual_seed(7)).images
+    return images
+
+
+def _shared(
+    rank: int, world: int, name: str, mode: str, cfg: int, degrees: dict[str, dict[str, int]], shard: tuple[str, ...]
+) -> list[tuple[float, list[int]]]:
+    """For each of the degrees: the error, and the image tokens in the blocks of this rank's ControlNets."""
+    pipe = _pipe(name)
+    alone = _latents(pipe, name)
+    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, degrees=degrees, shard=shard)
+    counts: list[int] = []
+
+    def count(block: nn.Module, args: Any, output: tuple[Tensor, Tensor]) -> None:
+        counts.append(output[1].shape[1])
+
+    nets = getattr(pipe.controlnet, "nets", [pipe.controlnet])
+    for net in nets:
+        net.transformer_blocks[-1].register_forward_hook(count)
+    found = []
+    for chosen in ("default", *degrees, "default"):
+        counts.clear()
+        with use_degrees(pipe, chosen):
+            latents = _latents(pipe, name)
+        found.append((float((latents - alone).abs().max() / alone.abs().max()), list(counts)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "mode", "cfg", "degrees", "shard"),
+    [
+        (3, "flux_controlnet", "ulysses", 1, {}, ()),
+        (4, "flux_controlnet", "ring", 2, {"ulysses": {"ulysses": 4}}, ()),
+        pytest.param(4, "flux_two_controlnets", "ulysses", 2, {}, (), marks=pytest.mark.full),
+        pytest.param(4, "flux_controlnet", "ring", 2, {}, ("controlnet", "transformer"), marks=pytest.mark.full),
+        pytest.param(3, "flux_two_controlnets", "ring", 1, {}, ("controlnet",), marks=pytest.mark.full),
+    ],
+)
+def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
+    run_ranks: RankPool,
+    world: int,
+    name: str,
+    mode: str,
+    cfg: int,
+    degrees: dict[str, dict[str, int]],
+    shard: tuple[str, ...],
+) -> None:
+    by_rank = run_ranks(world, _shared, name, mode, cfg, degrees, shard)
+    for trials in zip(*by_rank, strict=True):
+        for error, _ in trials:
+            assert error <= 1e-5
+            features.compared("ControlNets", error)
+        calls = list(zip(*(counts for _, counts in trials), strict=True))
+        assert calls
+        assert {sum(counts) for counts in calls} == {_TOKENS}, "each token once, over all branches of guidance"
+
+
+def _failed(rank: int, world: int) -> tuple[str, float]:
+    """What is raised if rank 1 fails before the first call of the ControlNet; the error of the next call."""
+    pipe = _pipe("flux_controlnet")
+    alone = _latents(pipe, "flux_controlnet")
+    parallelize_pipeline(pipe, MODES["ring"](world))
+    prepare = pipe.prepare_latents
+    if rank == 1:
+        pipe.prepare_latents = _fail
+    with pytest.raises(OSError if rank == 1 else CallFailedError) as error:
+        _latents(pipe, "flux_controlnet")
+    pipe.prepare_latents = prepare
+    latents = _latents(pipe, "flux_controlnet")
+    return str(error.value), float((latents - alone).abs().max() / alone.abs().max())
+
+
+def _fail(*_: object, **__: object) -> None:
+    raise OSError("disk of rank 1")
+
+
+def test_a_rank_that_fails_before_a_controlnet_ends_the_call_on_all(run_ranks: RankPool) -> None:
+    for said, error in run_ranks(3, _failed):
+        assert "disk of rank 1" in said
+        assert error <= 1e-5
+
+
+def test_a_controlnet_with_layers_that_run_twice_is_refused() -> None:
+    tiny = CONTROLNETS["control_z_image"]
+    tiny = replace(tiny, config={**tiny.config, "add_control_noise_refiner": "control_layers"})
+    with pytest.raises(PlanError, match="cannot run context-parallel: its control layers run twice"):
+        apply_context_parallel(tiny.build(), MODES["ring"](1))
