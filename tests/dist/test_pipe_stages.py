@@ -105,7 +105,9 @@ def test_micro_batches_are_exact_and_wait_once_a_step(run_ranks: RankPool, case:
         assert found["again"] == 0
         assert found["small"] < 1e-12
         assert (found["forwards"], found["results"]) == (forwards * STEPS, results * STEPS)
-        assert found["votes"] == _VOTES + 2 * results * STEPS if "cfg" not in settings else found["votes"] > 0
+        if "cfg" not in settings:  # else a rank also votes before each call of another branch
+            controlnets = 1 + STEPS if name == "flux_controlnet" else 0  # its picture is encoded once
+            assert found["votes"] == _VOTES + 2 * results * STEPS + controlnets
 
 
 class _StageError(RuntimeError):
