@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_cp.data import bucket_loader
 from lightning_cp.export import on_rank_zero, save_lora, save_pretrained, unwrapped
 from lightning_cp.families import Family, StoredBatch
-from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.objectives import MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.strategies.strategy import class_of
@@ -159,13 +159,14 @@ class FineTuning(LightningModule):
         To export EMA weights, call it inside `EMACallback.averaged` or `WeightAverage.swapped_in`.
 
         Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
-        Raises: RuntimeError: rank 0 could not write (OSError in a single process).
+        Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
         model: Any = unwrapped(self.transformer)
         if not getattr(model, "peft_config", None):
             save_pretrained(self.transformer, Path(folder) / self.component)
             return Path(folder) / self.component
         lora = Path(folder) / LORA
+        on_rank_zero(lambda: (lora / COMFYUI_FILE).unlink(missing_ok=True))  # it would not fit a new LoRA after a kill
         save_lora(self.transformer, lora, component=self.component)
         on_rank_zero(lambda: write_for_comfyui(lora, class_of(model).__name__, component=self.component))
         return lora

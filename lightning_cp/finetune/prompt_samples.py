@@ -169,7 +169,7 @@ def _pipeline_class(source: str) -> type:
 
 def _check_call(kind: type, call: Mapping[str, Any]) -> None:
     """Check the arguments of the call. Raises: FamilyError: the pipeline needs media, or has no such argument."""
-    accepted = inspect.signature(kind.__call__).parameters
+    accepted = [name for name in inspect.signature(kind.__call__).parameters if name != "self"]
     unknown = [name for name in call if name not in accepted]
     if unknown:
         raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")

@@ -124,7 +124,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> ValidationResult:
-        """Return the mean losses of the validation set. The transformer is in eval mode meanwhile.
+        """Return the mean losses of the validation set, with the transformer in eval mode.
 
         With the Trainer, call it within `trainer.precision_plugin.forward_context()`: the transformer of a
         LightningModule does not apply the precision itself. A transformer from `fabric.setup` does.

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +20,7 @@ from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.data.sampler import OrderSampler
-from lightning_cp.training.ema import WeightAverage, full_tensor
+from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
 
 _WITHOUT_STATE = "without_optimizer_state"  # fact of a checkpoint: names of trained weights
 
@@ -37,6 +36,7 @@ class TrainState:
         average: EMA of the module's weights.
         sampler: global batch sampler, which defines the data order.
         seed: seed of noise, times and condition drop-out.
+        base: describes the frozen weights, which are not saved; None: all weights are.
         step: number of completed steps.
         skipped: number of these steps without an update, because a loss or gradient was not finite.
         is_finite: True if weights, EMA and optimizer state were all finite at the last check.
@@ -48,6 +48,7 @@ class TrainState:
     average: WeightAverage
     sampler: OrderSampler
     seed: int
+    base: str | None = None
     step: int = 0
     skipped: int = 0
     is_finite: bool = True
@@ -71,6 +72,8 @@ class TrainState:
         """
         states = {**self._states(shards=shards), "random": self._random_states()}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
+        if self.base is not None:
+            facts["base"] = self.base
         without = self._without_optimizer_state()
         if without:
             facts[_WITHOUT_STATE] = without
@@ -99,6 +102,11 @@ class TrainState:
             raise CheckpointError(f"{folder} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
+        if saved.facts.get("base", self.base) != self.base:
+            raise CheckpointError(
+                f"{folder} was trained on other frozen weights than those of model.pretrained and model.component: use "
+                "the settings of the checkpoint's run (its .hydra/config.yaml)"
+            )
         if not is_sharded:
             check_same_tensors(_shapes(states), _shapes(saved.states), folder)
         position = saved.facts["sampler"]
@@ -132,8 +140,8 @@ class TrainState:
         self._create_optimizer_state()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return {
-            "model": _gathered(self._without_frozen(self.module.state_dict())),
-            "average": _gathered(self.average.state_dict()),
+            "model": gather_on_first_rank(self._without_frozen(self.module.state_dict())),
+            "average": gather_on_first_rank(self.average.state_dict()),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
 
@@ -182,14 +190,3 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of weights, averages and optimizer, by name."""
     tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
     return {name: tuple(x.shape) for name, x in tensors.items()}
-
-
-def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather sharded tensors one at a time; return them on the CPU on the first rank, {} on the others."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    found: dict[str, Tensor] = {}
-    for name, x in state.items():
-        full = full_tensor(x)
-        if first:
-            found[name] = full.cpu()
-    return found

@@ -1,5 +1,6 @@
 """Train with Lightning Fabric and an explicit loop."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +28,9 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
     tuning = FineTuning(**setup.module_settings())
     module = tuning.transformer
-    model, optimizer = fabric.setup(module, tuning.configure_optimizers())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*parameters on different devices.*")  # a LoRA on a base that is not loaded
+        model, optimizer = fabric.setup(module, tuning.configure_optimizers())
     model.train()
     tuning.transformer = model
     with ExitStack() as stack:
