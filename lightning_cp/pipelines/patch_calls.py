@@ -22,6 +22,7 @@ from lightning_cp.errors import GuidanceError, PlanError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.sample_groups import SampleGroups
 
@@ -119,6 +120,7 @@ class PatchCalls:
                 f"patches and stages of blocks are for sampling only, but {type(module).__name__} is called with "
                 "gradients enabled: use torch.no_grad()"
             )
+        refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         branch, key = self._branch(), key_of((args, kwargs))
         session.evaluation = branch.evaluation if self.patches > 1 else None
         try:
