@@ -41,6 +41,10 @@ class DataError(RuntimeError):
     """A data set or sampler that did not yield the batches that training needs."""
 
 
+class ExportError(RuntimeError):
+    """Trained weights, or a file that belongs to them, that could not be written."""
+
+
 class FamilyError(ValueError):
     """A pipeline without a model family, or data that does not fit its family."""
 

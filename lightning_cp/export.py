@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_cp.checkpoint.folder import atomic_folder
+from lightning_cp.errors import ExportError
+from lightning_cp.training.ema import gather_on_first_rank
 
 __all__ = ["save_lora", "save_pretrained"]
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+_DISK_ERRORS = (OSError, SafetensorError)  # safetensors has an error of its own for a full disk
 
 
 def save_pretrained(
@@ -34,7 +38,7 @@ def save_pretrained(
     Raises:
         TypeError: `transformer` is not a diffusers model.
         ValueError: the model holds adapters: use `save_lora`, or merge them first.
-        RuntimeError: rank 0 could not write (OSError in a single process).
+        ExportError, on every rank: rank 0 could not write.
     Ranks: the whole world.
     """
     model: Any = unwrapped(transformer)
@@ -82,13 +86,13 @@ def save_lora(
     if adapter not in adapters:
         names = ", ".join(adapters) or "none"
         raise ValueError(f"adapter={adapter!r} is not valid: {type(model).__name__} has the adapters: {names}")
-    state = _full_state(model, dtype=dtype)
+    layers = get_peft_model_state_dict(model, state_dict=get_model_state_dict(model), adapter_name=adapter)
+    state = gather_on_first_rank(layers)  # the adapter only: the base stays sharded
 
     def write() -> None:
-        layers = get_peft_model_state_dict(model, state_dict=state, adapter_name=adapter)
         with atomic_folder(Path(folder)) as scratch:
             LoraBaseMixin.write_lora_layers(
-                state_dict={f"{component}.{name}": x.contiguous() for name, x in layers.items()},
+                state_dict={f"{component}.{name}": x.to(dtype or x.dtype).contiguous() for name, x in state.items()},
                 save_directory=str(scratch),
                 is_main_process=True,
                 weight_name=LORA_FILE,
@@ -114,19 +118,19 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def on_rank_zero(write: Callable[[], object]) -> None:
-    """Call `write` on rank 0 and wait for it on every rank. Raises: RuntimeError, on every rank: it failed."""
-    if not dist.is_initialized():
-        write()
-        return
+    """Call `write` on rank 0 and wait for it on every rank. Raises: ExportError, on every rank: it failed."""
     failure: list[str | None] = [None]
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             write()
         except Exception as error:
+            if not dist.is_initialized() and not isinstance(error, _DISK_ERRORS):
+                raise
             failure = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(failure, src=0)
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
     if failure[0] is not None:
-        raise RuntimeError(f"rank 0 could not export: {failure[0]}")
+        raise ExportError(f"the export could not be written: {failure[0]}")
 
 
 def _full_state(model: nn.Module, *, dtype: torch.dtype | None) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
 """Walk nested values: dicts, lists and tuples of tensors and plain values, and results of diffusers models.
 
-`replace` is torch's pytree. `named_leaves` is our own recursion, because pytree takes three times as long to name the
-leaves, and the arguments of a model are walked in every forward; it also goes into subclasses of dict, list and tuple
-that pytree does not know.
+`replace` uses torch's pytree. `named_leaves` does not: it walks the arguments of a model in every forward, and pytree
+takes three times as long to name the leaves. It also goes into subclasses of dict, list and tuple, which pytree does
+not know.
 """
 
 from __future__ import annotations

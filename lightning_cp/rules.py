@@ -1,7 +1,7 @@
 """Define the valid values of settings as rules: each rule tests a value and describes the valid ones.
 
-Not pydantic: it would be one more dependency of every installation, it converts values (the text "2" becomes 2), and
-its errors name neither the key of the command line nor the value as it was written there.
+pydantic is not used: it would be one more dependency of every installation, and it converts values (the text "2"
+becomes 2). Its errors name neither the key of the command line nor the value as it was written there.
 """
 
 import math

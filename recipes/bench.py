@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import sys
-import tempfile
 from pathlib import Path
 
 import hydra
@@ -23,6 +22,7 @@ from rich.console import Console
 
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher, Machine
+from lightning_cp.launch.scratch import temporary_folder
 
 WORKLOADS = ("attention", "one_rank", "training", "sampling", "shares", "data")
 ATTENTION_WORKLOADS = ("attention", "one_rank")
@@ -180,8 +180,8 @@ def main(config: DictConfig) -> None:
     jobs += [(1, ranks, ["one_rank"]) for ranks in config.ranks if "one_rank" in config.workloads]
     jobs += [(1, 0, ["data"])] if "data" in config.workloads else []
     for ranks, simulated_ranks, workloads in jobs:
-        with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
-            result, settings = Path(scratch) / "rows.jsonl", Path(scratch) / "settings.yaml"
+        with temporary_folder() as scratch:
+            result, settings = scratch / "rows.jsonl", scratch / "settings.yaml"
             values = {
                 "workloads": workloads,
                 "simulated_ranks": simulated_ranks,

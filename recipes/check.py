@@ -9,7 +9,6 @@ import importlib
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from rich.table import Table
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
+from lightning_cp.launch.scratch import temporary_folder
 
 
 def check(config: DictConfig) -> None:
@@ -82,10 +82,10 @@ def run(config: DictConfig) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return 2
     absolute = {key: str(Path(config[key]).resolve()) for key in ("model", "plan") if str(config[key]).endswith(".py")}
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-        result, settings = Path(folder) / "result.jsonl", Path(folder) / "settings.yaml"
+    with temporary_folder() as folder:
+        result, settings = folder / "result.jsonl", folder / "settings.yaml"
         OmegaConf.save({**config, **absolute, "result": str(result)}, settings)
-        job = Job(f"{os.path.abspath(__file__)}:check", settings, config.ranks, Path(folder) / "logs", threads=1)
+        job = Job(f"{os.path.abspath(__file__)}:check", settings, config.ranks, folder / "logs", threads=1)
         result_of_job = LocalLauncher(limit_s=config.limit_s).launch(job)
         rows = [json.loads(line) for line in result.read_text().splitlines()] if result.is_file() else []
     if rows:

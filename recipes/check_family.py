@@ -8,7 +8,6 @@ docs/families.md explains the four proofs. `--help` lists the settings. The exit
 import json
 import os
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from rich.table import Table
 
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
 from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.scratch import temporary_folder
 
 _DTYPES = ("float32", "bfloat16")
 
@@ -59,10 +59,10 @@ def run(config: DictConfig) -> int:
     proofs, name = list(report.proofs), f"{report.pipeline}: family {report.family}"
     del pipe
     if config.ranks > 1:
-        with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-            result, settings = Path(folder) / "result.json", Path(folder) / "settings.yaml"
+        with temporary_folder() as folder:
+            result, settings = folder / "result.json", folder / "settings.yaml"
             OmegaConf.save({**config, "result": str(result)}, settings)
-            job = Job(f"{os.path.abspath(__file__)}:topology", settings, config.ranks, Path(folder) / "logs")
+            job = Job(f"{os.path.abspath(__file__)}:topology", settings, config.ranks, folder / "logs")
             done = LocalLauncher(limit_s=config.limit_s).launch(job)
             if done.failure is not None:
                 print(f"error: {done.failure.describe()}", file=sys.stderr)

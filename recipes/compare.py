@@ -8,14 +8,13 @@ unchanged. An entry is the largest error relative to one process's largest value
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
 from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.scratch import temporary_folder
 
 RANKS = 3
 HEADS, HEAD_DIM = 6, 8
@@ -138,11 +137,11 @@ def main() -> int:
     """Start the ranks."""
     # Where diffusers raises, it leaves collectives without a wait; torch would warn of them when the ranks end.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-        settings = Path(folder) / "settings.yaml"
+    with temporary_folder() as folder:
+        settings = folder / "settings.yaml"
         settings.write_text("{}")
         target = f"{os.path.abspath(__file__)}:measure"
-        result = LocalLauncher().launch(Job(target, settings, RANKS, Path(folder) / "logs", threads=1))
+        result = LocalLauncher().launch(Job(target, settings, RANKS, folder / "logs", threads=1))
     if result.failure is not None:
         print(f"error: {result.failure.describe()}", file=sys.stderr)
     return result.exit_code

@@ -11,7 +11,6 @@ import importlib.metadata
 import os
 import platform
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +22,7 @@ from rich.table import Table
 
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
+from lightning_cp.launch.scratch import temporary_folder
 
 PACKAGES = ("lightning_cp", "torch", "diffusers", "lightning", "hydra-core", "omegaconf", "flash-attn", "peft")
 WORLDS = (2, 3)
@@ -136,11 +136,11 @@ def self_test(console: Console, timeout_s: int) -> tuple[list[str], list[int]]:
         table.add_column(name)
     problems, timed_out = [], []
     for world in WORLDS:
-        with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-            result, settings = Path(folder) / "result.json", Path(folder) / "settings.yaml"
+        with temporary_folder() as folder:
+            result, settings = folder / "result.json", folder / "settings.yaml"
             # Longer than the launcher's limit: a time-out of a collective would be reported as a problem.
             OmegaConf.save({"result": str(result), "timeout": 2 * timeout_s + 60}, settings)
-            job = Job(f"{os.path.abspath(__file__)}:try_modes", settings, world, Path(folder) / "logs", threads=1)
+            job = Job(f"{os.path.abspath(__file__)}:try_modes", settings, world, folder / "logs", threads=1)
             outcome = LocalLauncher(limit_s=timeout_s).launch(job)
             results = json.loads(result.read_text()) if result.is_file() else {}
         if outcome.was_stopped:

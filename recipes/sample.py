@@ -2,7 +2,7 @@
 
     python recipes/sample.py                                     the newest checkpoint under outputs
     python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
-    python recipes/sample.py source=my/pipeline prompts=[a cat]  a pipeline's folder, or its id on the Hub
+    python recipes/sample.py source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
     python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
 
 It starts the ranks itself. `--help` lists the settings.

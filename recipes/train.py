@@ -9,6 +9,7 @@ It needs no launcher, no download and no GPU: it starts the ranks itself. `--hel
 import os
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import hydra
@@ -68,6 +69,7 @@ def fine_tune(config: DictConfig) -> None:
     from lightning_cp.app.training.assemble import train_run
     from lightning_cp.app.training.records import draw_loss_curve
     from lightning_cp.app.training.run import Run
+    from lightning_cp.export import on_rank_zero
 
     started = time.perf_counter()
     pictures = PromptPictures(config) if config.sampling.every is not None else None
@@ -77,13 +79,12 @@ def fine_tune(config: DictConfig) -> None:
             pictures.after_step(run)
 
     def finish(run: Run) -> None:
+        trained = config.model.component if config.lora is None else "lora"
         if pictures is not None:
             pictures.make(run, "final")
+            on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))
         if run.is_first:
             draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
-            trained = config.model.component if config.lora is None else "lora"
-            if pictures is not None:
-                pictures.add_to_card(run, run.folder.path / trained)
             summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
 
     train_run(config, after_step=draw_sometimes, at_end=finish)

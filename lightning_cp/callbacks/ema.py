@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
-from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.training.ema import WeightAverage, full_tensor
+from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
 
 
 class AveragingCallback(Callback):
@@ -60,13 +58,7 @@ class AveragingCallback(Callback):
         """Return the full averages on the CPU of rank 0. Call it on every rank: shards are all-gathered."""
         if self._average is None:
             return self._saved or {}
-        is_first = not dist.is_initialized() or dist.get_rank() == 0
-        state: dict[str, Tensor] = {}
-        for name, x in self._average.state_dict().items():
-            full = full_tensor(x)
-            if is_first:
-                state[name] = full.cpu()
-        return state
+        return gather_on_first_rank(self._average.state_dict())
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -145,6 +145,22 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """Yield a scratch path; the file written there replaces `target` when the context ends without an error."""
+    scratch = scratch_folder_for(target)
+    remove(scratch)
+    try:
+        scratch.touch()
+        mode = stat.S_IMODE(scratch.stat().st_mode)
+        yield scratch
+        scratch.chmod(mode)  # it follows the umask; safetensors writes 0600
+        replace_folder(scratch, target)
+    except BaseException:
+        remove(scratch)
+        raise
+
+
+@contextmanager
 def atomic_folder(folder: Path, *, replaces: str = "") -> Iterator[Path]:
     """Yield a scratch folder; its files are moved into `folder` when the context ends without an error.
 

@@ -19,25 +19,31 @@ class CheckpointWriter:
     Args:
         parent: the run's folder of checkpoints.
         format: `full`: rank 0 writes whole tensors; `distributed`: every rank writes its shards (torch DCP).
-        later: `save` only copies; a thread writes during training, one checkpoint at a time.
+        in_background: `save` copies the tensors and returns; a thread writes them, one checkpoint at a time.
         keep: number of newest checkpoints to keep; None: all.
         is_first: True on rank 0.
-    Ranks: the whole world, for `distributed` with `later`.
+    Ranks: the whole world, for `distributed` with `in_background`.
     """
 
     def __init__(
-        self, parent: Path, *, format: str = "full", later: bool = False, keep: int | None = None, is_first: bool = True
+        self,
+        parent: Path,
+        *,
+        format: str = "full",
+        in_background: bool = False,
+        keep: int | None = None,
+        is_first: bool = True,
     ) -> None:
         if format not in CHECKPOINT_FORMATS:
             raise ValueError(f"format={format} is not valid: must be one of {', '.join(CHECKPOINT_FORMATS)}")
         self.is_distributed = format == "distributed"
-        self._parent, self._keep, self._later, self._is_first = parent, keep, later, is_first
+        self._parent, self._keep, self._in_background, self._is_first = parent, keep, in_background, is_first
         self._worker: ThreadPoolExecutor | None = None
         self._group: dist.ProcessGroup | None = None
         self._pending: Callable[[], object] | None = None
-        if later and self.is_distributed and dist.is_initialized():
+        if in_background and self.is_distributed and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")  # separate from training's collectives
-        if later and not self.is_distributed:
+        if in_background and not self.is_distributed:
             self._worker = ThreadPoolExecutor(1, "checkpoint")
 
     def save(self, checkpoint: Checkpoint) -> None:
@@ -46,7 +52,7 @@ class CheckpointWriter:
         Raises: OSError: this checkpoint, or the previous background write, failed.
         """
         self.wait()
-        if self.is_distributed and self._later:
+        if self.is_distributed and self._in_background:
             self._pending = save_shards_in_background(self._parent, checkpoint, self._group, keep=self._keep)
         elif self.is_distributed:
             save_shards(self._parent, checkpoint, keep=self._keep)

@@ -2,7 +2,7 @@
 
 A pipe needs no disk, so a failure is reported even when all file systems are full. The kernel closes it when the rank
 ends for any reason. Linux closes the descriptors of an ending process from the highest to the lowest, so the pipe gets
-a high one: the launcher then sees the end of a rank before any other rank can see and report a lost connection.
+a high one. The launcher then sees the end of a rank before other ranks can see and report a lost connection.
 """
 
 import fcntl

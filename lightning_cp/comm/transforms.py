@@ -1,7 +1,7 @@
 """Forward derivatives and higher derivatives of the custom operators of this package.
 
-`torch.library` supports a backward for an operator, but no forward derivative: if no input requires grad, it calls the
-operator below autograd, and the result has no tangent, without an error. Therefore operators are called through an
+`torch.library` supports a backward for an operator, but no forward derivative. If no input requires grad, it calls the
+operator below autograd: the result has no tangent, and no error is raised. Therefore operators are called through an
 `autograd.Function` while inputs may have tangents. Otherwise they are called directly, at no cost.
 """
 

@@ -57,7 +57,7 @@ def register_block_subclass(kind: type, subclass: type) -> None:
         return
     try:
         metadata = registry.get(kind)
-    except ValueError:  # no block that hooks know
+    except ValueError:  # diffusers' hooks do not know the block either
         return
     registry.register(subclass, copy.copy(metadata))
 

@@ -245,7 +245,7 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
         *_uses(
             feature,
             "torch.distributed.rendezvous",
-            _rendezvous_handlers="let ranks of one machine meet on the loopback interface only",
+            _rendezvous_handlers="let ranks of one machine connect through the loopback interface only",
         ),
         *_uses(feature, "torch.utils.data:DataLoader", _iterator="copy a data loader with another sampler"),
     ]

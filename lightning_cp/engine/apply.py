@@ -75,7 +75,7 @@ def parallelize(
 
     Args:
         kernel: name of the attention kernel.
-        check_peers: which forwards' arguments are compared between ranks; see `PeerCheck`.
+        check_peers: forwards in which ranks compare their arguments; see `PeerCheck`.
         shares: see `apply_context_parallel`.
         groups: ranks that share the tokens; None: the context group of `config`, with `shares`.
     Returns: the state of the parallel model.

@@ -60,7 +60,7 @@ def functions_of(kind: type) -> Iterator[tuple[type, str, object]]:
 
 
 def hidden_in(owner: Any, attributes: list[Attribute]) -> str | None:
-    """Return the name of an attribute whose attention calls are not replaced; None if there is none.
+    """Return the name of an attribute with attention calls that are not replaced; None if there is none.
 
     Args: attributes: those of `held_by(owner, ...)`. Functions directly in an attribute of the owner are replaced.
     """

@@ -64,8 +64,8 @@ class PeerCheck:
         groups: process groups of the mesh.
         names: parameter names of the model's forward.
         check_peers: "first": compare the first 2 forwards in full. "sampled": also compare samples of all later
-            forwards in the background; the next forward or `finish` raises a difference (the same forward, on a rank
-            that gets tensors of new shapes). "always": compare all forwards in full. "off": compare none.
+            forwards in the background. A difference is raised in the next forward or by `finish`; if this rank's
+            tensors have new shapes, in the same forward. "always": compare all forwards in full. "off": compare none.
     Raises: ValueError: an unknown setting.
     """
 

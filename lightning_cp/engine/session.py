@@ -145,7 +145,7 @@ class Session:
         number: ID of the session in this process, for operators in compiled code.
         unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
             installed (see `BypassCheck`).
-        checked: number of compiled forwards with checked arguments (int64 scalar).
+        num_graph_checks: number of compiled forwards that have checked their arguments (int64 scalar).
         can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
             not describe attention).
         batch_groups: groups of all ranks that hold samples of the current batch, inside `pipelines.cfg_rows`; otherwise
@@ -164,7 +164,7 @@ class Session:
     succeeded: bool = False
     number: int = field(default_factory=count().__next__)
     unchecked: set[bool] = field(default_factory=lambda: {False, True})
-    checked: torch.Tensor = field(default_factory=_zero)
+    num_graph_checks: torch.Tensor = field(default_factory=_zero)
     can_derive_sizes: dict[Hashable, bool] = field(default_factory=dict)
     batch_groups: MeshGroups | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import ShapeError
 
+_ARGUMENT, _LEAF = "\x1e", "\x1f"  # separators of arguments, and of the leaves of an argument
 _SESSIONS: WeakValueDictionary[int, Session] = WeakValueDictionary()  # custom operators take numbers, not objects
 
 
@@ -34,12 +35,14 @@ def check_in_graph(given: Mapping[str, Any], session: Session, *, model: str) ->
     values: list[Tensor] = []
     layout: list[str] = []
     for name, value in given.items():
-        found: list[Tensor] = []
-        _collect(value, found)
-        if found:
-            layout.append(f"{name}:{'one' if isinstance(value, Tensor) else len(found)}")
-            values += [x.detach() for x in found]
-    torch.ops.lightning_cp.check_forward(values, ",".join(layout), model, session.number, session.checked)
+        kinds: list[str] = []
+        _collect(value, values, kinds)
+        shape = "nest" if isinstance(value, (list, tuple, dict)) else "leaf"
+        if kinds:
+            layout.append(_LEAF.join([name, shape, *kinds]))
+    torch.ops.lightning_cp.check_forward(
+        values, _ARGUMENT.join(layout), model, session.number, session.num_graph_checks
+    )
 
 
 def register(session: Session) -> None:
@@ -55,11 +58,11 @@ def _check_forward(values: Sequence[Tensor], layout: str, model: str, number: in
     if session is None or session.groups.context is None:
         return
     given: dict[str, Any] = {}
-    rest = list(values)
-    for entry in layout.split(",") if layout else ():
-        name, _, count = entry.partition(":")
-        many = 1 if count == "one" else int(count)
-        given[name], rest = (rest[0] if count == "one" else rest[:many]), rest[many:]
+    rest = iter(values)
+    for entry in layout.split(_ARGUMENT) if layout else ():
+        name, shape, *kinds = entry.split(_LEAF)
+        found = [_leaf(kind, rest) for kind in kinds]
+        given[name] = found if shape == "nest" else found[0]
     check_values(given, session, model=model)
     session.peers.start()
 
@@ -69,12 +72,33 @@ def _(values: Sequence[Tensor], layout: str, model: str, number: int, checked: T
     return None
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
+def _collect(value: Any, values: list[Tensor], kinds: list[str]) -> None:
+    """Collect the leaves of an argument. Numbers become tensors, because the compiler may make them variable.
+
+    Args:
+        values: gets tensors, and numbers as scalar tensors.
+        kinds: gets "tensor", "int", "float", or the text of a string or bool, for each leaf.
+    """
     if isinstance(value, Tensor):
-        found.append(value)
+        values.append(value.detach())
+        kinds.append("tensor")
+    elif isinstance(value, (bool, str)):
+        kinds.append(f"{value!r}")  # its quotes distinguish a string from a kind; it has no control characters
+    elif isinstance(value, (int, float)):
+        is_int = isinstance(value, int)
+        # Not torch.full: inductor of torch 2.13 makes its value a constant of the graph.
+        values.append(torch.tensor(value, dtype=torch.int64 if is_int else torch.float64, device="cpu"))
+        kinds.append("int" if is_int else "float")
     elif isinstance(value, (list, tuple)):
         for x in value:
-            _collect(x, found)
+            _collect(x, values, kinds)
     elif isinstance(value, dict):
         for x in value.values():
-            _collect(x, found)
+            _collect(x, values, kinds)
+
+
+def _leaf(kind: str, values: Iterator[Tensor]) -> Any:
+    """Return the next leaf of an argument; see `_collect`."""
+    if kind == "tensor":
+        return next(values)
+    return next(values).item() if kind in ("int", "float") else kind

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 
 CARD = "README.md"
@@ -17,7 +17,7 @@ _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transfo
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
-    """What a reader needs to use a fine-tuned model, and to train it again.
+    """The model card of a fine-tuned model: how to use the model, and how it was trained.
 
     Args:
         base: pipeline that was fine-tuned: a folder, or an id on the Hub.
@@ -84,9 +84,8 @@ class ModelCard:
     def write(self, folder: Path) -> Path:
         """Write the card as `README.md` of a folder, in place of an older one. Returns: its path."""
         path = folder / CARD
-        scratch = scratch_folder_for(path)
-        scratch.write_text(self.text(), encoding="utf-8")
-        replace_folder(scratch, path)
+        with atomic_file(path) as scratch:
+            scratch.write_text(self.text(), encoding="utf-8")
         return path
 
     def _validation(self) -> list[str]:

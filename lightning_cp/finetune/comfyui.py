@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.finetune.lora_file import read_lora
 
 COMFYUI_FILE = "comfyui.safetensors"
@@ -39,7 +39,7 @@ _WAN = (
 
 
 def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer") -> Path | None:
-    """Write `comfyui.safetensors` beside the LoRA that `save_lora` has written. Call it on one rank.
+    """Write `comfyui.safetensors` next to the LoRA that `save_lora` has written. Call it on one rank.
 
     Args:
         folder: folder with the LoRA.
@@ -61,9 +61,8 @@ def write_for_comfyui(folder: Path, model: str, *, component: str = "transformer
     for layer, (a, b) in lora.layers.items():
         name = names[layer]
         tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b, f"{name}.alpha": alpha.clone()}
-    scratch = scratch_folder_for(path)
-    save_file({name: x.contiguous() for name, x in tensors.items()}, scratch, metadata={"format": "pt"})
-    replace_folder(scratch, path)
+    with atomic_file(path) as scratch:
+        save_file({name: x.contiguous() for name, x in tensors.items()}, scratch, metadata={"format": "pt"})
     return path
 
 

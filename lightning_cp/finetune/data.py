@@ -31,7 +31,7 @@ class LatentSubset(Subset[Sample]):
 
 
 def hold_out(data: LatentData, count: int, *, seed: int = 0) -> tuple[LatentSubset, HeldOutData | None]:
-    """Divide data into training samples and samples for validation; all samples of one file are in the same part.
+    """Divide data into training samples and samples for validation; all samples of a file are on the same side.
 
     Args:
         data: data of a cache.

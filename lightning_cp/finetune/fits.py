@@ -1,4 +1,4 @@
-"""Check that a pipeline's transformer takes what its encoders make."""
+"""Check that the sizes of a pipeline's transformer and of its encoders fit."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class _Widths:
     """Names of the sizes in a transformer's config.
 
     Args:
-        latents: key of the number of channels; conditions are joined to the input, so that it can be the output's.
-        packed: latent channels are multiplied by it.
+        latents: key of the number of input channels, or of output channels if conditions are joined to the input.
+        packed: number of latents in a token: input channels = latent channels × packed.
         text: key of the width of the text embeddings.
     """
 

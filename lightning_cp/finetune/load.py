@@ -58,9 +58,9 @@ def meta_transformer(
 ) -> nn.Module:
     """Build a pipeline's transformer on the meta device; the strategies load its weights during set-up.
 
-    After `fabric.setup`, or when the Trainer has set up its strategy, each rank has read its own shards from the
-    safetensors files (see `stream_weights`). No rank holds the whole model, and no weights are sent. Adapters can be
-    added before. Weights and buffers then equal those of `load_transformer`.
+    During `fabric.setup`, or while the Trainer sets up its strategy, each rank reads its own shards from the
+    safetensors files (see `stream_weights`). No rank holds the whole model, and no weights are sent. Afterwards,
+    weights and buffers equal those of `load_transformer`. Adapters can be added before set-up.
 
     Args, Raises: see `load_transformer`. ValueError also for quantised weights, which cannot be read in slices.
     """

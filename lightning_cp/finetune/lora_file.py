@@ -45,7 +45,8 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
 
     file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"lora.file={path} does not exist: expected a safetensors file, or a folder with {LORA_FILE}")
+        state = f"has no {LORA_FILE}" if Path(path).is_dir() else "does not exist"
+        raise ValueError(f"lora.file={path} {state}: expected a safetensors file, or a folder with {LORA_FILE}")
     try:
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())

@@ -17,7 +17,7 @@ from typing_extensions import override
 from lightning_cp.data import bucket_loader
 from lightning_cp.export import on_rank_zero, save_lora, save_pretrained, unwrapped
 from lightning_cp.families import Family, StoredBatch
-from lightning_cp.finetune.comfyui import write_for_comfyui
+from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
 from lightning_cp.finetune.validation import Validation, ValidationResult
 from lightning_cp.objectives import MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.strategies.strategy import class_of
@@ -28,7 +28,7 @@ _BATCHES = "lightning_cp.batches"
 
 
 class _OneStep(list[int]):
-    """A validation loader of one step, which validates everything: `Validation` shares the samples between ranks."""
+    """A validation loader of one step, in which all samples are validated: `Validation` divides them over the ranks."""
 
     sharded_by_data_rank = True  # the strategies otherwise refuse a loader that they cannot shard
 
@@ -52,8 +52,9 @@ class FineTuning(LightningModule):
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
-        micro_batch_size: gradient accumulation: most samples that a rank passes through the transformer at once; None:
-            all of its samples. Unlike with Lightning's `accumulate_grad_batches`, losses and weights stay the same.
+        micro_batch_size: gradient accumulation: number of samples that a rank passes through the transformer at once;
+            None: all of its samples. Losses and weights do not depend on it, unlike with Lightning's
+            `accumulate_grad_batches`.
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
@@ -117,12 +118,12 @@ class FineTuning(LightningModule):
 
     @override
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Zero the gradients, unless `training_step` did: the Trainer calls this after it and before its backward."""
+        """Zero the gradients, unless `training_step` did it: the Trainer calls this between that and the backward."""
         if not self._has_gradients:
             super().optimizer_zero_grad(epoch, batch_idx, optimizer)
 
     def loss(self, part: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return loss and mean sigma of a micro-batch, both times its `share`. Override it to change the loss."""
+        """Return loss and mean sigma of a micro-batch, multiplied by its `share`. Override it to change the loss."""
         return part.loss(self.transformer)
 
     def _check_accumulation(self) -> None:
@@ -158,13 +159,14 @@ class FineTuning(LightningModule):
         To export EMA weights, call it inside `EMACallback.averaged` or `WeightAverage.swapped_in`.
 
         Returns: the folder of the files: `folder/lora`, or `folder/<component>` without adapters.
-        Raises: RuntimeError: rank 0 could not write (OSError in a single process).
+        Raises: ExportError, on every rank: the first rank could not write. Older files are then complete.
         """
         model: Any = unwrapped(self.transformer)
         if not getattr(model, "peft_config", None):
             save_pretrained(self.transformer, Path(folder) / self.component)
             return Path(folder) / self.component
         lora = Path(folder) / LORA
+        on_rank_zero(lambda: (lora / COMFYUI_FILE).unlink(missing_ok=True))  # it would not fit a new LoRA after a kill
         save_lora(self.transformer, lora, component=self.component)
         on_rank_zero(lambda: write_for_comfyui(lora, class_of(model).__name__, component=self.component))
         return lora
@@ -197,7 +199,7 @@ class FineTuning(LightningModule):
         )
 
     @override
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> list[int]:
         return [] if self._held_out is None else _OneStep()
 
     @override

@@ -26,8 +26,8 @@ class PromptSampler:
 
     The prompts are encoded once, by the first rank, and sent to the others; the text encoders are then freed. Each rank
     keeps the VAE, and the other expert of a pipeline with two. The ranks of a context group draw the same samples
-    together; data groups share the prompts. Sample i starts from noise of the seed `seed + i`, so it depends neither on
-    the number of ranks nor on the step.
+    together; the prompts are divided over the data groups. Sample i starts from noise of the seed `seed + i`, so it
+    depends neither on the number of ranks nor on the step.
 
     It can be the `sample` of a `SamplingCallback` with a `FineTuning` module:
 
@@ -99,7 +99,7 @@ class PromptSampler:
         text = ranks.broadcast(text)
         pipe = pipe or self._load(model, without=names)
         text.replay_in(pipe, ranks.device)
-        self._place(pipe, model, ranks.device)
+        self._move_components(pipe, model, ranks.device)
         self._pipe, self._shard = pipe, data_shard
 
     @torch.no_grad()
@@ -139,8 +139,8 @@ class PromptSampler:
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
-    def _place(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
-        """Move the components that stay to the device, and make them parallel as the transformer is."""
+    def _move_components(self, pipe: Any, model: nn.Module, device: torch.device) -> None:
+        """Move the other components to the device, and make them parallel like the transformer."""
         installed = installed_on(model)
         for name, other in pipe.components.items():
             if not isinstance(other, nn.Module) or other is model:
@@ -169,7 +169,7 @@ def _pipeline_class(source: str) -> type:
 
 def _check_call(kind: type, call: Mapping[str, Any]) -> None:
     """Check the arguments of the call. Raises: FamilyError: the pipeline needs media, or has no such argument."""
-    accepted = inspect.signature(kind.__call__).parameters
+    accepted = [name for name in inspect.signature(kind.__call__).parameters if name != "self"]
     unknown = [name for name in call if name not in accepted]
     if unknown:
         raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")

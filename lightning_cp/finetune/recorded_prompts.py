@@ -1,4 +1,4 @@
-"""Encode prompts once, and give a pipeline the results later, when its text encoders are gone."""
+"""Encode prompts once, and pass the results to a pipeline later, after its text encoders were freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
 
 
 class _EncodedError(Exception):
-    """Ends a pipeline's call at the transformer: the text is encoded then."""
+    """Raised at the first call of the transformer, to end a pipeline's call after the text was encoded."""
 
 
 class RecordedPrompts:
@@ -34,7 +34,7 @@ class RecordedPrompts:
             pipe: pipeline with its text encoders, on the CPU.
             encoders: names of the text encoders and tokenizers.
             device: device of this rank; the encoders run there if its free memory allows, otherwise on the CPU.
-        Raises: what the pipeline raises for the arguments.
+        Raises: the exception of the pipeline, if it does not accept the arguments.
         """
         modules = [pipe.components[name] for name in encoders if isinstance(pipe.components.get(name), nn.Module)]
         at = device if _fits(modules, device) else torch.device("cpu")
@@ -84,7 +84,7 @@ def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 
 
 def _fits(modules: Sequence[nn.Module], device: torch.device) -> bool:
-    """Return whether a device has room for the modules beside what it holds."""
+    """Return whether the free memory of a device is enough for the modules."""
     if device.type != "cuda":
         return False
     needed = sum(x.numel() * x.element_size() for module in modules for x in module.parameters())

@@ -89,8 +89,8 @@ class ValidationResult:
 class Validation:
     """Evaluate the training loss on held-out samples, at fixed quantiles of the training times.
 
-    Nothing is random from one evaluation to the next: the noise of a sample depends only on (seed of the objective,
-    quantile, its number in the validation set ordered by bucket), and is never that of a training step. Captions are
+    All evaluations use the same noise: the noise of a sample depends only on (seed of the objective, quantile, its
+    number in the validation set ordered by bucket), and differs from the noise of all training steps. Captions are
     not dropped, and latents are the mode of the VAE's distribution. The result therefore does not depend on the number
     of ranks or the batch size, up to rounding.
 
@@ -124,7 +124,7 @@ class Validation:
 
     @torch.no_grad()
     def losses(self, transformer: nn.Module, ranks: Ranks, data_shard: DataShard) -> ValidationResult:
-        """Return the mean losses of the validation set. The transformer is in eval mode meanwhile.
+        """Return the mean losses of the validation set, with the transformer in eval mode.
 
         With the Trainer, call it within `trainer.precision_plugin.forward_context()`: the transformer of a
         LightningModule does not apply the precision itself. A transformer from `fabric.setup` does.
@@ -162,9 +162,9 @@ class Validation:
     def _batches(self, shard: DataShard) -> Iterator[tuple[int, list[int], bool]]:
         """Yield this rank's batches: number of the first sample, the samples, and whether this rank adds their losses.
 
-        Data ranks share each bucket evenly. They all have the same number of batches, because a forward may contain
-        collectives of all ranks (sharded weights, buffers of DDP). A rank without a sample left repeats one, and does
-        not add its loss.
+        Each bucket is divided evenly over the data ranks. They all have the same number of batches, because a forward
+        may contain collectives of all ranks (sharded weights, buffers of DDP). If a rank has no sample left, it repeats
+        one and does not add its loss.
         """
         start = 0  # number of the bucket's first sample; a batch has consecutive numbers
         for members in self._buckets:

@@ -36,7 +36,7 @@ class WeightFiles:
 
 
 def local_pipeline(source: str | Path, component: str, *, setting: str) -> Path:
-    """Return the folder of a pipeline; of one on the Hub, one component's safetensors files are downloaded.
+    """Return the folder of a pipeline. From the Hub, only the safetensors files of one component are downloaded.
 
     Args:
         source: folder, or id on the Hub.

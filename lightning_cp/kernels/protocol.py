@@ -50,10 +50,14 @@ class Inputs(NamedTuple):
 class Kernel(Protocol):
     """One attention backend, called by `local.attend` and `local.attend_backward`.
 
-    The callers guarantee: at least one query and one key; q, k, v are [b, s, h, d] of one dtype with last stride 1; a
-    mask is additive, float32 (float64 for float64), [b or 1, hq or 1, sq or 1, sk], contiguous; `causal` only with
-    sq = sk and without a mask; hk = hq unless `native_gqa`; finite lse in backward. `forward` may return any values
-    for queries without a key: the caller overwrites them.
+    The callers guarantee:
+
+    - q, k, v: [b, s, h, d], of one dtype, last stride 1, at least one query and one key; hk = hq unless `native_gqa`.
+    - mask: additive, [b or 1, hq or 1, sq or 1, sk], contiguous, float32 (float64 for float64 inputs).
+    - causal: only with sq = sk and without a mask.
+    - lse in backward: finite.
+
+    `forward` may return any values for queries without a key: the caller overwrites them.
     """
 
     name: str

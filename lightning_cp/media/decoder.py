@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ class Frame:
     picture: Any
 
 
-def require_pyav() -> Any:
+def require_pyav() -> ModuleType:
     """Return the module `av`. Raises: MediaError: it cannot be imported."""
     try:
         import av

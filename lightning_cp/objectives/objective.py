@@ -26,7 +26,7 @@ class Noised:
     Attributes:
         noisy: noisy latents, float32 [b, ...].
         times: [b]; float32 sigma for flow matching, otherwise int64.
-        target: what the transformer should predict, float32 [b, ...].
+        target: target of the transformer's prediction, float32 [b, ...].
         loss_mask: weight of each element in the loss, broadcastable to the target; None: 1 everywhere.
         stored: the stored batch, with dropped captions replaced.
     """

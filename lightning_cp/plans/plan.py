@@ -164,15 +164,21 @@ class Patches:
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
         stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
+        samples: False: arguments cannot be divided by samples (packed or flattened batches), so a batch is
+            computed whole.
+        once: modules before the blocks that get whole tokens (`*` allowed; those that a model lacks are ignored). They
+            run once for all patches, because the arguments of the model are the same.
     """
 
     order: Modalities
     stages: bool = True
+    samples: bool = True
+    once: tuple[str, ...] = ()
 
 
-def patches(*order: str, stages: bool = True) -> Patches:
-    """Short form of `Patches(order, stages)`."""
-    return Patches(order, stages)
+def patches(*order: str, stages: bool = True, samples: bool = True, once: tuple[str, ...] = ()) -> Patches:
+    """Short form of `Patches(order, …)`."""
+    return Patches(order, stages, samples, once)
 
 
 @dataclass(frozen=True)

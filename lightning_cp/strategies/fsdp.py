@@ -24,7 +24,8 @@ from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
-from lightning_cp.strategies.mixin import ContextParallelMixin, known_settings
+from lightning_cp.strategies.mixin import ContextParallelMixin
+from lightning_cp.strategies.settings import known_settings
 from lightning_cp.strategies.strategy import class_of
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.

@@ -116,7 +116,7 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    tensors = {name: x for name, x in _distinct(module) if name not in ignored}
+    tensors = {name: x for name, x in distinct_tensors(module) if name not in ignored}
     own = [_describe(name, x) for name, x in tensors.items()]
     if _all_equal(own):
         return MissingWeights()
@@ -151,7 +151,7 @@ def share_replicas(module: nn.Module) -> None:
 
     Ranks: all ranks of the DTensors' meshes.
     """
-    for _, x in _distinct(module):
+    for _, x in distinct_tensors(module):
         if isinstance(x, DTensor):
             for dim, placement in enumerate(x.placements):
                 if isinstance(placement, Replicate) and x.device_mesh.size(dim) > 1:
@@ -171,10 +171,10 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def _distinct(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once; for a quantised tensor, the plain tensors inside it."""
+def distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer once; for a quantised tensor, the plain tensors inside it."""
     seen: set[int] = set()
-    for name, x in _named_tensors(module):
+    for name, x in _named_tensors(module) if buffers else module.named_parameters():
         if id(x) not in seen and not is_lazy(x):
             seen.add(id(x))
             yield from _plain(name, x)

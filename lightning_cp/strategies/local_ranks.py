@@ -28,11 +28,11 @@ _PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning ta
 
 
 class LocalRanks:
-    """The listening socket at which the ranks of one strategy meet. It is pickled with the strategy for spawned ranks.
+    """The listening socket through which a strategy's ranks connect. It is pickled with the strategy for spawned ranks.
 
-    Nothing changes where ranks are not all started on this machine by Lightning: on several nodes, under torchrun,
-    SLURM or another launcher, with a cluster environment other than Lightning's own, or with `MASTER_ADDR` set to an
-    address of the network.
+    It is used only if Lightning starts all ranks on this machine. Nothing changes on several nodes, under torchrun,
+    SLURM or another launcher, with a cluster environment other than Lightning's, or with `MASTER_ADDR` set to a network
+    address.
     """
 
     def __init__(self) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +24,11 @@ from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, share_random_state
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.initial_weights import equal_initial_weights
+from lightning_cp.strategies.late_weights import LateWeights
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import check_start_method, choose_start_method
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
-from lightning_cp.strategies.settings import StrategySettings
+from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.strategy import ContextParallel
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
@@ -47,9 +46,9 @@ class ContextParallelMixin:
         plans: plans by model class, class name or module name; they take precedence over registered plans.
         modules: classes or names of the modules to wrap; default: every transformer that has a plan.
         kernel: name of the attention kernel; "auto" chooses by device, dtype and mask.
-        check_peers: comparison of transformer inputs between context peers. "first": in full, in the first 2 forwards;
-            "sampled": also samples of every later forward, in the background, and a difference is raised in the next
-            forward; "always": in full, in every forward; "off": never.
+        check_peers: comparison of transformer inputs between context peers. "first": the first 2 forwards, in full.
+            "sampled": also samples of every later forward, in the background; a difference is raised in the next
+            forward. "always": every forward, in full. "off": none.
         stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
             [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use
@@ -90,7 +89,7 @@ class ContextParallelMixin:
         given = locals()  # before other names are bound: a setting of StrategySettings is only added to the signature
         uses_trainer = any(kind.__module__.startswith("lightning.pytorch") for kind in type(self).__mro__)
         check_private_uses("trainer" if uses_trainer else "fabric")
-        _check_known(type(self), kwargs)
+        check_known(type(self), kwargs)
         check_start_method(start_method)
         super().__init__(timeout=timeout, **kwargs)  # type: ignore[call-arg]
         if whole_world not in (None, "ring", "ulysses"):
@@ -99,6 +98,7 @@ class ContextParallelMixin:
         self._settings = StrategySettings.pick(given)
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
+        self._late_weights = LateWeights()
         self.local_ranks = LocalRanks()
 
     @property
@@ -202,6 +202,11 @@ class ContextParallelMixin:
         self.context.set_up()
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
+    def backward(self, *args: Any, **settings: Any) -> Any:
+        """Run a backward. Raises: ValueError: weights were loaded on some ranks only, after set-up."""
+        self._late_weights.check()
+        return super().backward(*args, **settings)  # type: ignore[misc]
+
     def save_checkpoint(self, *args: Any, **settings: Any) -> None:
         """Save a checkpoint. Raises: PeerMismatchError: context peers were given different data in the last forward."""
         self.context.finish_checks()
@@ -232,10 +237,12 @@ class ContextParallelMixin:
     def _from_equal_weights(self, module: nn.Module) -> Iterator[None]:
         """Start from rank 0's weights on every rank; see `equal_initial_weights`. Shard the module inside.
 
-        From then on, the ranks of each context group draw the same random numbers.
+        From then on, the ranks of each context group draw the same random numbers. The first backward checks that no
+        weights were loaded on some ranks only.
         """
         with self._replaced.following(module), equal_initial_weights(module, self._lightning.root_device):
             yield
+        self._late_weights.add(module)
         self._share_random_state()
 
     def _share_random_state(self) -> None:
@@ -251,22 +258,3 @@ class ContextParallelMixin:
     def _lightning(self) -> Any:
         """This object, typed as the Lightning strategy."""
         return self
-
-
-def known_settings(strategy: type[ContextParallelMixin]) -> set[str]:
-    """List the setting names that a strategy and its bases accept."""
-    return {
-        name
-        for kind in (*strategy.__mro__[:-1], *strategy._kwargs_targets)
-        for name in inspect.signature(kind.__init__).parameters  # type: ignore[misc]
-    }
-
-
-def _check_known(strategy: type[ContextParallelMixin], settings: Mapping[str, Any]) -> None:
-    """Check setting names. Raises: TypeError: unknown to this strategy, Lightning's strategy and PyTorch's DDP."""
-    known = known_settings(strategy)
-    for name in settings:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f": did you mean {close[0]!r}?" if close else ""
-            raise TypeError(f"{strategy.__name__} has no setting {name!r}{hint}")

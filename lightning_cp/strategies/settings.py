@@ -5,6 +5,8 @@ The recipes read the rules of these settings too, and check them before anything
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -83,3 +85,22 @@ class StrategySettings:
 def setting_rules() -> dict[str, Rule]:
     """Return the rules of the settings that have one, by name."""
     return {one.name: one.metadata["rule"] for one in fields(StrategySettings) if "rule" in one.metadata}
+
+
+def known_settings(strategy: type[Any]) -> set[str]:
+    """List the setting names that a strategy and its bases accept."""
+    return {
+        name
+        for kind in (*strategy.__mro__[:-1], *strategy._kwargs_targets)
+        for name in inspect.signature(kind.__init__).parameters
+    }
+
+
+def check_known(strategy: type[Any], settings: Mapping[str, Any]) -> None:
+    """Check setting names. Raises: TypeError: unknown to this strategy, Lightning's strategy and PyTorch's DDP."""
+    known = known_settings(strategy)
+    for name in settings:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f": did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{strategy.__name__} has no setting {name!r}{hint}")

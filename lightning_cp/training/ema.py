@@ -1,13 +1,14 @@
 """Keep an exponential moving average (EMA) of a module's weights.
 
-Not `torch.optim.swa_utils.AveragedModel`: it deep-copies the module, which FSDP2 refuses; it also averages frozen
-weights, and it averages half-precision weights in half precision, where small updates are rounded away.
+`torch.optim.swa_utils.AveragedModel` is not used: it deep-copies the module, which FSDP2 refuses. It also averages
+frozen weights, and averages half-precision weights in half precision, where small updates are rounded away.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -70,6 +71,20 @@ class WeightAverage:
 def full_tensor(x: Tensor) -> Tensor:
     """Return the full tensor; a DTensor is gathered. Call it on every rank."""
     return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def gather_on_first_rank(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gather sharded tensors one at a time; return them on the CPU on the first rank, {} on the others.
+
+    Ranks: the whole world.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    found: dict[str, Tensor] = {}
+    for name, x in state.items():
+        full = full_tensor(x.detach())
+        if is_first:
+            found[name] = full.cpu()
+    return found
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
     - Otherwise each rank computes a shard of rows: convolutions exchange halos, norms use statistics over all rows, and
       attention uses the keys of all rows. The result differs by rounding: relative 1e-5 in float32, 1e-12 in float64
       (1e-6 for LTX, because its norms round to float32). With too few rows (usually fewer than two latent rows
-      per rank) every rank computes the whole.
+      per rank) every rank computes the whole result.
 
     Call `decode` and `encode` under `torch.no_grad()`: gradients and forward derivatives are refused.
 
@@ -39,9 +39,9 @@ def parallelize_vae(vae: nn.Module, groups: MeshGroups) -> Undo:
         vae: autoencoder of diffusers, whole and equal on every rank, in eval mode. Only this instance is changed.
         groups: context group of the ranks; a group of size 1 changes nothing.
     Returns: a function that restores the VAE exactly.
-    Raises: ValueError: a class that is not supported, or only with tiling and tiling is off; noise in the decoder; a
-        compiled module; attention that does not call F.scaled_dot_product_attention; a VAE that is already parallel.
-        From `decode` and `encode`: a gradient is needed, or tiling has been disabled.
+    Raises: ValueError: the class is not supported (some are only with tiling), the decoder adds noise, a module is
+        compiled, attention does not call F.scaled_dot_product_attention, or the VAE is already parallel. `decode` and
+        `encode` raise it if a gradient is needed, or if tiling was disabled.
     Ranks: all of the context group, here (no communication) and in every `decode` and `encode`, with equal inputs.
     """
     if groups.context_size == 1:

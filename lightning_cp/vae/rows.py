@@ -98,7 +98,7 @@ def by_rows(
         args: positional arguments; the first one is x [b, c, (f,) h, w], split along the longer of height and width.
         kwargs: keyword arguments.
         groups: context group of the ranks.
-        min_steps: minimum number of steps per rank; with fewer, every rank computes the whole.
+        min_steps: minimum number of steps per rank; with fewer, every rank computes the whole input.
         step: rows per step. They stay on one rank, because they become one row of the result.
     Ranks: all of the context group; the result is bitwise equal on all.
     """

@@ -85,7 +85,7 @@ def _go_on(rank: int, world: int, folder: Path, kind: str, settings: dict[str, A
 
 WHOLE = {"format": "full"}
 SHARDS = {"format": "distributed"}
-LATER = {"format": "distributed", "later": True}
+LATER = {"format": "distributed", "in_background": True}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ LATER = {"format": "distributed", "later": True}
         ((1, "", {}), SHARDS, [(2, "cp_fsdp", {"ulysses": 2})]),
         pytest.param(
             (4, "cp_fsdp", {"ring": 2}),
-            {**WHOLE, "later": True},
+            {**WHOLE, "in_background": True},
             [(2, "cp_fsdp", {"ring": 2}), (1, "", {})],
             marks=pytest.mark.full,
         ),
@@ -189,7 +189,7 @@ def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
     fabric, state = _start(rank, world, "cp_fsdp", {"ring": 2})
     _advance(fabric, state, until=1, augmented=False)
     folder.joinpath("file").touch()
-    writer = CheckpointWriter(folder / "file" / "below", format=format, later=True, is_first=rank == 0)
+    writer = CheckpointWriter(folder / "file" / "below", format=format, in_background=True, is_first=rank == 0)
     writer.save(state.snapshot(shards=writer.is_distributed))
     if rank and not writer.is_distributed:
         return "waits for nothing"
@@ -199,7 +199,7 @@ def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
 
 
 @pytest.mark.parametrize("format", ["full", "distributed"])
-def test_what_fails_in_the_background_is_told_by_the_next_call(
+def test_a_failure_in_the_background_is_raised_by_the_next_call(
     run_ranks: RankPool, tmp_path: Path, format: str
 ) -> None:
     told = run_ranks(2, _failing_save, tmp_path, format, init=False)

@@ -12,6 +12,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, WanPipeline
 from lightning.pytorch import LightningModule
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from lightning_cp.checkpoint.folder import atomic_folder
 from lightning_cp.export import LORA_FILE, save_lora, save_pretrained
@@ -89,7 +91,12 @@ def _adapter(rank: int, world: int, folder: Path, kind: str, name: str) -> tuple
     torch.manual_seed(5)
     model.add_adapter(LoraConfig(r=2, lora_alpha=8, target_modules=["to_q", "to_v"], init_lora_weights=False), "mine")
     wrapped, out = _trained(fabric, name, model)
-    save_lora(wrapped, folder / "lora", adapter="mine")
+    with CommDebugMode() as communication:
+        save_lora(wrapped, folder / "lora", adapter="mine")
+    sharded = [x for key, x in model.named_parameters() if ".lora_" in key and isinstance(x, DTensor)]
+    gathered = sum(count for op, count in communication.get_comm_counts().items() if "gather" in str(op))
+    assert gathered == len(sharded), "nothing of the base is gathered"
+    assert bool(sharded) == (kind == "cp_fsdp")
     with pytest.raises(ValueError, match="adapters") as whole:
         save_pretrained(model, folder / "whole")
     with pytest.raises(ValueError, match="adapter='other'") as other:
@@ -99,7 +106,7 @@ def _adapter(rank: int, world: int, folder: Path, kind: str, name: str) -> tuple
 
 @pytest.mark.parametrize(("kind", "name"), [("cp", "flux"), ("cp_fsdp", "wan")])
 def test_an_adapter_is_what_load_lora_weights_loads(run_ranks: RankPool, tmp_path: Path, kind: str, name: str) -> None:
-    results = run_ranks(2, _adapter, tmp_path, kind, name, init=False)
+    results = run_ranks(3, _adapter, tmp_path, kind, name, init=False)
     out, whole, other = results[1]
     assert "(mine)" in whole
     assert "has the adapters: mine" in other

@@ -59,23 +59,23 @@ class Mixed(LightningModule):
             self.load_state_dict(_LATE)
 
 
-def _inputs() -> Tensor:
+def inputs() -> Tensor:
     return torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(2))
 
 
-def _everything(model: nn.Module) -> Tensor:
+def everything(model: nn.Module) -> Tensor:
     return torch.cat([flat(model), *(buffer.flatten() for buffer in model.buffers())])
 
 
-def _expected() -> Tensor:
+def expected() -> Tensor:
     """Rank 0's weights after two steps of one process."""
     model = Mixed(0)
     optimizer = model.configure_optimizers()
     for _ in range(2):
-        model(_inputs()).square().mean().backward()
+        model(inputs()).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return _everything(model)
+    return everything(model)
 
 
 def _unlike(rank: int, how: str) -> Mixed:
@@ -94,23 +94,23 @@ def _unlike(rank: int, how: str) -> Mixed:
 
 
 def _trained(rank: int, world: int, flavour: str, kind: str, how: str, settings: dict[str, Any]) -> float:
-    expected = _expected()
+    reference = expected()
     strategy = STRATEGIES[flavour, kind](ring=settings.pop("ring", world), **BY_PLAN, **settings)
     if flavour == "trainer":
         trainer = trainer_of(rank, world, strategy, max_steps=2)
         model = _unlike(rank, how)
-        copies = [_inputs()[i] for _ in range(2) for i in range(2)]
+        copies = [inputs()[i] for _ in range(2) for i in range(2)]
         trainer.fit(model, DataLoader(copies, batch_size=2, shuffle=False))  # type: ignore[arg-type]
     else:
         ours = fabric_of(rank, world, strategy)
         model = _unlike(rank, how)
         wrapped, optimizer = ours.setup(model, model.configure_optimizers())
         for _ in range(2):
-            ours.backward(wrapped(_inputs()).square().mean())
+            ours.backward(wrapped(inputs()).square().mean())
             optimizer.step()
             optimizer.zero_grad()
     assert model.tail.weight is model.head.weight, "tied weights stay tied"
-    return float((_everything(model) - expected).norm() / expected.norm())
+    return float((everything(model) - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(

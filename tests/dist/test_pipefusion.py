@@ -7,38 +7,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.errors import PlanError
+from lightning_cp.errors import GuidanceError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.block_stages import divide_blocks
+from tests.dist.pipefusion import STEPS
+from tests.dist.pipefusion import error_of as _error
+from tests.dist.pipefusion import latents_of as _latents
+from tests.dist.pipefusion import make_pipe as _pipe
 from tests.harness import RankPool
-from tests.pipelines import names, table
-
-PIPES = {name: family for family in names() for name in table(family)}
-STEPS = 4
-
-
-def _pipe(name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(PIPES[name])[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.double()
-    return pipe
-
-
-def _latents(pipe: Any, name: str, **others: Any) -> Tensor:
-    tiny = table(PIPES[name])[name]
-    inputs = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
-    value = getattr(pipe(**inputs, generator=torch.Generator().manual_seed(7)), tiny.output)
-    return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
-
-
-def _error(expected: Tensor, found: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _compare(rank: int, world: int, name: str, degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, float]:
@@ -182,6 +160,25 @@ def _cached(rank: int, world: int) -> list[str]:
 def test_a_step_cache_is_refused_on_every_stage(run_ranks: RankPool) -> None:
     for said in run_ranks(3, _cached):
         assert all(text.startswith(_CACHED) for text in said)
+
+
+def _guided_in_some_steps(rank: int, world: int) -> tuple[float, str]:
+    """Error of stages without patches, and the refusal of patches, where steps differ in calls."""
+    settings = {"skip_guidance_layers": [9], "skip_layer_guidance_start": 0.0, "skip_layer_guidance_stop": 0.5}
+    expected = _latents(_pipe("sd3"), "sd3", **settings)
+    staged, patched = _pipe("sd3"), _pipe("sd3")
+    parallelize_pipeline(staged, ContextParallelConfig(), pipe=world)
+    parallelize_pipeline(patched, ContextParallelConfig(), pipe=world, patches=2)
+    error = _error(expected, _latents(staged, "sd3", **settings))
+    with pytest.raises(GuidanceError) as refusal:
+        _latents(patched, "sd3", **settings)
+    return error, str(refusal.value)
+
+
+def test_stages_without_patches_allow_guidance_in_some_steps(run_ranks: RankPool) -> None:
+    for error, refusal in run_ranks(3, _guided_in_some_steps):
+        assert error < 1e-12
+        assert "use patches=1, or guidance in all steps" in refusal
 
 
 def test_blocks_are_divided_by_cost() -> None:

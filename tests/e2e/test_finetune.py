@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import os
 import re
@@ -31,6 +32,7 @@ SMALL_LORA = (
     "validation.quantiles=[0.3,0.7]",
     "ema_decay=0.5",
 )
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 FOUR_RANKS = ("strategy=cp", "ring=2", "data_parallel=2")
 
 
@@ -46,10 +48,18 @@ def alone(wan: Path) -> Finished:
     return tune(wan, "alone", *SMALL_LORA, "max_steps=5", "checkpoint_every=3")
 
 
-def tune(made: Path, name: str, *overrides: str, experiment: str = "finetune_wan", timeout_s: float = 400) -> Finished:
+def tune(
+    made: Path,
+    name: str,
+    *overrides: str,
+    experiment: str = "finetune_wan",
+    launcher: tuple[str, ...] = (),
+    timeout_s: float = 400,
+) -> Finished:
     """Fine-tune the pipeline of `made` on its cache, without a failure. In `name`, "=" and " " become "_"."""
     given = (f"experiment={experiment}", f"model.pretrained={made / 'pipe'}", f"data.path={made / 'latents'}", *QUICK)
-    finished = run(*given, *overrides, folder=made / re.sub("[= ]", "_", name), timeout_s=timeout_s)
+    folder = made / re.sub("[= ]", "_", name)
+    finished = run(*given, *overrides, folder=folder, launcher=launcher, timeout_s=timeout_s)
     assert finished.exit_code == 0, finished.stdout + finished.stderr
     return finished
 
@@ -170,6 +180,20 @@ def test_options_on_three_ranks_equal_one_process(
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
+def test_certify_under_torchrun(wan: Path, trainer: str) -> None:
+    given = (*SMALL_LORA, "max_steps=3", "strategy=cp", "ring=2", "certify=true", f"trainer={trainer}")
+    finished = tune(wan, f"torchrun_{trainer}", *given, launcher=TORCHRUN)
+    certificate = json.loads((finished.folder / "certificate.json").read_text())
+    assert certificate["holds"]
+    assert certificate["topology"] == {"data": 1, "ring": 2, "ulysses": 1}
+    assert certificate["losses"] == finished.losses
+    assert certificate["losses"] == pytest.approx(certificate["one_process"], rel=1e-4)
+    assert finished.stdout.count("certify: training 3 steps on one process") == 1
+    assert not (finished.folder / "one_process").exists()
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("options", [(), ("strategy=cp_fsdp", "ring=2")], ids=["alone", "cp_fsdp"])
 def test_all_weights_are_saved_for_from_pretrained(wan: Path, options: tuple[str, ...]) -> None:
     from diffusers import WanTransformer3DModel
@@ -207,8 +231,12 @@ def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -
 @pytest.mark.full
 def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
     made = write_cache(tmp_path / "experts", "wan_two_experts", count=3)
-    given = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "lora.rank=4")
-    finished = tune(made, "second", *given, "batch_size=2", "max_steps=2", "data.validation=1", "validation.every=2")
+    given = ("lora.rank=4", "batch_size=2", "data.validation=1", "validation.every=2")
+    second = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "max_steps=2")
+    finished = tune(made, "second", *given, *second)
     names = load_file(finished.folder / LORA_FILE)
     assert names
     assert all(name.startswith("transformer_2.") for name in names)
+    other = ("max_steps=3", "strategy=cp", "ring=3", f"resume={finished.folder}")  # the first expert has other weights
+    with pytest.raises(AssertionError, match="step_00000002 was trained on other frozen weights than those of model"):
+        tune(made, "first", *given, *other)

@@ -98,6 +98,15 @@ def test_weights_that_do_not_fit_their_config(flux: Path) -> None:
 
 
 @pytest.mark.full
+def test_a_pipeline_that_is_not_on_the_hub(flux: Path) -> None:
+    """In a process of its own, because the variable is read when huggingface_hub is imported."""
+    given = ("experiment=finetune_flux", "model.pretrained=nobody/nothing", f"data.path={flux / 'latents'}")
+    folder, offline = flux / "hub", {"HF_HUB_OFFLINE": "1"}
+    finished = run(*given, *SMALL, *RANKS, folder=folder, timeout_s=400, environment=offline, cold=True)
+    assert "model.pretrained=nobody/nothing cannot be loaded: nobody/nothing does not" in error_of(finished)
+
+
+@pytest.mark.full
 def test_a_lora_target_that_matches_nothing(flux: Path) -> None:
     error = error_of(_tune(flux, "target", *RANKS, "lora.targets=[to_qq]"))
     assert "lora.targets: 'to_qq' matches no layer of FluxTransformer2DModel; the closest layers are to_q" in error

@@ -30,7 +30,6 @@ from tests.e2e.recipe import Finished, run
 from tests.e2e.shipped_media import write_shipped
 from tests.families.cases import CASES
 
-STEPS, EVERY = 40, 20
 PROMPTS = ("china", "flower", "a red fox")  # an odd number for two data groups
 FAMILIES = ("flux", "wan", "cogvideox", "qwen_image", "sd3")
 
@@ -43,6 +42,17 @@ class Tuned:
     made: Path
     settings: tuple[str, ...]
     four: Finished
+    steps: int
+
+    @property
+    def every(self) -> int:
+        """Steps between two validations, and two drawings."""
+        return self.steps // 2
+
+    @property
+    def saved(self) -> int:
+        """Step of the first checkpoint: in the middle of an epoch, which has two steps."""
+        return self.every // 2 * 2 + 1
 
 
 def _tune(made: Path, name: str, *overrides: str) -> Finished:
@@ -53,24 +63,35 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[pytest.mark.full] if name != "flux" else []) for name in FAMILIES],
+    params=[
+        pytest.param(("flux", 14), id="flux"),
+        *(pytest.param((name, 40), id=f"{name}-40", marks=pytest.mark.full) for name in FAMILIES),
+    ],
 )
 def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """The run on four ranks, with its certificate."""
-    family = request.param
+    family, steps = request.param
+    every = steps // 2
     made = write_cache(tmp_path_factory.mktemp(family), family, write=write_shipped)
     settings = (
         f"experiment=finetune_{family}",
         f"model.pretrained={made / 'pipe'}",
         f"data.path={made / 'latents'}",
-        *("progress=false", "accelerator=cpu", "warmup_steps=5", "optim.lr=0.01", "batch_size=2", "ema_decay=0.9"),
+        *(
+            "progress=false",
+            "accelerator=cpu",
+            f"warmup_steps={steps // 8}",
+            "optim.lr=0.01",
+            "batch_size=2",
+            "ema_decay=0.9",
+        ),
         "objective.sample_posterior=false",  # a random VAE's distribution is mostly noise, which cannot be learned
-        *("lora.rank=16", "lora.alpha=32", "lora.targets=.*", "data.validation=2", f"validation.every={EVERY}"),
+        *("lora.rank=16", "lora.alpha=32", "lora.targets=.*", "data.validation=2", f"validation.every={every}"),
     )
-    prompts = (f"sampling.prompts=[{','.join(PROMPTS)}]", f"sampling.every={EVERY}", "sampling.num_inference_steps=2")
-    topology = ("strategy=cp", "ring=2", "data_parallel=2", "certify=true", f"max_steps={STEPS}")
-    saves = f"checkpoint_every={STEPS - EVERY + 1}"
-    return Tuned(family, made, settings, _tune(made, "four", *settings, *prompts, *topology, saves))
+    prompts = (f"sampling.prompts=[{','.join(PROMPTS)}]", f"sampling.every={every}", "sampling.num_inference_steps=2")
+    topology = ("strategy=cp", "ring=2", "data_parallel=2", "certify=true", f"max_steps={steps}")
+    saves = f"checkpoint_every={every // 2 * 2 + 1}"
+    return Tuned(family, made, settings, _tune(made, "four", *settings, *prompts, *topology, saves), steps)
 
 
 def _frames(path: Path) -> NDArray[np.int16]:
@@ -95,17 +116,17 @@ def _loss_of_the_base(tuned: Tuned) -> float:
 
 def test_validation_loss_is_halved(tuned: Tuned) -> None:
     losses = {row.step: row.val_loss for row in tuned.four.rows if not math.isnan(row.val_loss)}
-    assert list(losses) == [*range(EVERY, STEPS + 1, EVERY)]
+    assert list(losses) == [tuned.every, tuned.steps]
     before = _loss_of_the_base(tuned)
-    print(f"{tuned.family}: validation loss {before:.4f} -> {losses[STEPS]:.4f}")
-    assert losses[STEPS] < 0.5 * before
+    print(f"{tuned.family}: validation loss {before:.4f} -> {losses[tuned.steps]:.4f}")
+    assert losses[tuned.steps] < 0.5 * before
 
 
 def test_losses_equal_those_of_one_process(tuned: Tuned) -> None:
     certificate = json.loads((tuned.four.folder / "certificate.json").read_text())
     assert certificate["holds"]
-    assert certificate["steps"] == [*range(1, 21)]
-    assert len(set(certificate["one_process"])) == 20
+    assert certificate["steps"] == [*range(1, min(tuned.steps, 20) + 1)]
+    assert len(set(certificate["one_process"])) == min(tuned.steps, 20)
     assert certificate["losses"] == pytest.approx(certificate["one_process"], rel=1e-4)
     assert certificate["losses"] == tuned.four.losses[:20]
     card = (tuned.four.folder / "lora/README.md").read_text()
@@ -115,10 +136,10 @@ def test_losses_equal_those_of_one_process(tuned: Tuned) -> None:
 
 def test_a_resume_at_another_topology_stays_on_the_curve(tuned: Tuned) -> None:
     """Resume in the middle of an epoch (two steps), without the pictures, which change nothing."""
-    saved = tuned.four.folder / f"checkpoints/step_{STEPS - EVERY + 1:08d}"
-    topology = ("strategy=cp", "ulysses=3", f"max_steps={STEPS}", f"resume={saved}")
+    saved = tuned.four.folder / f"checkpoints/step_{tuned.saved:08d}"
+    topology = ("strategy=cp", "ulysses=3", f"max_steps={tuned.steps}", f"resume={saved}")
     resumed = _tune(tuned.made, "resumed", *tuned.settings, *topology)
-    assert resumed.losses == pytest.approx(tuned.four.losses[STEPS - EVERY + 1 :], rel=1e-4)
+    assert resumed.losses == pytest.approx(tuned.four.losses[tuned.saved :], rel=1e-4)
 
 
 def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
@@ -139,7 +160,8 @@ def test_plain_diffusers_draws_the_same_pictures(tuned: Tuned) -> None:
         # GIFs have 256 colours
         assert np.abs(found - expected).mean() < (0.01 if path.suffix == ".png" else 8)
     names = sorted(path.name for path in (tuned.four.folder / "samples").iterdir())
-    assert names == ["final", "final.png", "step_00000020", "step_00000020.png"]
+    drawn_at = f"step_{tuned.every:08d}"
+    assert names == ["final", "final.png", drawn_at, f"{drawn_at}.png"]
     assert "![Samples](samples.png)" in (tuned.four.folder / "lora/README.md").read_text()
     assert (tuned.four.folder / "lora/samples.png").is_file()
 

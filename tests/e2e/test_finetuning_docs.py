@@ -1,19 +1,25 @@
-"""The commands and scripts of docs/finetuning.md run unchanged, on a tiny pipeline."""
+"""Commands and scripts of docs/finetuning.md and docs/finetune_edits.md run unchanged, on tiny pipelines."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.e2e.finetuning import write_media, write_pipeline
 from tests.e2e.recipe import ROOT
 from tests.e2e.test_docs_pages import run, write_files
+from tests.e2e.test_finetune_edit import CALL
 
 PAGE = (ROOT / "docs/finetuning.md").read_text()
-COMMANDS = [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", PAGE, re.MULTILINE)]
+EDITS = (ROOT / "docs/finetune_edits.md").read_text()
+COMMANDS, EDIT_COMMANDS = (
+    [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)] for page in (PAGE, EDITS)
+)
 SMALL = {
     "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
     "recipes/train.py": ("max_steps=2", "batch_size=2", "accelerator=cpu"),
@@ -44,3 +50,21 @@ def test_commands_and_script_run(tmp_path: Path) -> None:
         "step_00000002.png",
         "step_00000003.png",
     }
+
+
+@pytest.mark.full
+def test_the_commands_for_edit_models_run(tmp_path: Path) -> None:
+    size = {"recipes/precompute.py": ("precompute.sizes=[[16,24]]", "accelerator=cpu")}
+    size["recipes/train.py"] = SMALL["recipes/train.py"]
+    size["recipes/sample.py"] = ("num_steps=1", "accelerator=cpu", *CALL)
+    write_pipeline(tmp_path / "my-pipeline", "flux_kontext")
+    pairs = write_media(tmp_path / "pairs", "flux_kontext", 4)
+    shutil.copy(pairs / "0.reference.png", tmp_path / "photo.png")
+    assert [script for script, *_ in EDIT_COMMANDS] == list(size)
+    for script, *given in EDIT_COMMANDS:
+        run(tmp_path, str(ROOT / script), *given, *size[script], "progress=false")
+    (run_folder,) = (path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    assert (run_folder / "lora/pytorch_lora_weights.safetensors").is_file()
+    (picture,) = (path for path in (tmp_path / "outputs").rglob("*.png") if path.parent.name == "samples")
+    with Image.open(picture) as image:
+        assert image.size == (24, 16)

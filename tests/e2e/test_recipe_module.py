@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,6 +24,7 @@ from lightning_cp.finetune import FineTuning, LoraSettings, add_lora, hold_out, 
 from lightning_cp.latent_cache import LatentCache, LatentData
 from lightning_cp.launch import Machine
 from lightning_cp.objectives import MicroBatch, objective_for
+from lightning_cp.training.ranks import DataShard
 from tests.dist.test_finetuning_module import Recorded, trainer_of
 from tests.e2e.finetuning import write_cache
 from tests.e2e.recipe import ROOT
@@ -32,7 +34,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 STEPS = 3
 SETTINGS = (
     *("progress=false", "warmup_steps=1", "optim.lr=0.01", "accelerator=cpu", "batch_size=4", "lora.rank=2"),
-    *("data.validation=2", f"validation.every={STEPS}", "validation.quantiles=[0.3,0.7]", "ema_decay=0.5"),
+    *(
+        "checkpoint_every=2",
+        "data.validation=2",
+        f"validation.every={STEPS}",
+        "validation.quantiles=[0.3,0.7]",
+        "ema_decay=0.5",
+    ),
 )
 
 
@@ -55,15 +63,15 @@ def _one_more() -> Iterator[None]:
         yield
 
 
-def _recipe(rank: int, world: int, made: Path, folder: Path, trainer: str, micro: int | None) -> list[float]:
-    """Run what the recipe runs on a rank, in this process. Returns: the losses."""
+def _recipe(rank: int, world: int, made: Path, folder: Path, *given: str) -> list[float]:
+    """Run what the recipe runs on a rank, in this process, with 1 added to the loss. Returns: the losses."""
     overrides = [
         "experiment=finetune_flux",
         f"model.pretrained={made / 'pipe'}",
         f"data.path={made / 'latents'}",
         *SETTINGS,
-        *(f"run_dir={folder}", f"output_root={folder.parent}", f"max_steps={STEPS}", f"trainer={trainer}"),
-        f"micro_batch_size={'null' if micro is None else micro}",
+        *(f"run_dir={folder}", f"output_root={folder.parent}", f"max_steps={STEPS}"),
+        *given,
     ]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         config = compose("train", overrides)
@@ -107,15 +115,18 @@ def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[
 
 
 @pytest.mark.parametrize(
-    ("trainer", "micro"), [("fabric", None), ("lightning", 3), pytest.param("lightning", None, marks=pytest.mark.full)]
+    "given",
+    [(), ("trainer=lightning", "micro_batch_size=3"), pytest.param(("trainer=lightning",), marks=pytest.mark.full)],
+    ids=" ".join,
 )
-def test_the_recipe_trains_the_module(
-    trainer: str, micro: int | None, flux: Path, tmp_path: Path, run_ranks: RankPool
-) -> None:
-    (increased,) = run_ranks(1, _recipe, flux, tmp_path / "recipe", trainer, micro, init=False)
+def test_the_recipe_trains_the_module(given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool) -> None:
+    (increased,) = run_ranks(1, _recipe, flux, tmp_path / "recipe", *given, init=False)
     ((losses, metrics),) = run_ranks(1, _own_trainer, flux, tmp_path / "own", init=False)
     assert len(set(losses)) == STEPS
     assert increased == pytest.approx([loss + 1 for loss in losses], rel=1e-5)
+    half = f"resume={tmp_path / 'recipe/checkpoints/step_00000002'}"
+    (resumed,) = run_ranks(1, _recipe, flux, tmp_path / "resumed", *given, half, init=False)
+    assert resumed == pytest.approx(increased[2:], rel=1e-6)
     last = read_metrics(tmp_path / "recipe/metrics.csv")[-1]
     assert last.val_loss == pytest.approx(metrics["val_loss"], rel=1e-5)
     assert last.sigma == pytest.approx(metrics["sigma"], rel=1e-6)
@@ -127,3 +138,24 @@ def test_the_recipe_trains_the_module(
         assert found.keys() == expected.keys()
         for key, x in found.items():
             torch.testing.assert_close(x, expected[key], rtol=1e-3, atol=1e-4)
+
+
+def _validated(rank: int, world: int, made: Path, lora: Path) -> float:
+    """Return the validation loss of an exported LoRA."""
+    cache = LatentCache(made / "latents")
+    family, (_, held_out) = cache.family(), hold_out(LatentData(cache), 2, seed=0)
+    transformer = load_transformer(made / "pipe", dtype=torch.float32)
+    add_lora(transformer, LoraSettings(rank=2, file=lora), family=family)
+    module = FineTuning(transformer, family, held_out=held_out, quantiles=(0.3, 0.7))
+    return module.validate(Fabric(accelerator="cpu", devices=1), DataShard(0, 1)).loss
+
+
+@pytest.mark.full
+def test_best_is_the_step_with_the_lowest_validation_loss(flux: Path, tmp_path: Path, run_ranks: RankPool) -> None:
+    given = ("validation.every=1", "optim.lr=0.3", "max_steps=2", "ema_decay=0.1")  # the rate lets the loss rise
+    run_ranks(1, _recipe, flux, tmp_path / "recipe", *given, init=False)
+    losses = [row.val_loss for row in read_metrics(tmp_path / "recipe/metrics.csv")]
+    assert losses[0] < losses[1]
+    for folder, expected in (("recipe/best/lora", min(losses)), ("recipe/lora", losses[-1])):
+        (found,) = run_ranks(1, _validated, flux, tmp_path / folder, init=False)
+        assert found == pytest.approx(expected, rel=1e-5)

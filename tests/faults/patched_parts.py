@@ -120,6 +120,23 @@ class WithDiffusers(nn.Module):
         return out
 
 
+def model_of(kind: Callable[[], nn.Module], blocks: int) -> Any:
+    """A new model of some blocks of width 16, of a class made for it; `PLAN` is its plan."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.proj_out = nn.ModuleList(kind() for _ in range(blocks)), nn.Linear(16, 3)
+
+        def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
+            for block in self.blocks:
+                x = block(x)
+            return (self.proj_out(x),)
+
+    torch.manual_seed(0)
+    return Model().double()
+
+
 def build() -> Any:
     """A new model of two blocks of width 16, of classes made for it."""
 
@@ -157,18 +174,7 @@ def build() -> Any:
                 x = x + inner(x)
             return x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.proj_out = nn.ModuleList([Block(), Block()]), nn.Linear(16, 3)
-
-        def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-            for block in self.blocks:
-                x = block(x)
-            return (self.proj_out(x),)
-
-    torch.manual_seed(0)
-    return Model().double()
+    return model_of(Block, 2)
 
 
 class Doubled(nn.Module):

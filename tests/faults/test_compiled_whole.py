@@ -13,6 +13,7 @@ from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_c
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError
 from tests.dist.compare import averaged, nothing_narrowed, outcome, worst
+from tests.dist.plain import PLAIN_PLAN, Plain
 from tests.dist.test_counting import counted
 from tests.faults.test_exchanged_parts import change_model, config_of, donor_of
 from tests.harness import RankPool
@@ -94,7 +95,7 @@ def _peers(rank: int, world: int) -> list[str]:
                     compiled(**{**arguments, "timestep": steps})
                 except PeerMismatchError as error:
                     messages.append(f"{wrong} {forward} {error}")
-        assert int(installed.session.checked) == 6
+        assert int(installed.session.num_graph_checks) == 6
     return messages
 
 
@@ -105,6 +106,47 @@ def test_compiled_forwards_compare_peers(run_ranks: RankPool) -> None:
         assert later.startswith("3 4 ")
         assert "timestep" in first
         assert "timestep" in later
+
+
+class _Scaled(Plain):
+    """Has arguments that are no tensors."""
+
+    def forward(self, x: Tensor, scale: float = 1.0, count: int = 1, mode: str = "a", nested: Any = None) -> Any:
+        x = x * scale * count if mode == "a" else x
+        return super().forward(x if nested is None else x * nested["factors"][0])
+
+
+_NUMBERS: dict[str, dict[str, Any]] = {
+    "scale": {"scale": 9.5},
+    "count": {"count": 7},
+    "mode": {"mode": "a:b,c'"},
+    "nested": {"nested": {"factors": [2, 1]}},
+}
+
+
+def _numbers(rank: int, world: int, backend: str) -> list[str]:
+    """Errors of compiled forwards with variable numbers, in every third of which one rank is given another value."""
+    model, said = _Scaled(), []
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAIN_PLAN)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    x = torch.randn(1, 10, 16, generator=torch.Generator().manual_seed(0))
+    changes = [change for one in _NUMBERS.values() for change in ({}, {}, one)]
+    for forward, change in enumerate([*changes, {}]):
+        given = {"scale": 1.0 + forward, "count": 8 + forward, "mode": "a", "nested": {"factors": [1, 1]}}
+        with torch.no_grad():
+            try:
+                compiled(x, **(given | change if rank == world - 1 else given))
+            except PeerMismatchError as error:
+                said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=_FULL)])
+def test_compiled_forwards_compare_numbers_and_strings(run_ranks: RankPool, backend: str) -> None:
+    for said in run_ranks(3, _numbers, backend, timeout_s=300):
+        assert len(said) == len(_NUMBERS)
+        for name, message in zip(_NUMBERS, said, strict=True):
+            assert f"of {name} differ in forward " in message
 
 
 def _lengths(rank: int, world: int) -> list[Errors]:

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.errors import InterceptionError, PlanError
-from lightning_cp.plans import LOCAL, Plan, split
+from lightning_cp.plans import LOCAL, Plan
 from tests.dist.compare import averaged, outcome, worst
+from tests.faults.patched_parts import PLAN, model_of
 from tests.harness import RankPool
 
-_PLAN = Plan({"blocks": {"x": split(1, "image")}}, {"proj_out": split(1, "image")})
 _EXACT = 1e-9
 
 
@@ -95,18 +95,7 @@ def build() -> Any:
                 x = self.only_in_evaluation(x)
             return x
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks, self.proj_out = nn.ModuleList([Block()]), nn.Linear(16, 3)
-
-        def forward(self, x: Tensor, return_dict: bool = True) -> tuple[Tensor]:
-            for block in self.blocks:
-                x = block(x)
-            return (self.proj_out(x),)
-
-    torch.manual_seed(0)
-    return Model().double()
+    return model_of(Block, 1)
 
 
 def _processor(block: Any) -> Any:
@@ -169,7 +158,7 @@ def _changed(world: int, when: str, compiled: bool, name: str) -> tuple[float, f
     expected, gradients = outcome(single.train(training), arguments)
     if when == "before":
         change(model.blocks[0])
-    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), _PLAN)
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
     if compiled:
         model.blocks[0].compile(backend="eager", fullgraph=True)
     if when != "before":
@@ -240,7 +229,7 @@ def _allowed(rank: int, world: int) -> float:
     single, model = build(), build()
     for one in (single, model):
         one.blocks[0].helper = Local()
-    plan = Plan(_PLAN.blocks, _PLAN.gather, attention={"helper": LOCAL})
+    plan = Plan(PLAN.blocks, PLAN.gather, attention={"helper": LOCAL})
     x = torch.randn(2, 4 * world, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     parallelize(model, ContextParallelConfig(ring_degree=world), plan)
     with torch.no_grad():

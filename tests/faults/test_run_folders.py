@@ -176,7 +176,7 @@ def test_a_claimed_folder_is_new(tmp_path: Path) -> None:
     assert [claim(wanted).name for _ in range(3)] == ["12_30", "12_30_2", "12_30_3"]
 
 
-def test_without_locks_of_the_file_system_the_run_goes_on_and_says_so(
+def test_without_locks_of_the_file_system_the_run_continues_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:
@@ -257,3 +257,21 @@ def test_under_a_launcher_the_error_is_printed_once(read_only: Path, tmp_path: P
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode != 0
     assert stderr.count("Read-only file system") == 1, stderr
+
+
+@pytest.mark.parametrize(
+    "recipe", ["check", "bench", *(pytest.param(x, marks=pytest.mark.full) for x in ("check_family", "precompute"))]
+)
+def test_other_recipes_refuse_a_folder_that_cannot_be_written_to_in_one_line(recipe: str, tmp_path: Path) -> None:
+    process = warm.Popen(
+        [sys.executable, str(ROOT / "recipes" / f"{recipe}.py"), "hydra.run.dir=/proc/none"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert (process.returncode, stdout) == (2, "")
+    (line,) = stderr.splitlines()
+    assert line.startswith("error: hydra.run.dir=/proc/none cannot be written to: ")

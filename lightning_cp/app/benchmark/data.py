@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
@@ -20,6 +19,7 @@ from lightning_cp.app.benchmark.data_rows import DataFigures
 from lightning_cp.data import bucket_loader
 from lightning_cp.families import Family
 from lightning_cp.latent_cache import CacheWriter, LatentCache, LatentData
+from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.media import find_sources
 from lightning_cp.objectives import objective_for
 from lightning_cp.patching import intercept_method
@@ -40,8 +40,7 @@ def measure_data(config: DictConfig, device: torch.device) -> dict[str, DataFigu
     torch.manual_seed(0)
     transformer: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
     pipe, family = make_pipeline(config, transformer)
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
-        folder = Path(scratch)
+    with temporary_folder() as folder:
         cache = make_cache(folder / "cache", config, family)
         subjects: dict[str, tuple[int, Callable[[], Generator[Repetition, None, None]]]] = {}
         for workers in config.data.num_workers:
@@ -151,10 +150,8 @@ def _captions(config: DictConfig, device: torch.device, pipe: Any, family: Famil
 @contextmanager
 def _new_writer(family: Family) -> Generator[CacheWriter, None, None]:
     """Open a writer of a new cache, which is deleted afterwards."""
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as name:
-        folder = Path(name)
-        with new_cache(folder, family), CacheWriter(folder) as writer:
-            yield writer
+    with temporary_folder() as folder, new_cache(folder, family), CacheWriter(folder) as writer:
+        yield writer
 
 
 class _Clock:

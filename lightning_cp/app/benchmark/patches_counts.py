@@ -46,7 +46,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one evaluation holds and sends, in bytes.
+    """Bytes that one evaluation holds and sends.
 
     Attributes:
         weights, buffers, outputs: for each block, its weights, its buffered keys and values, and its outputs over all

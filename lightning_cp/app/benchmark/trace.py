@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.comm.tracing import traced
 from lightning_cp.comm.transfer import EXCHANGE, WAIT
+from lightning_cp.launch.scratch import temporary_folder
 
 
 class Span(NamedTuple):
@@ -45,8 +45,8 @@ def record(step: Callable[[], object], path: Path | None = None) -> list[dict[st
     with traced(memory=True) as profiler:
         step()
         BUFFERS.forget()  # used by the next call, not held for this one's backward
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-        file = Path(folder) / "trace.json" if path is None else path
+    with temporary_folder() as folder:
+        file = folder / "trace.json" if path is None else path
         file.parent.mkdir(parents=True, exist_ok=True)
         profiler.export_chrome_trace(str(file))
         events: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.folder import atomic_file
 
 
 def add_section(card: Path, title: str, lines: Sequence[str]) -> None:
@@ -15,6 +15,5 @@ def add_section(card: Path, title: str, lines: Sequence[str]) -> None:
     """
     parts = card.read_text(encoding="utf-8").split("\n## ")
     kept = [part.rstrip("\n") for part in parts if part.split("\n", 1)[0] != title]
-    scratch = scratch_folder_for(card)
-    scratch.write_text("\n\n## ".join([*kept, "\n".join([title, "", *lines])]) + "\n", encoding="utf-8")
-    replace_folder(scratch, card)
+    with atomic_file(card) as scratch:
+        scratch.write_text("\n\n## ".join([*kept, "\n".join([title, "", *lines])]) + "\n", encoding="utf-8")

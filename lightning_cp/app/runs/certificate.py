@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.runs import sweep
 from lightning_cp.app.runs.card_sections import add_section
 from lightning_cp.app.runs.outcome import read_rows
-from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.launch.job import Failure, FailureKind, Job, Result
 from lightning_cp.launch.local import LocalLauncher
@@ -160,9 +160,8 @@ def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[
 
 def write(certificate: Certificate, folder: Path) -> None:
     """Write `certificate.json`, and add the certificate to the model cards in the run's folder."""
-    scratch = scratch_folder_for(folder / FILE)
-    scratch.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=1) + "\n")
-    replace_folder(scratch, folder / FILE)
+    with atomic_file(folder / FILE) as scratch:
+        scratch.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=1) + "\n")
     for card in folder.glob("*/README.md"):
         add_section(card, "Certificate", certificate.lines())
 

@@ -210,8 +210,9 @@ def _resume(config: DictConfig) -> str | None:
         root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
     folder = requeued or find_checkpoint(resume, root)
     manifest, max_steps = parse_manifest(folder), read(config, "max_steps")
-    step, sampler = manifest.step, manifest.facts.get("sampler", {})
-    for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", sampler.get("batch_size"))):
+    step, sampler = manifest.step, manifest.facts.get("sampler")
+    batch_size = sampler.get("batch_size") if isinstance(sampler, dict) else None  # else damaged: refused when loaded
+    for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", batch_size)):
         if saved is not None and saved != read(config, key):
             raise SettingsError(
                 f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint to resume, {folder}: "

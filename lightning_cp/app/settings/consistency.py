@@ -222,6 +222,6 @@ def _check_transformer(config: DictConfig) -> None:
     is_checkable = kind == "FluxTransformer2DModel" and axes is not None and head is not None
     if is_checkable and (sum(axes) != head or any(axis % 2 for axis in axes)):
         raise SettingsError(
-            f"model.transformer.axes_dims_rope={axes} is not valid: must be even numbers whose sum is "
+            f"model.transformer.axes_dims_rope={axes} is not valid: must be even numbers with the sum "
             f"model.transformer.attention_head_dim={head}"
         )

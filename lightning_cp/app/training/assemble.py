@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.loggers.logger import Logger
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset, default_collate
-from typing_extensions import override
+from torch.utils.data import DataLoader
 
-from lightning_cp.app.family import LabelledClips
-from lightning_cp.app.settings.consistency import sequence_length
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
@@ -26,13 +24,13 @@ from lightning_cp.app.training.run import Run, open_run_folder
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
-from lightning_cp.data import EndlessBatches, EndlessLoader, GlobalBatchSampler, worker_init_fn
+from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
 from lightning_cp.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import FlowMatching, Objective
+from lightning_cp.objectives import Objective
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks
@@ -45,7 +43,7 @@ class TrainingSetup(ABC):
     Args:
         config: resolved configuration of a recipe.
         dataset: the whole data set.
-        family: how the data enter the model.
+        family: family of the model: encodes the data and builds the model's arguments.
         objective: training objective.
     """
 
@@ -81,6 +79,11 @@ class TrainingSetup(ABC):
     @abstractmethod
     def sampler(self, data_shard: DataShard) -> OrderSampler:
         """Build the sampler of this data rank's share of each batch."""
+
+    @property
+    def base(self) -> str | None:
+        """Description of the frozen weights, see `TrainState`."""
+        return None
 
     @property
     @abstractmethod
@@ -138,7 +141,7 @@ class TrainingSetup(ABC):
             )
         folder = open_run_folder(ranks, self.config.run_dir)
         average = WeightAverage(module, self.config.ema_decay)
-        state = TrainState(model, module, optimizer, average, sampler, self.config.seed)
+        state = TrainState(model, module, optimizer, average, sampler, self.config.seed, self.base)
         if self.config.resume is not None:
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
@@ -146,13 +149,14 @@ class TrainingSetup(ABC):
         logger = self._logger() if ranks.is_global_zero else None
         return Run(ranks, state, tuning, folder, data_shard, request, logger)
 
-    def _logger(self) -> Any:
+    def _logger(self) -> Logger | None:
         """Build the logger of the settings; None with logger=csv."""
         settings = self.config.logger
         if settings is None or settings._target_ is None:
             return None
-        logger = instantiate(settings)
-        logger.log_hyperparams(OmegaConf.to_container(self.config))
+        logger: Logger = instantiate(settings)
+        values: Any = OmegaConf.to_container(self.config)
+        logger.log_hyperparams(values)
         return logger
 
     def steps(
@@ -187,7 +191,7 @@ class TrainingSetup(ABC):
         writer = CheckpointWriter(
             run.folder.checkpoints,
             format=config.checkpoint_format,
-            later=config.checkpoint_async,
+            in_background=config.checkpoint_async,
             keep=config.keep_checkpoints,
             is_first=run.is_first,
         )
@@ -206,58 +210,15 @@ class TrainingSetup(ABC):
         )
 
 
-@dataclass(frozen=True)
-class FromScratch(TrainingSetup):
-    """Training of a small denoiser with class labels, the main job."""
-
-    @classmethod
-    def of(cls, config: DictConfig) -> "FromScratch":
-        """Build the objective and load the data set. Raises: ValueError: it has no length or no samples by index."""
-        family = LabelledClips({"num_classes": config.data.num_classes})
-        objective = FlowMatching(seed=config.seed, cond_dropout=config.cond_dropout)
-        dataset = instantiate(config.data.dataset)
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        ):
-            raise ValueError(
-                f"data.dataset._target_={config.data.dataset._target_} must have __len__ and __getitem__: "
-                "a resumed run reads samples by index"
-            )
-        return cls(config, dataset, family, objective)
-
-    @override
-    def collate(self, samples: list[Any]) -> StoredBatch:
-        assert isinstance(self.family, LabelledClips), "of() builds it"
-        join = getattr(self.dataset, "collate", default_collate)
-        return self.family.batch(*join(samples))
-
-    @override
-    def denoiser(self) -> nn.Module:
-        module: Any = instantiate(self.config.model, _convert_="all")  # plain lists, as diffusers writes them
-        self.checkpointed(module.transformer)
-        built: nn.Module = module
-        return built
-
-    @override
-    def sampler(self, data_shard: DataShard) -> OrderSampler:
-        config = self.config
-        return GlobalBatchSampler(
-            len(self.dataset), config.batch_size, seed=config.seed, data_rank=data_shard.rank, data_size=data_shard.size
-        )
-
-    @property
-    @override
-    def tokens(self) -> int:
-        return sequence_length(self.config) or 0
-
-
 def setup_of(config: DictConfig) -> TrainingSetup:
     """Build the setup of a configuration: fine-tuning with `model=pretrained`, otherwise training from scratch."""
-    if not is_finetuning(config):
-        return FromScratch.of(config)
-    from lightning_cp.app.training.finetune import FineTune
+    if is_finetuning(config):
+        from lightning_cp.app.training.finetune import FineTune
 
-    return FineTune.of(config)
+        return FineTune.of(config)
+    from lightning_cp.app.training.from_scratch import FromScratch
+
+    return FromScratch.of(config)
 
 
 def train_run(config: DictConfig, *, after_step: Callable[[Run], None], at_end: Callable[[Run], None]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline, read_json
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
-from lightning_cp.latent_cache.pipeline_files import check_made_by
-from lightning_cp.objectives import objective_for
+from lightning_cp.latent_cache.pipeline_files import check_made_by, describe_files
+from lightning_cp.objectives import Objective, objective_for
 from lightning_cp.training.ranks import DataShard
 
 BEST = "best"  # folder of the export with the lowest validation loss
@@ -65,15 +65,7 @@ class FineTune(TrainingSetup):
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
         _check_parts(config, cache)
         _check_validation(config, cache)
-        given = {name: value for name, value in config.objective.items() if value is not None}
-        given = {name: tuple(value) if OmegaConf.is_list(value) else value for name, value in given.items()}
-        if "density" in given:
-            given["density"] = instantiate(given["density"])
-        try:
-            objective = objective_for(family, seed=config.seed, cond_dropout=config.cond_dropout, **given)
-        except TypeError as error:
-            kind = family.objective.prediction
-            raise ValueError(f"objective: {', '.join(given)} do not fit the {kind} of {family.name}: {error}") from None
+        objective = _objective(config, family)
         # context-parallel blocks are compiled for each length of the text: let there be few
         lengths = text_lengths(family.text.length) if config.model.compile and not is_single(config) else ()
         data = LatentData(cache, seed=config.seed, lengths=lengths)
@@ -123,6 +115,14 @@ class FineTune(TrainingSetup):
     def tokens(self) -> int:
         return round(sum(row.tokens for row in self.cache.rows) / len(self.cache))
 
+    @property
+    @override
+    def base(self) -> str | None:
+        if self.config.lora is None:
+            return None
+        source, component = self.config.model.pretrained, self.config.model.component
+        return f"{component} {describe_files(source, [component]).get(component, source)}"
+
     @override
     def validate(self, run: Run) -> float | None:
         every, step = self.config.validation.every, run.state.step
@@ -162,11 +162,33 @@ class FineTune(TrainingSetup):
         )
 
 
+def _objective(config: DictConfig, family: Family) -> Objective:
+    """Build the objective. Raises: ValueError: a setting is of another kind of objective than the family's."""
+    default = objective_for(family, seed=config.seed, cond_dropout=config.cond_dropout)
+    valid = [name for name in map(str, config.objective) if hasattr(default, name)]
+    given = {str(name): value for name, value in config.objective.items() if value is not None}
+    for name, value in given.items():
+        if name not in valid:
+            raise ValueError(
+                f"objective.{name}={value} is not valid for {family.name}, which is trained with "
+                f"{type(default).__name__}: its settings are objective.{', objective.'.join(valid)}"
+            )
+        if OmegaConf.is_list(value):
+            given[name] = tuple(value)
+    if "density" in given:
+        given["density"] = instantiate(given["density"])
+    return replace(default, **given)
+
+
 def _check_family(config: DictConfig, family: Family) -> None:
     """Raise FamilyError if the cache was made for another family than the pipeline's."""
     import diffusers
 
-    name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
+    try:
+        name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
+    except (OSError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise FamilyError(f"model.pretrained={config.model.pretrained} cannot be loaded: {reason}") from None
     expected = family_class(getattr(diffusers, name)).name
     if expected != family.name:
         raise FamilyError(

@@ -8,7 +8,7 @@ from typing_extensions import override
 
 
 class WithPrecision(nn.Module):
-    """A model whose forward runs in the precision of Fabric or the Trainer, without their wrapper for training.
+    """Run the forward of a model in the precision of Fabric or the Trainer, without their wrapper for training.
 
     Args:
         model: the model, on its device, already converted by `precision.convert_module`.

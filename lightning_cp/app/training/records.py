@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
-from lightning_cp.checkpoint.folder import replace_folder, scratch_folder_for
+from lightning_cp.checkpoint.folder import atomic_file
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
 
@@ -34,10 +34,8 @@ class MetricsFile(Watcher):
     def __init__(self, path: Path, *, resumed_at: int = 0, every: int = 1) -> None:
         self._every, self._first = every, True
         kept = [row for row in read_metrics(path) if row.step <= resumed_at] if path.exists() else []
-        scratch = scratch_folder_for(path)
-        with scratch.open("w", newline="", encoding="utf-8") as file:
+        with atomic_file(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *map(_cells, kept)])
-        replace_folder(scratch, path)
         self._file = path.open("a", newline="", encoding="utf-8")
         self._writer = csv.writer(self._file)
 

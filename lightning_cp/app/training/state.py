@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -21,7 +20,7 @@ from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.data.sampler import OrderSampler
-from lightning_cp.training.ema import WeightAverage, full_tensor
+from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
 
 _WITHOUT_STATE = "without_optimizer_state"  # fact of a checkpoint: names of trained weights
 
@@ -37,6 +36,7 @@ class TrainState:
         average: EMA of the module's weights.
         sampler: global batch sampler, which defines the data order.
         seed: seed of noise, times and condition drop-out.
+        base: describes the frozen weights, which are not saved; None: all weights are.
         step: number of completed steps.
         skipped: number of these steps without an update, because a loss or gradient was not finite.
         is_finite: True if weights, EMA and optimizer state were all finite at the last check.
@@ -48,6 +48,7 @@ class TrainState:
     average: WeightAverage
     sampler: OrderSampler
     seed: int
+    base: str | None = None
     step: int = 0
     skipped: int = 0
     is_finite: bool = True
@@ -71,6 +72,8 @@ class TrainState:
         """
         states = {**self._states(shards=shards), "random": self._random_states()}
         facts = {"sampler": self.sampler.state_dict(step=self.step), "seed": self.seed, "skipped": self.skipped}
+        if self.base is not None:
+            facts["base"] = self.base
         without = self._without_optimizer_state()
         if without:
             facts[_WITHOUT_STATE] = without
@@ -85,6 +88,10 @@ class TrainState:
         Raises: CheckpointError, ValueError: it is incomplete, or belongs to another model, seed or data order.
         """
         is_sharded, without = has_shards(folder), parse_manifest(folder).plain_facts.get(_WITHOUT_STATE, ())
+        if not isinstance(without, (list, tuple)) or not all(isinstance(name, str) for name in without):
+            raise CheckpointError(
+                f"{folder} is damaged: {_WITHOUT_STATE} must be a list of names, got {without!r:.100}"
+            )
         states = self._shards()
         for name in without:
             states["optimizer"]["state"].pop(name, None)
@@ -95,9 +102,18 @@ class TrainState:
             raise CheckpointError(f"{folder} is not a checkpoint of a training run: it lacks {', '.join(missing)}")
         if saved.facts["seed"] != self.seed:
             raise ValueError(f"seed={self.seed} differs from the checkpoint's: use seed={saved.facts['seed']}")
+        if saved.facts.get("base", self.base) != self.base:
+            raise CheckpointError(
+                f"{folder} was trained on other frozen weights than those of model.pretrained and model.component: use "
+                "the settings of the checkpoint's run (its .hydra/config.yaml)"
+            )
         if not is_sharded:
             check_same_tensors(_shapes(states), _shapes(saved.states), folder)
-        self.sampler.load_state_dict(saved.facts["sampler"])
+        position = saved.facts["sampler"]
+        step = position.get("step") if isinstance(position, dict) else None
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"{folder} is damaged: step={step!r} of its sampler must be an integer of at least 0")
+        self.sampler.load_state_dict(position)
         options = StateDictOptions(full_state_dict=not is_sharded, ignore_frozen_params=True)
         trained = StateDictOptions(full_state_dict=not is_sharded, strict=False)  # frozen weights are not stored
         set_model_state_dict(self.module, saved.states["model"], options=trained)
@@ -109,8 +125,11 @@ class TrainState:
         set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=present)
         for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
             group.update(settings)  # keep this run's optimizer settings, which may differ
-        restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
-        self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+        try:  # values that the manifest holds
+            restore_random_states(saved.states.get("random", []), self.sampler.data_rank, self.sampler.data_size)
+            self.step, self.skipped = saved.step, int(saved.facts.get("skipped", 0))
+        except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder} is damaged: {type(error).__name__}: {error}") from error
 
     def _random_states(self) -> list[dict[str, Any]]:
         return random_states(self.sampler.data_rank, self.sampler.data_size)
@@ -121,8 +140,8 @@ class TrainState:
         self._create_optimizer_state()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return {
-            "model": _gathered(self._without_frozen(self.module.state_dict())),
-            "average": _gathered(self.average.state_dict()),
+            "model": gather_on_first_rank(self._without_frozen(self.module.state_dict())),
+            "average": gather_on_first_rank(self.average.state_dict()),
             "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
         }
 
@@ -141,7 +160,7 @@ class TrainState:
         return [name for name, x in named if x.requires_grad and not state.get(x)] if any(state.values()) else []
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Leave out frozen weights; quanto stores the parts of a quantised one under names below its own."""
+        """Leave out frozen weights; quanto stores several tensors of a quantised one, under longer names."""
         frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
         return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
 
@@ -171,14 +190,3 @@ def _shapes(states: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of weights, averages and optimizer, by name."""
     tensors, _ = flatten_state({name: states[name] for name in ("model", "average", "optimizer")})
     return {name: tuple(x.shape) for name, x in tensors.items()}
-
-
-def _gathered(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gather sharded tensors one at a time; return them on the CPU on the first rank, {} on the others."""
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    found: dict[str, Tensor] = {}
-    for name, x in state.items():
-        full = full_tensor(x)
-        if first:
-            found[name] = full.cpu()
-    return found

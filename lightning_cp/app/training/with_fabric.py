@@ -1,5 +1,6 @@
 """Train with Lightning Fabric and an explicit loop."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -27,7 +28,9 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
     loader: Any = fabric.setup_dataloaders(setup.loader(sampler, data_shard), use_distributed_sampler=False)
     tuning = FineTuning(**setup.module_settings())
     module = tuning.transformer
-    model, optimizer = fabric.setup(module, tuning.configure_optimizers())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*parameters on different devices.*")  # a LoRA on a base that is not loaded
+        model, optimizer = fabric.setup(module, tuning.configure_optimizers())
     model.train()
     tuning.transformer = model
     with ExitStack() as stack:
@@ -49,7 +52,8 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
             for part in tuning.micro_batches(data, step=run.state.step):
                 # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
                 with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
-                    fabric.backward(steps.add(*tuning.loss(part)))
+                    loss, sigma = tuning.loss(part)
+                    fabric.backward(steps.add(loss, sigma))
             precision.unscale_gradients(run.state.bare_optimizer)
             steps.before_update(max_norm=config.gradient_clip_val)
             optimizer.step()

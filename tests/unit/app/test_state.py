@@ -133,6 +133,16 @@ def test_a_wrong_optimizer_state_is_refused(
         make_state().load(folder)
 
 
+def test_a_checkpoint_on_other_frozen_weights_is_refused(tmp_path: Path) -> None:
+    state = make_state()
+    state.base = "transformer a"
+    folder = save_checkpoint(tmp_path, state.snapshot())
+    state.load(folder)
+    state.base = "transformer b"
+    with pytest.raises(CheckpointError, match=r"other frozen weights than those of model\.pretrained"):
+        state.load(folder)
+
+
 def test_a_checkpoint_holds_no_pickle(tmp_path: Path) -> None:
     state = make_state()
     advance(state, 1)

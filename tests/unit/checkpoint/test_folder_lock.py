@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import lightning_cp
 from lightning_cp.checkpoint import folder_lock, remove_partials
 from lightning_cp.checkpoint.folder import drop_scratch, open_scratch
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
@@ -94,3 +95,11 @@ def test_a_launchers_folder_goes_with_it_or_with_the_next_one(tmp_path: Path, mo
     with temporary_folder() as ours:
         assert list(tmp_path.iterdir()) == [ours]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_recipes_make_temporary_folders_that_a_later_run_removes_after_a_kill() -> None:
+    root = Path(lightning_cp.__file__).parents[1]
+    sources = [*(root / "recipes").glob("*.py"), *(root / "lightning_cp" / "app").rglob("*.py")]
+    assert not [
+        path for path in sources if "tempfile.TemporaryDirectory" in path.read_text() or "mkdtemp" in path.read_text()
+    ]

@@ -9,15 +9,14 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from omegaconf import DictConfig
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
 from lightning_cp.app.benchmark.gpu.suites import REPOSITORY
+from lightning_cp.launch.scratch import temporary_folder
 
 STRATEGIES = ("single", "cp")
 _FIRST_STEP_TOLERANCE = 1e-4
@@ -32,7 +31,7 @@ def train_on_one_gpu(config: DictConfig) -> Iterator[Measurement]:
 
 def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
     settings = config.main_job
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
+    with temporary_folder() as folder:
         command = [sys.executable, str(REPOSITORY / "recipes" / "train.py"), f"strategy={strategy}", "devices=1"]
         command += [f"accelerator={config.device}", f"max_steps={settings.steps}", "progress=false"]
         command += [f"hydra.run.dir={folder}/run", *settings.overrides]
@@ -42,7 +41,7 @@ def _train(config: DictConfig, strategy: str, result: StageResult) -> None:
         )
         seconds = time.monotonic() - started
         print(completed.stdout)
-        metrics = Path(folder) / "run" / "metrics.csv"
+        metrics = folder / "run" / "metrics.csv"
         if completed.returncode or not metrics.is_file():
             name = f"recipes/train.py strategy={strategy}"
             result.checks.append(Check(name, f"exit code {completed.returncode}", "exit code 0", False))

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu.log import LogWriter
 from lightning_cp.app.benchmark.gpu.results import CUT_OFF, StageResult, read_results, write_results
+from lightning_cp.launch.scratch import temporary_folder
 
 _TAIL_LINES = 6  # last lines of a failed process's output, added to the stage's error
 _MIN_STAGE_S = 60.0  # a stage is not started with less time left
@@ -88,8 +88,8 @@ def _run_stage(name: str, config: DictConfig, stored: dict[str, StageResult], pa
     """
     started, spent_s = time.monotonic(), stored[name].seconds
     stored[name].failed, stored[name].error = {}, CUT_OFF  # the error stays if this process is killed
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as scratch:
-        settings_file = Path(scratch) / "settings.yaml"
+    with temporary_folder() as scratch:
+        settings_file = scratch / "settings.yaml"
         OmegaConf.save(config, settings_file, resolve=True)
         command = stage_command(name, settings_file, path)
         while True:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
-import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.launch.scratch import temporary_folder
 
 REPOSITORY = Path(__file__).parents[4]
 
@@ -25,8 +25,8 @@ def run_tests(config: DictConfig) -> Iterator[Measurement]:
 
 def _run_file(file: str, must_pass: bool, result: StageResult) -> None:
     """Run one test file. Args: must_pass: at least one test must pass."""
-    with tempfile.TemporaryDirectory(prefix="lightning_cp_") as folder:
-        report = Path(folder) / "report.xml"
+    with temporary_folder() as folder:
+        report = folder / "report.xml"
         options = ["-q", "-p", "no:cacheprovider", "-m", "full or not full", f"--junitxml={report}"]
         command = [sys.executable, "-m", "pytest", *options, file]
         completed = subprocess.run(command, check=False, cwd=REPOSITORY, stdin=subprocess.DEVNULL)
