@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.initial_weights import distinct_tensors
+from lightning_cp.strategies.strategy import class_of
 
 
 class LateWeights:
@@ -94,7 +95,7 @@ class _WeightsAtSetup:
     def __init__(self, module: nn.Module, number: int) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         tensors = {name: x for name, x in distinct_tensors(module, buffers=False) if name not in ignored}
-        self._number, self._name = number, type(module).__name__
+        self._number, self._name = number, class_of(module).__name__
         self._whole = {name: x for name, x in tensors.items() if not isinstance(x, DTensor)}
         self._shards = {name: _Shard.of(x) for name, x in tensors.items() if isinstance(x, DTensor)}
 
