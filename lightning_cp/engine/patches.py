@@ -7,8 +7,10 @@ the previous evaluation. So the result depends on the number of patches and of w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -28,6 +30,7 @@ class Evaluation:
         buffers: keys of each attention call of a forward, in call order; kept between evaluations.
         patch: index of the current forward's patch; None: the forward computes the whole sequence.
         outputs: outputs gathered so far, over the whole sequence.
+        kept: by module and number of its call in a forward, results that are the same for all patches.
     """
 
     patches: int
@@ -35,14 +38,20 @@ class Evaluation:
     buffers: list[KeyBuffer] = field(default_factory=list)
     patch: int | None = None
     outputs: list[Tensor] = field(default_factory=list)
+    kept: dict[tuple[str, int], Any] = field(default_factory=dict)
+    _run_once: Counter[str] = field(default_factory=Counter)
     _calls: int = 0
     _gathered: int = 0
 
     def begin(self, patch: int | None) -> None:
         """Begin the forward of a patch, or of the whole sequence (None)."""
-        self.patch, self._calls, self._gathered = patch, 0, 0
+        self.patch, self._calls, self._gathered, self._run_once = patch, 0, 0, Counter()
         if not patch:
-            self.outputs = []
+            self.end()
+
+    def end(self) -> None:
+        """Free what only the forwards of one evaluation share."""
+        self.outputs, self.kept = [], {}
 
     def tokens(self, length: int) -> range:
         """Return the positions of the current patch in a sequence of `length` tokens."""
@@ -54,6 +63,16 @@ class Evaluation:
             self.buffers.append(KeyBuffer())
         self._calls += 1
         return self.buffers[self._calls - 1]
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """Return the result of a module's call, which is the same in the forwards of all patches."""
+        key = (name, self._run_once[name])
+        self._run_once[name] += 1
+        if self.patch is None:
+            return compute()
+        if key not in self.kept:
+            self.kept[key] = compute()
+        return self.kept[key]
 
     def check_order(self, modalities: Modalities, name: str) -> None:
         """Raises: PlanError: the modalities of `name` are not in the order of attention."""

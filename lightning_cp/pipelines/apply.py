@@ -137,7 +137,7 @@ def parallelize_pipeline(
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
         calls, clock, scheduler = BranchCalls(type(pipeline).__name__, ranks), StepClock(), components.get("scheduler")
-        in_patches = make_patch_calls(installed, ranks, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
+        in_patches = make_patch_calls(installed, ranks, votes, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
         for one in in_patches.values():
             undo += one.install()
         calls.pending.before_flush = votes.check

@@ -7,17 +7,14 @@ stage a rank sends that block's outputs on, and ends the forward. Only the last 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_cp.comm.packet import Layout, pack, packet_bytes, unpack
-from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.sharders import shard_arguments
@@ -25,6 +22,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.forms import Form, form_and_tensors
+from lightning_cp.pipelines.stage_links import StageFailedError, StageLinks
 
 
 def blocks_of(installed: Installed) -> list[str]:
@@ -65,27 +63,22 @@ class BlockStage:
     """One rank's stage of a transformer's blocks.
 
     Attributes:
-        groups: the ranks that hold the stages, as a ring, in order.
+        links: links to the previous and the next stage.
         blocks: all blocks of the transformer.
-        own: indices of this stage's blocks in `blocks`.
-        forms: forms of the outputs of all blocks before this stage, by `key`. The previous stage sends them once.
-        sent_forms: forms of the outputs of all blocks up to this stage, as sent to the next one.
-        results: forms of the model's result, by `key`.
+        own: indices of this stage's blocks.
         key: identifies the shapes of the current forward; the same on all stages.
+        error: the first error of this stage since `reset`; the following forwards only pass it on.
     """
 
     installed: Installed
-    groups: MeshGroups
+    links: StageLinks
     blocks: list[nn.Module]
     own: range
-    forms: dict[Any, list[Form]] = field(default_factory=dict)
-    sent_forms: dict[Any, list[Form]] = field(default_factory=dict)
-    results: dict[Any, Form] = field(default_factory=dict)
-    key: Any = None
+    key: Hashable = None
+    error: Exception | None = None
     _outputs: list[Form] = field(default_factory=list)
-    _received: list[Any] = field(default_factory=list)
-    _incoming: dict[Any, tuple[Tensor, Pending]] = field(default_factory=dict)
-    _sent: list[Pending] = field(default_factory=list)
+    _received: list[Any] | None = None
+    _is_sent: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -97,64 +90,57 @@ class BlockStage:
         """True for the stage with the last block."""
         return self.own.stop == len(self.blocks)
 
+    @property
+    def count(self) -> int:
+        """Number of stages."""
+        return self.links.groups.context_size
+
+    @property
+    def error_of_others(self) -> bool:
+        """True if the error came from the previous stage."""
+        return isinstance(self.error, StageFailedError)
+
     def install(self) -> list[Undo]:
         """Replace the blocks of earlier stages, and end forwards after the last block of this stage."""
         undo = [intercept_calls(self.blocks[i], partial(self._placeholder, i)) for i in range(self.own.start)]
-        return undo + [intercept_calls(self.blocks[i], partial(self._block, i)) for i in self.own]
+        undo += [intercept_calls(self.blocks[i], partial(self._block, i)) for i in self.own]
+        return undo + [intercept_calls(block, self._later_block) for block in self.blocks[self.own.stop :]]
 
-    def forward(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
-        """Run this stage of one forward. Returns: the model's result on the last stage, None on the others."""
-        self.key, self._outputs, self._received = key, [], []
+    def reset(self) -> None:
+        """Forget an error."""
+        self.error = None
+
+    def forward(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Hashable) -> Any:
+        """Run this stage of one forward. An error is kept in `error`, and the other stages are notified.
+
+        Returns: the model's result on the last stage; None on the others, and after an error.
+        """
+        self.key, self._outputs, self._received, self._is_sent = key, [], None, False
         try:
-            result = compute(*args, **kwargs)
+            if self.error is None:
+                result = compute(*args, **kwargs)
+                if self.is_last:
+                    return result
+                raise self._skipped()
         except _StageDone:
             return None
-        if not self.is_last:
-            raise PlanError(f"{type(self.installed.module).__name__} returned before the last block of its stage ran")
-        return result
+        except Exception as error:
+            self.error = error
+        self._pass_on_failure()
+        return None
 
-    def expect(self, keys: Sequence[Any]) -> None:
-        """Start to receive the tensors of the next forwards, in order, so that transfers overlap with computation."""
-        for key in keys:
-            if self.is_first or key not in self.forms:
-                return  # its form arrives first, in a message of its own
-            if key not in self._incoming:
-                self._incoming[key] = self._start_receive(key)
-
-    def broadcast_result(self, result: Any, key: Any) -> Any:
-        """Send the result of the last stage to all stages, and return it. Ranks: all stages."""
-        last = self.groups.context_size - 1
-        others = list(range(last))
-        if key not in self.results:
-            own_form = form_and_tensors(result)[0] if self.is_last else None
-            self.results[key] = _broadcast_object(own_form, last, self._group)
-        form = self.results[key]
-        if self.is_last:
-            found, tensors = form_and_tensors(result)
-            _check_same(found.layout, form.layout)
-            packet = pack(tensors)
-            exchange([(rank, packet) for rank in others], [], group=self._group).wait()
-            received = result
-        else:
-            buffer = _empty_packet(form.layout, form.device)
-            exchange([], [(last, buffer)], group=self._group).wait()
-            received = form.filled(unpack(buffer, form.layout))
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
-        return received
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        assert self.groups.context is not None, "there are several stages"
-        return self.groups.context
+    def _pass_on_failure(self) -> None:
+        """Receive and send what the other stages expect of this forward."""
+        if not self.is_first and self._received is None:
+            with suppress(StageFailedError):
+                self._receive()
+        if not self.is_last and not self._is_sent:
+            self.links.send_failure(self.key)
 
     def _placeholder(self, index: int, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what block `index` of an earlier stage would return: received tensors, or zeros."""
         shard_arguments(self.blocks[index], args, kwargs)  # they define the lengths of modalities
-        if not self._received:
-            self._receive()
-        return self._received[index]
+        return (self._receive() if self._received is None else self._received)[index]
 
     def _block(self, index: int, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a block of this stage. After the last one, send its outputs and end the forward."""
@@ -164,37 +150,26 @@ class BlockStage:
         form, tensors = form_and_tensors(output)
         self._outputs.append(form)
         if index + 1 == self.own.stop:
-            self._send(tensors)
+            if len(self._outputs) != len(self.own):
+                raise self._skipped()
+            self.links.send(self.key, self._outputs, tensors)
+            self._is_sent = True
             raise _StageDone
         return output
 
-    def _receive(self) -> None:
-        """Receive the outputs of the block before this stage; make zeros for the earlier ones."""
-        if self.key not in self.forms:
-            self.forms[self.key] = _receive_object(self.groups.context_rank - 1, self._group)
-        expected = self._incoming.pop(self.key) if self.key in self._incoming else None
-        buffer, pending = expected or self._start_receive(self.key)
-        pending.wait()
-        *earlier, last = self.forms[self.key]
-        self._received = [
-            form.filled([torch.zeros((), dtype=x.dtype, device=form.device).expand(x.shape) for x in form.layout])
-            for form in earlier
-        ]
-        self._received.append(last.filled(unpack(buffer, last.layout)))
+    def _later_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+        raise self._skipped()
 
-    def _start_receive(self, key: Any) -> tuple[Tensor, Pending]:
-        form = self.forms[key][-1]
-        buffer = _empty_packet(form.layout, form.device)
-        return buffer, exchange([], [(self.groups.context_rank - 1, buffer)], group=self._group)
+    def _skipped(self) -> PlanError:
+        return PlanError(
+            f"{type(self.installed.module).__name__} skips blocks in this call (skip-layer guidance, for example), so "
+            "their outputs cannot be sent to the next stage: use pipe=1"
+        )
 
-    def _send(self, tensors: list[Tensor]) -> None:
-        """Send the outputs of this stage's last block; before the first such forward, also their form."""
-        to, forms = self.groups.context_rank + 1, [*(self.forms.get(self.key) or []), *self._outputs]
-        if self.key not in self.sent_forms:
-            self.sent_forms[self.key] = forms
-            _send_object(forms, to, self._group)
-        _check_same(forms[-1].layout, self.sent_forms[self.key][-1].layout)
-        self._sent.append(exchange([(to, pack(tensors))], [], group=self._group))
+    def _receive(self) -> list[Any]:
+        self._received = []  # also if the previous stage has failed: there is nothing more to receive
+        self._received = self.links.receive(self.key)
+        return self._received
 
 
 def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] | None = None) -> BlockStage:
@@ -218,7 +193,7 @@ def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] |
             )
         ends = [sum(counts[: i + 1]) for i in range(stages)]
         divided = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    return BlockStage(installed, groups, blocks, divided[groups.context_rank])
+    return BlockStage(installed, StageLinks(groups), blocks, divided[groups.context_rank])
 
 
 def release_others(stage: BlockStage) -> None:
@@ -236,32 +211,3 @@ def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         f"{type(module).__name__} has only the blocks of this rank's stage (pipe > 1), so its weights cannot be saved: "
         "save the pipeline before parallelize_pipeline"
     )
-
-
-def _empty_packet(layout: Layout, device: torch.device) -> Tensor:
-    return torch.empty(packet_bytes(layout), dtype=torch.uint8, device=device)
-
-
-def _check_same(found: Layout, expected: Layout) -> None:
-    if list(found) != list(expected):
-        raise PlanError(
-            f"a forward with arguments of the same shapes had results {list(expected)} before and {list(found)} now, "
-            "so stages of blocks cannot exchange them: use pipe=1"
-        )
-
-
-def _send_object(value: Any, to: int, group: dist.ProcessGroup) -> None:
-    dist.send_object_list([value], group=group, group_dst=to)
-
-
-def _receive_object(source: int, group: dist.ProcessGroup) -> Any:
-    received: list[Any] = [None]
-    dist.recv_object_list(received, group=group, group_src=source)
-    return received[0]
-
-
-def _broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Broadcast an object from one rank of the group."""
-    held = [value]
-    dist.broadcast_object_list(held, group=group, group_src=source)
-    return held[0]

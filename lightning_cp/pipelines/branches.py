@@ -8,22 +8,24 @@ process.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
+from lightning_cp.engine.hook_base import refuse
 from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
 from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
+from lightning_cp.pipelines.samples import main_argument
 from lightning_cp.sample_groups import SampleGroups
 
 _MAX_INCOMPLETE_EXCHANGES = 2
@@ -56,7 +58,7 @@ class BranchCalls:
     may_start_late: bool = False
 
     def __post_init__(self) -> None:
-        self.pending = PendingGathers(self.ranks, self._count_exchange)
+        self.pending = PendingGathers(self.ranks.cfg_groups, self._count_exchange)
 
     def call(
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -70,7 +72,8 @@ class BranchCalls:
             )
         refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
         args, kwargs = resolve_all((args, kwargs))
-        main = _main_argument(module, args, kwargs)
+        refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
+        main = main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
         if len(main) < self.ranks.cfg:
@@ -83,7 +86,7 @@ class BranchCalls:
 
     def use(self, ranks: SampleGroups) -> None:
         """Distribute the following calls over other groups."""
-        self.ranks = self.pending.ranks = ranks
+        self.ranks, self.pending.groups = ranks, ranks.cfg_groups
 
     def begin(self, *, may_start_late: bool = False) -> None:
         """Reset the counters before a call of the pipeline."""
@@ -140,6 +143,14 @@ class BranchCalls:
         )
 
 
+def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], how: str) -> None:
+    """Refuse calls that keep keys for later calls, of which each rank makes only some.
+
+    Args: how: the setting that divides the calls. Raises: ShapeError.
+    """
+    refuse(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
+
+
 def refuse_caches_of_both_branches(caches: StepCaches, cfg: int) -> None:
     """Refuse step caches that read both CFG branches: each rank has one of them. Raises: GuidanceError."""
     for watched in caches.hooks:
@@ -172,13 +183,6 @@ def guidance_may_start_late(pipe: Any, arguments: Mapping[str, Any]) -> bool:
     begins = [value for name, value in arguments.items() if "start" in name and ("cfg" in name or "guidance" in name)]
     begins.append(getattr(getattr(pipe, "guider", None), "_start", 0))
     return any(isinstance(value, (int, float)) and value > 0 for value in begins)
-
-
-def _main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the latents: the first argument of the transformer's forward."""
-    if args:
-        return args[0]
-    return kwargs.get(list(inspect.signature(type(module).forward).parameters)[1])
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -16,10 +16,10 @@ from lightning_cp.engine.apply import installed_on
 from lightning_cp.engine.paths import unwrapped
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.samples import select_samples
 from lightning_cp.sample_groups import SampleGroups
 
 _MAX_BRANCHES = 4
-_BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if not 0 (HiDream: dim 0 is the layers)
 
 
 def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
@@ -37,7 +37,7 @@ def cfg_split(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
     if len(like) < ranks.cfg:
         raise ShapeError(f"cfg={ranks.cfg} must be at most the batch size, {len(like)}")
     share = shard_range(len(like), ranks.cfg, ranks.cfg_rank)
-    return _select(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
+    return select_samples(values, len(like), slice(share.start, share.stop), of_lists=isinstance(like, (list, tuple)))
 
 
 def cfg_merge(values: Any, ranks: SampleGroups, *, like: Any = None) -> Any:
@@ -120,23 +120,3 @@ def _repeats(main: Any, length: int) -> bool:
     if isinstance(main, Tensor):
         return torch.equal(main[length:], main[:-length])
     return all(torch.equal(a, b) for a, b in zip(main[length:], main[:-length], strict=True))
-
-
-def _select(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0) -> Any:
-    if isinstance(value, Tensor):
-        is_split = value.ndim > dim and value.shape[dim] == size
-        return value[(slice(None),) * dim + (chosen,)] if is_split else value
-    if isinstance(value, dict):
-        return {
-            name: _select(x, size, chosen, of_lists=of_lists, dim=_BATCH_DIMS.get(name, 0)) for name, x in value.items()
-        }
-    if isinstance(value, list) and len(value) == size and (of_lists or _describes_samples(value)):
-        return value[chosen]
-    if isinstance(value, (list, tuple)):
-        return type(value)(_select(x, size, chosen, of_lists=of_lists) for x in value)
-    return value
-
-
-def _describes_samples(value: list[Any]) -> bool:
-    """Return True if the entries are shapes or texts, so one per sample. Numbers may be anything (layer indices)."""
-    return all(isinstance(x, (str, list, tuple)) and not any(True for _ in of_type(Tensor, x)) for x in value)

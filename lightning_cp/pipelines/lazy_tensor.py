@@ -1,9 +1,10 @@
 """Lazy tensors for results that another rank computes: all are filled in when the first one is read.
 
-Some pipelines call their transformer once per branch of guidance. Each rank computes the calls of its own branch only
-and gets a `LazyTensor` for the calls of the others. The rank that computes a call gets a `LazyTensor` for it too, so
-all ranks reach the first read, and the exchange that it needs, at the same point of the program. Operations between
-the calls may therefore cost speed, but never change the result.
+Some pipelines call their transformer once per branch of guidance. With CFG parallelism, each rank computes the calls of
+its own branch only and gets a `LazyTensor` for the calls of the others. With stages of blocks, the last stage has the
+results. The rank that has a result gets a `LazyTensor` for it too, so all ranks reach the first read, and the exchange
+that it needs, at the same point of the program. Operations between the calls may therefore cost speed, but never change
+the result.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing_extensions import override
 from lightning_cp.comm.packet import layout_of
 from lightning_cp.comm.packets import all_gather_tensors
 from lightning_cp.compat.torch_names import aten, make_wrapper_subclass
+from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import of_type, replace
-from lightning_cp.sample_groups import SampleGroups
 
 _aten = torch.ops.aten
 # Operators that pipelines apply to one branch's result before they call the next branch; deferred until the exchange.
@@ -32,7 +33,7 @@ _JOINS = (_aten.stack, _aten.cat)  # of the samples of one branch; also deferred
 
 @dataclass
 class _Result:
-    """Tensors of one call, and the CFG rank that computes them (`owner`); None: every rank computed them."""
+    """Tensors of one call, and the rank of the group that has them (`owner`); None: every rank has them."""
 
     owner: int | None
     tensors: list[Tensor]
@@ -43,21 +44,21 @@ class PendingGathers:
     """Lazy tensors of a pipeline that are not exchanged yet.
 
     Attributes:
-        ranks: CFG, context and data groups of this rank.
+        groups: the ranks between which results are exchanged.
         on_flush: called after each exchange with its number of transformer calls.
         before_flush: called before each exchange.
         results: tensors of the pending calls, in call order.
         later: deferred operators, each with the tensor that takes its result.
     """
 
-    ranks: SampleGroups
+    groups: MeshGroups
     on_flush: Callable[[int], None] = lambda calls: None
     before_flush: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
     later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
 
     def lazy_tensors(self, tensors: list[Tensor], owner: int | None) -> list[LazyTensor]:
-        """Return lazy tensors for one call; `tensors` hold values if `owner` is this rank's branch or None."""
+        """Return lazy tensors for one call; `tensors` hold values if `owner` is this rank or None."""
         self.results.append(_Result(owner, tensors))
         return [LazyTensor(x, self) for x in tensors]
 
@@ -67,13 +68,13 @@ class PendingGathers:
         return LazyTensor(held, self)
 
     def flush(self) -> None:
-        """Exchange all pending results and run the deferred operators. Ranks: all branches with the same tokens."""
+        """Exchange all pending results and run the deferred operators. Ranks: all of `groups`."""
         results, later = self.results, self.later
         if not results:
             return
         self.results, self.later = [], []
         self.before_flush()
-        _exchange(results, self.ranks)
+        _exchange(results, self.groups)
         for held, function in later:
             held.copy_(function())
         self.on_flush(len(results))
@@ -83,15 +84,15 @@ class PendingGathers:
         self.results, self.later = [], []
 
 
-def _exchange(results: list[_Result], ranks: SampleGroups) -> None:
-    by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(ranks.cfg)]
+def _exchange(results: list[_Result], groups: MeshGroups) -> None:
+    by_owner = [[x for r in results if r.owner == owner for x in r.tensors] for owner in range(groups.context_size)]
     if not any(by_owner):
         return
     layouts = [layout_of(tensors) for tensors in by_owner]
-    device, group = results[0].tensors[0].device, ranks.cfg_groups.context
-    received = all_gather_tensors(by_owner[ranks.cfg_rank], layouts, device=device, group=group)
+    device, own = results[0].tensors[0].device, groups.context_rank
+    received = all_gather_tensors(by_owner[own], layouts, device=device, group=groups.context)
     for rank, tensors in enumerate(received):
-        if rank != ranks.cfg_rank:
+        if rank != own:
             for held, values in zip(by_owner[rank], tensors, strict=True):
                 held.copy_(values)
 
@@ -139,7 +140,7 @@ class LazyTensor(Tensor):
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
-        """Return the computed tensor. Ranks: all branches with the same tokens."""
+        """Return the computed tensor. Ranks: all between which results are exchanged."""
         self.pending.flush()
         return self.held
 
@@ -187,5 +188,5 @@ def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def resolve_all(values: Any) -> Any:
-    """Replace the lazy tensors in `values` (a nest) by computed ones. Ranks: all branches with the same tokens."""
+    """Replace the lazy tensors in `values` (a nest) by computed ones. Ranks: as in `resolved`."""
     return replace(LazyTensor, LazyTensor.resolved, values)

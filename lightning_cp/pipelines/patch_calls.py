@@ -18,12 +18,20 @@ from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
-from lightning_cp.errors import GuidanceError, PlanError
+from lightning_cp.errors import GuidanceError, PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.forms import key_of
+from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.run_once import run_once
+from lightning_cp.pipelines.samples import join_samples, main_argument, micro_batches
+from lightning_cp.pipelines.stage_results import StageResults
+from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import SampleGroups
+
+_MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 
 
 @dataclass(eq=False)
@@ -57,9 +65,9 @@ class StepClock:
         self.calls = {}
 
     def before_step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap the scheduler's `step`, which ends a denoising step."""
+        """Wrap the scheduler's `step`, which ends a denoising step. It gets real tensors."""
         self.end_step()
-        return call(*args, **kwargs)
+        return call(*resolve_all(args), **resolve_all(kwargs))
 
     def reset(self) -> None:
         """Forget all steps, before a call of the pipeline."""
@@ -80,8 +88,9 @@ class PatchCalls:
 
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
-        stage: this rank's stage of the blocks; None: all blocks are on this rank.
         clock: distinguishes the branches of guidance.
+        stage: this rank's stage of the blocks; None: all blocks are on this rank.
+        results: shares the results of the last stage; None: all blocks are on this rank.
         branches: state of each branch, by name or index; forgotten before each call of the pipeline.
     """
 
@@ -90,6 +99,7 @@ class PatchCalls:
     warmup: int
     clock: StepClock
     stage: BlockStage | None = None
+    results: StageResults | None = None
     branches: dict[Any, _Branch] = field(default_factory=dict)
     _context: str | None = None
 
@@ -98,12 +108,14 @@ class PatchCalls:
         undo = [] if self.stage is None else self.stage.install()
         module = self.installed.module
         named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
-        return [*undo, *named]
+        return [*undo, *named, *run_once(self.installed)]
 
     def reset(self) -> None:
         """Forget all branches, before and after a call of the pipeline."""
         self.branches, self._context = {}, None
         self.clock.reset()
+        if self.results is not None:
+            self.results.reset()
 
     def release(self) -> None:
         """Free the weights of the blocks of other stages. This cannot be undone."""
@@ -112,14 +124,18 @@ class PatchCalls:
 
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
+        args, kwargs = resolve_all((args, kwargs))
+        refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = key_of((args, kwargs))
         if self.patches == 1:  # no keys are kept, so branches need not be told apart
-            result = self._forward(compute, args, kwargs, None, key)
+            result = self._in_micro_batches(compute, args, kwargs)
         else:
             result = self._in_branch(compute, args, kwargs, key)
-        return result if self.stage is None else self.stage.broadcast_result(result, key)
+        if self.stage is None or self.results is None:
+            return result
+        return self.results.broadcast(self.stage, result, key)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: PlanError: a weight or an argument requires a gradient."""
@@ -141,6 +157,7 @@ class PatchCalls:
                 result = self._in_patches(compute, args, kwargs, key)
         finally:
             session.evaluation = None
+            branch.evaluation.end()
         branch.done += 1
         return result
 
@@ -148,9 +165,30 @@ class PatchCalls:
         result = None
         for patch in range(self.patches):
             if self.stage is not None:
-                self.stage.expect([(key, x) for x in range(patch, min(patch + 2, self.patches))])
+                self.stage.links.expect([(key, x) for x in range(patch, min(patch + 2, self.patches))])
             result = self._forward(compute, args, kwargs, patch, (key, patch))
         return result  # the last patch completes the output
+
+    def _in_micro_batches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute groups of samples one after another, so that all stages have work at the same time."""
+        stage = self.stage
+        assert stage is not None, "there are stages or patches"
+        module = self.installed.module
+        plan = self.installed.rules.patches
+        most = _MICRO_BATCHES_PER_STAGE * stage.count if plan is not None and plan.samples else 1
+        batches = micro_batches(module, args, kwargs, most)
+        keys = [(key_of(batch), i) for i, batch in enumerate(batches)]
+        found = []
+        for i, (own_args, own_kwargs) in enumerate(batches):
+            stage.links.expect(keys[i : i + 2])
+            found.append(stage.forward(compute, own_args, own_kwargs, keys[i]))
+        if not stage.is_last or stage.error is not None or len(batches) == 1:
+            return found[-1]
+        try:
+            return join_samples(found, [len(main_argument(module, *batch)) for batch in batches])
+        except ShapeError as error:
+            stage.error = error
+            return None
 
     def _forward(
         self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], patch: int | None, key: Any
@@ -187,6 +225,7 @@ class PatchCalls:
 def make_patch_calls(
     transformers: Mapping[str, Installed],
     ranks: SampleGroups,
+    votes: Votes,
     *,
     pipe: int | Sequence[int],
     patches: int,
@@ -201,6 +240,8 @@ def make_patch_calls(
     if ranks.pipe == patches == 1:
         return {}
     found = {}
+    # With CFG parallelism, branches are calls of other ranks, whose results are lazy themselves.
+    results = StageResults(ranks.pipe_groups, votes, is_lazy=ranks.cfg == 1) if ranks.pipe > 1 else None
     for name, installed in transformers.items():
         kind, plan = type(installed.module).__name__, installed.rules.patches
         if plan is None:
@@ -221,7 +262,7 @@ def make_patch_calls(
                 )
         counts = None if isinstance(pipe, int) else pipe
         stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
-        found[name] = PatchCalls(installed, patches, warmup, clock, stage)
+        found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
     return found
 
 

@@ -8,7 +8,7 @@ rank cannot be matched with an exchange of another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,8 @@ class Votes:
     Attributes:
         broken: the error after which this rank can make no further call, because the others may wait inside an
             exchange; None at first.
+        has_pending: returns True while other ranks do not have this rank's results, or it does not have theirs: an
+            error then counts as one inside an exchange.
         has_leader: True on rank 0 inside `follow`: calls must go through its `Leader`.
     """
 
@@ -41,6 +43,7 @@ class Votes:
         self._in_exchanges = False
         self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
+        self.has_pending: Callable[[], bool] = lambda: False
         self.has_leader = False
 
     @contextmanager
@@ -73,11 +76,19 @@ class Votes:
 
     @contextmanager
     def before_exchanges(self) -> Iterator[None]:
-        """Vote, then run the exchanges in this context. Outside of a call there is no vote."""
-        self.check()
+        """Vote, then run the exchanges in this context. Outside of a call there is no vote.
+
+        While results of earlier exchanges are pending there is no vote either, because it would wait for all ranks.
+        """
+        if not self.has_pending():
+            self.check()
         self._in_exchanges = True
         yield
-        self._in_exchanges = False  # an error leaves it set
+        self._in_exchanges = self.has_pending()  # an error leaves it set
+
+    def end_exchanges(self) -> None:
+        """Note that no results are pending any more."""
+        self._in_exchanges = False
 
     def check(self) -> None:
         """Vote to go on. Ranks: all that share the sample. Raises: CallFailedError: another rank has failed."""

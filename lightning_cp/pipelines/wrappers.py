@@ -34,7 +34,7 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
                 refuse_caches(installed)
                 in_patches.reset()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
-            return call(*args, **kwargs)
+            return resolve_all(call(*args, **kwargs))
         with votes.before_exchanges():
             if calls.ranks.cfg > 1:
                 return calls.call(installed, call, args, kwargs)

@@ -16,6 +16,6 @@ PLANS = {
         },
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
-        patches=patches("image"),
+        patches=patches("image", once=("caption_projection",)),
     ),
 }

@@ -25,6 +25,6 @@ PLANS = {
     "ConsisIDTransformer3DModel": Plan(
         blocks={"transformer_blocks": _ARGUMENTS},
         gather={"norm_final": split(1, "text", "image")},  # the model then drops the text by its global length
-        patches=patches("text", "image"),
+        patches=patches("text", "image", once=("local_facial_extractor",)),
     ),
 }

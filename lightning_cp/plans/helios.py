@@ -19,7 +19,7 @@ _HELIOS = Plan(
     attention={"attn1": ("history", "image"), "attn2": LOCAL},
     gather={"proj_out": split(1, "image")},
     unused=("patch_short.*", "patch_mid.*", "patch_long.*"),
-    patches=patches("history", "image"),
+    patches=patches("history", "image", once=("condition_embedder.text_embedder",)),
 )
 
 PLANS = {

@@ -14,6 +14,6 @@ PLANS = {
         blocks={"transformer_blocks": _ARGUMENTS, "single_transformer_blocks": _ARGUMENTS},
         gather={"proj_out": split(1, "image")},
         pads=(Pad("encoder_hidden_states", "encoder_attention_mask"),),
-        patches=patches("image", "text"),
+        patches=patches("image", "text", once=("context_embedder",)),
     ),
 }

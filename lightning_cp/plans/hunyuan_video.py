@@ -6,6 +6,7 @@ history before the video and drops it after the last block. HunyuanVideo 1.5 bui
 
 from lightning_cp.plans.plan import Attention, Pad, Plan, Spec, count, patches, split
 
+_REFINER = ("context_embedder",)
 _TEXT = (Pad("encoder_hidden_states", "encoder_attention_mask"),)
 
 
@@ -33,17 +34,17 @@ PLANS = {
                 blocks=_blocks("first_frame", "image", num_tokens=count("first_frame")),
                 gather={"proj_out": split(1, "first_frame", "image")},
                 pads=_TEXT,
-                patches=patches("first_frame", "image", "text"),
+                patches=patches("first_frame", "image", "text", once=_REFINER),
             ),
         },
-        patches=patches("image", "text"),
+        patches=patches("image", "text", once=_REFINER),
     ),
     "HunyuanVideoFramepackTransformer3DModel": Plan(
         blocks=_blocks("image"),
         gather={"single_transformer_blocks.-1": (split(1, "image"), None)},
         needed=("text",),
         pads=_TEXT,
-        patches=patches("image", "text"),
+        patches=patches("image", "text", once=_REFINER),
     ),
     "HunyuanVideo15Transformer3DModel": Plan(
         blocks={

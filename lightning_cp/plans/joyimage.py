@@ -13,7 +13,7 @@ PLANS = {
         blocks={"double_blocks": {**_TOKENS, "image_rotary_emb": (split(0, "image"), split(0, "text"))}},
         gather={"proj_out": split(1, "image")},
         unused=_UNUSED,
-        patches=patches("image", "text"),
+        patches=patches("image", "text", once=("condition_embedder.text_embedder",)),
     ),
     "JoyImageEditPlusTransformer3DModel": Plan(
         blocks={
@@ -25,6 +25,6 @@ PLANS = {
         },
         gather={"proj_out": split(1, "image")},
         unused=_UNUSED,
-        patches=patches("image", "text"),
+        patches=patches("image", "text", once=("condition_embedder.text_embedder",)),
     ),
 }

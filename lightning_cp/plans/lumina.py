@@ -13,7 +13,9 @@ _ARGUMENTS = {
 
 PLANS = {
     "Lumina2Transformer2DModel": Plan(
-        patches=patches("image"), blocks={"layers": _ARGUMENTS}, gather={"norm_out": split(1, "image")}
+        blocks={"layers": _ARGUMENTS},
+        gather={"norm_out": split(1, "image")},
+        patches=patches("image", once=("context_refiner.*", "noise_refiner.*")),
     ),
     "LuminaNextDiT2DModel": Plan(
         blocks={"layers": _ARGUMENTS},

@@ -9,6 +9,7 @@ from lightning_cp.plans.plan import LOCAL, Plan, Whole, patches, split
 
 _TOKENS = {"hidden_states": split(1, "image"), "rotary_emb": split(1, "image")}
 _ATTENTION = {"attn1": ("image",), "attn2": LOCAL}
+_EMBEDDERS = ("condition_embedder.text_embedder", "condition_embedder.image_embedder")
 _OUTPUT = {"proj_out": split(1, "image")}
 
 _WAN = Plan(
@@ -16,7 +17,7 @@ _WAN = Plan(
     blocks={"blocks": {**_TOKENS, "temb": split(1, "image", ndim=4)}},
     attention=_ATTENTION,
     gather=_OUTPUT,
-    patches=patches("image"),
+    patches=patches("image", once=_EMBEDDERS),
 )
 
 PLANS = {
@@ -26,13 +27,13 @@ PLANS = {
         blocks={"vace_blocks": {**_TOKENS, "control_hidden_states": split(1, "image")}, "blocks": _TOKENS},
         attention=_ATTENTION,
         gather=_OUTPUT,
-        patches=patches("image", stages=False),
+        patches=patches("image", stages=False, once=_EMBEDDERS),
     ),
     "WanAnimateTransformer3DModel": Plan(
         blocks={"blocks": _TOKENS},
         whole={"face_adapter.*": Whole({"hidden_states": split(1, "image")}, split(1, "image"))},
         attention=_ATTENTION,
         gather=_OUTPUT,
-        patches=patches("image"),
+        patches=patches("image", once=(*_EMBEDDERS, "motion_encoder", "face_encoder")),
     ),
 }

@@ -7,38 +7,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
-from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import GuidanceError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.block_stages import divide_blocks
+from tests.dist.pipefusion import STEPS
+from tests.dist.pipefusion import error_of as _error
+from tests.dist.pipefusion import latents_of as _latents
+from tests.dist.pipefusion import make_pipe as _pipe
 from tests.harness import RankPool
-from tests.pipelines import names, table
-
-PIPES = {name: family for family in names() for name in table(family)}
-STEPS = 4
-
-
-def _pipe(name: str) -> Any:
-    torch.manual_seed(0)
-    pipe = table(PIPES[name])[name].make()
-    pipe.set_progress_bar_config(disable=True)
-    for part in pipe.components.values():
-        if isinstance(part, torch.nn.Module):
-            part.double()
-    return pipe
-
-
-def _latents(pipe: Any, name: str, **others: Any) -> Tensor:
-    tiny = table(PIPES[name])[name]
-    inputs = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
-    value = getattr(pipe(**inputs, generator=torch.Generator().manual_seed(7)), tiny.output)
-    return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
-
-
-def _error(expected: Tensor, found: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _compare(rank: int, world: int, name: str, degrees: dict[str, int], settings: dict[str, Any]) -> dict[str, float]:

@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import os
 import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,13 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
 from lightning_cp.engine.check import KeepFloat64
-from lightning_cp.engine.installed import installed_on
+from lightning_cp.engine.installed import Installed, installed_on
 from lightning_cp.engine.patches import Evaluation
-from lightning_cp.errors import ShapeError
+from lightning_cp.engine.paths import expand, submodule
+from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
+from lightning_cp.patching import undo_all
+from lightning_cp.pipelines.run_once import run_once
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
 from tests.models import FIRST, TINY
@@ -40,11 +46,13 @@ def _in_patches(model: nn.Module, arguments: dict[str, Any], patches: int, order
     """Evaluate the whole sequence, then the patches; return the outputs of the patches."""
     installed = installed_on(model)
     assert installed is not None
-    evaluation = installed.session.evaluation = Evaluation(patches, order)
+    evaluation, undo = Evaluation(patches, order), run_once(installed)
+    installed.session.evaluation = evaluation
     for patch in (None, *range(patches)):
         evaluation.begin(patch)
         found = _outputs(model, arguments)
     installed.session.evaluation = None
+    undo_all(undo)
     return found
 
 
@@ -73,6 +81,59 @@ def test_patches_of_equal_inputs_give_the_plain_result(name: str) -> None:
     model, arguments, alone = _parallel(name, ContextParallelConfig())
     for patches in (2, 3, 5):
         assert _error(alone, _in_patches(model, arguments, patches, _order(model))) < 1e-12, f"{patches} patches"
+
+
+@contextmanager
+def _counts(model: nn.Module, installed: Installed) -> Iterator[Counter[str]]:
+    """Count the forwards of the modules that run once; end to remove the hooks."""
+    assert installed.rules.patches is not None
+    counts, handles = Counter[str](), []
+    for pattern in installed.rules.patches.once:
+        with suppress(PlanError):
+            for path in expand(model, pattern):
+                handles.append(
+                    submodule(model, path).register_forward_pre_hook(lambda *_, path=path: counts.update([path]))
+                )
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+_ONCE = [name for name in _SUPPORTED if (plan := REGISTERED[TINY[name].kind].patches) is not None and plan.once]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("hunyuan_video", "wan") else pytest.mark.full) for name in _ONCE]
+)
+def test_modules_before_the_blocks_run_once_for_all_patches(name: str) -> None:
+    """One call is repeated in each patch with other text and noise: results are those of their own evaluation."""
+    model, arguments, alone = _parallel(name, ContextParallelConfig())
+    installed = installed_on(model)
+    assert installed is not None
+    with _counts(model, installed) as plain:
+        _outputs(model, arguments)
+    with _counts(model, installed) as counts:
+        assert _error(alone, _in_patches(model, arguments, 3, _order(model))) < 1e-12
+    assert plain
+    assert counts == Counter({path: 2 * calls for path, calls in plain.items()})  # the whole sequence, and one patch
+    other = {k: x * 0.7 if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in arguments.items()}
+    expected = _outputs(model, other)
+    assert _error(alone, expected) > 1e-3
+    assert _error(expected, _in_patches(model, other, 3, _order(model))) < 1e-12
+
+
+def test_every_module_that_runs_once_is_in_a_model() -> None:
+    for kind, plan in REGISTERED.items():
+        for pattern in () if plan.patches is None else plan.patches.once:
+            names = [name for name, tiny in TINY.items() if tiny.kind == kind]
+            assert any(_has(TINY[name].build(), pattern) for name in names), (kind, pattern)
+
+
+def _has(model: nn.Module, pattern: str) -> bool:
+    try:
+        return bool(expand(model, pattern))
+    except PlanError:
+        return False
 
 
 def test_more_patches_than_text_tokens() -> None:
@@ -126,7 +187,8 @@ def _table() -> str:
     for name in sorted(REGISTERED):
         patches = REGISTERED[name].patches
         if patches is not None:
-            stages = "yes" if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
+            stages = "yes" if patches.samples else "yes, batches whole"
+            stages = stages if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
             rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
     return "".join([*rows, "\n"])
 

@@ -21,6 +21,7 @@ from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
+from lightning_cp.pipelines.votes import Votes
 
 PATCHES = (2, 4, 8)
 WARMUP = (1, 2, 4)
@@ -44,9 +45,8 @@ class Measured(NamedTuple):
 def samples_in_patches(digits: TrainedDigits, patches: int, warmup: int) -> Tensor:
     """Draw the samples. Each evaluation is one forward, with both branches of guidance in its batch."""
     clock = StepClock()
-    made = make_patch_calls(
-        {"transformer": digits.installed}, digits.ranks, pipe=1, patches=patches, warmup=warmup, clock=clock
-    )
+    votes, installed = Votes("the loop", digits.ranks.control), {"transformer": digits.installed}
+    made = make_patch_calls(installed, digits.ranks, votes, pipe=1, patches=patches, warmup=warmup, clock=clock)
     undo = [x for calls in made.values() for x in (*calls.install(), intercept_calls(digits.transformer, calls.call))]
 
     @contextmanager

@@ -32,6 +32,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.patching import intercept_calls
 from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
+from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import sample_groups_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -179,9 +180,10 @@ def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Cal
         settings, clock = ContextParallelConfig(), StepClock()
         ranks = sample_groups_for(settings, pipe=dist.get_world_size())
         installed = {"transformer": parallelize(model, settings, check_peers="off")}
-        calls = make_patch_calls(installed, ranks, pipe=ranks.pipe, patches=patches, warmup=1, clock=clock)[
-            "transformer"
-        ]
+        made = make_patch_calls(
+            installed, ranks, Votes("the loop", ranks.control), pipe=ranks.pipe, patches=patches, warmup=1, clock=clock
+        )
+        calls = made["transformer"]
         calls.install()
         calls.release()
         intercept_calls(model, calls.call)

@@ -1,0 +1,192 @@
+"""Stages of blocks: samples and branches of guidance as micro-batches, and errors on one stage."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.patching import Undo, intercept_calls, undo_all
+from lightning_cp.pipelines import parallel_pipeline
+from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
+from tests.harness import RankPool
+
+_PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
+
+
+def _first_blocks(pipe: Any) -> list[nn.Module]:
+    """Return the first block of this rank's stage of each transformer."""
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    stages = [calls.stage for calls in state.patch_calls.values() if calls.stage is not None]
+    return [stage.blocks[stage.own.start] for stage in stages]
+
+
+@contextmanager
+def _counted(pipe: Any) -> Iterator[dict[str, int]]:
+    """Counts the votes, the exchanges of results and this rank's forwards of its own first block."""
+    state, found = parallel_pipeline(pipe), {"votes": 0, "results": 0, "forwards": 0}
+    assert state is not None
+    calls = next(iter(state.patch_calls.values()))
+    assert calls.results is not None
+    pending, vote, flush = calls.results.pending, state.votes._vote, calls.results.pending.on_flush
+
+    def count_vote(value: int) -> None:
+        found["votes"] += 1
+        vote(value)
+
+    def count_results(number: int) -> None:
+        found["results"] += 1
+        flush(number)
+
+    def count_forward(call: Any, args: Any, kwargs: Any) -> Any:
+        found["forwards"] += 1
+        return call(*args, **kwargs)
+
+    undo = [intercept_calls(block, count_forward) for block in _first_blocks(pipe)]
+    state.votes._vote, pending.on_flush = count_vote, count_results  # type: ignore[method-assign]
+    yield found
+    state.votes._vote, pending.on_flush = vote, flush  # type: ignore[method-assign]
+    undo_all(undo)
+
+
+def _compare(rank: int, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """Two calls, and one of another size, against one process without stages."""
+    other = {"height": 20, "width": 12} if name.startswith("flux") else {}
+    plain = make_pipe(name)
+    expected, small = latents_of(plain, name, **inputs), latents_of(plain, name, **inputs, **other)
+    pipe = make_pipe(name)
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    found = latents_of(pipe, name, **inputs)
+    with _counted(pipe) as counts:
+        again = latents_of(pipe, name, **inputs)
+    return {
+        "error": error_of(expected, found),
+        "again": error_of(found, again),
+        "small": error_of(small, latents_of(pipe, name, **inputs, **other)),
+        **counts,
+    }
+
+
+# name, ranks, settings, arguments, forwards of a step, exchanges of results in a step
+_CASES = {
+    "prompts": ("flux", 3, {"pipe": 3}, {"prompt": _PROMPTS}, 3, 1),
+    "branches": ("flux_true_cfg", 3, {"pipe": 3}, {}, 2, 1),
+    "prompts_and_branches": ("flux_true_cfg", 2, {"pipe": 2}, {"prompt": _PROMPTS, "negative_prompt": _PROMPTS}, 6, 1),
+    "branches_in_the_batch": ("sd3", 3, {"pipe": 3}, {}, 2, 1),
+    "branches_and_cfg": ("sd3", 4, {"pipe": 2, "cfg": 2}, {"prompt": _PROMPTS[:2]}, 2, 1),
+    "calls_and_cfg": ("flux_true_cfg", 4, {"pipe": 2, "cfg": 2}, {}, 1, 1),
+    "wan_two_experts": ("wan_two_experts", 2, {"pipe": 2}, {}, 2, 1),
+    "qwen": ("qwen_image", 2, {"pipe": 2}, {}, 2, 1),
+    "hunyuan": ("hunyuan_video", 2, {"pipe": 2}, {}, 1, 1),
+    "cogvideox": ("cogvideox", 2, {"pipe": 2}, {}, 2, 1),
+    "pixart": ("pixart_alpha", 2, {"pipe": 2}, {}, 2, 1),
+    "z_image": ("z_image", 2, {"pipe": 2}, {}, 2, 1),
+}
+_VOTES = 2  # at the start and the end of a call
+_DEFAULT = ("prompts", "branches")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
+)
+def test_micro_batches_are_exact_and_wait_once_a_step(run_ranks: RankPool, case: str) -> None:
+    name, world, settings, inputs, forwards, results = _CASES[case]
+    for found in run_ranks(world, _compare, name, settings, inputs):
+        assert found["error"] < 1e-12
+        assert found["again"] == 0
+        assert found["small"] < 1e-12
+        assert (found["forwards"], found["results"]) == (forwards * STEPS, results * STEPS)
+        assert found["votes"] == _VOTES + 2 * results * STEPS if "cfg" not in settings else found["votes"] > 0
+
+
+class _StageError(RuntimeError):
+    pass
+
+
+def _fail_once(at: int, calls: list[int], call: Any, args: Any, kwargs: Any) -> Any:
+    calls.append(len(calls))
+    if len(calls) - 1 == at:
+        raise _StageError("this stage has no memory left")
+    return call(*args, **kwargs)
+
+
+def _failing(rank: int, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any], at: list[int]) -> Any:
+    """Each rank fails once in each of some forwards of its stage: what is raised, and the errors of the next calls."""
+    pipe = make_pipe(name)
+    stages = world // settings.get("cfg", 1)
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=stages, **settings)
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    raised, latents = list[tuple[str, str]](), list[Tensor]()
+    for forward in at:
+        for failing in range(world):
+            fail, undo = partial(_fail_once, forward, []), list[Undo]()
+            if rank == failing:
+                undo = [intercept_calls(block, fail) for block in _first_blocks(pipe)]
+            with pytest.raises((_StageError, CallFailedError)) as error:
+                latents_of(pipe, name, **inputs)
+            undo_all(undo)
+            raised.append((type(error.value).__name__, str(error.value)))
+            latents.append(latents_of(pipe, name, **inputs))
+    assert state.votes.broken is None
+    fresh = make_pipe(name)
+    parallelize_pipeline(fresh, ContextParallelConfig(), pipe=stages, **settings)
+    expected = latents_of(fresh, name, **inputs)
+    return raised, [error_of(expected, x) for x in latents]
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "settings", "inputs", "at"),
+    [
+        pytest.param(3, "flux", {"patches": 3}, {}, [0, 5], id="patches"),  # of 1 + 3 * 3
+        pytest.param(3, "flux", {"patches": 3}, {}, [1, 9], marks=pytest.mark.full, id="other_patches"),
+        pytest.param(3, "flux", {}, {"prompt": _PROMPTS}, [0, 2, 4], marks=pytest.mark.full, id="samples"),
+        pytest.param(2, "flux_true_cfg", {"patches": 2}, {}, [1, 4], marks=pytest.mark.full, id="branches"),
+        pytest.param(2, "wan_two_experts", {"patches": 2}, {}, [4, 7], marks=pytest.mark.full, id="experts"),
+        pytest.param(4, "flux_true_cfg", {"patches": 2, "cfg": 2}, {}, [1, 3], marks=pytest.mark.full, id="cfg"),
+    ],
+)
+def test_an_error_on_one_stage_ends_the_call_on_all(
+    run_ranks: RankPool, world: int, name: str, settings: dict[str, Any], inputs: dict[str, Any], at: list[int]
+) -> None:
+    found = run_ranks(world, _failing, name, settings, inputs, at)
+    for rank, (raised, errors) in enumerate(found):
+        for i, (kind, text) in enumerate(raised):
+            if i % world == rank:
+                assert (kind, text) == ("_StageError", "this stage has no memory left")
+            else:
+                assert kind == "CallFailedError"
+                assert re.search(rf"rank {i % world} failed in this call of \w+Pipeline: _StageError", text)
+        assert errors == [0] * len(errors)
+
+
+def _skipping(rank: int, world: int) -> tuple[list[str], float]:
+    """Skip a block in the middle of the first stage, then its last block; then a call without."""
+    expected = latents_of(make_pipe("sd3"), "sd3")
+    pipe, said = make_pipe("sd3"), []
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=[2, 1])
+    for layer in (0, 1):
+        with pytest.raises((PlanError, CallFailedError)) as error:
+            latents_of(
+                *(pipe, "sd3"),
+                skip_guidance_layers=[layer],
+                skip_layer_guidance_start=0.0,
+                skip_layer_guidance_stop=1.0,
+            )
+        said.append(str(error.value))
+    return said, error_of(expected, latents_of(pipe, "sd3"))
+
+
+@pytest.mark.full
+def test_skipped_blocks_are_refused(run_ranks: RankPool) -> None:
+    for said, error in run_ranks(2, _skipping):
+        assert all("skips blocks in this call" in text for text in said)
+        assert error < 1e-12
