@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +17,7 @@ from lightning_cp.strategies.strategy import class_of
 
 
 class LateWeights:
-    """Modules whose weights are checked in the next backward. A pickled copy has none."""
+    """Modules whose weights are checked in the next backward. Pickling drops them."""
 
     def __init__(self) -> None:
         self._modules: WeakKeyDictionary[nn.Module, _WeightsAtSetup] = WeakKeyDictionary()
@@ -48,7 +47,7 @@ class LateWeights:
             _compare(first.name, {rank: one[number] for rank, one in enumerate(by_rank) if number in one})
 
     @override
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[LateWeights], tuple[()]]:
         return type(self), ()
 
 
