@@ -150,6 +150,8 @@ class AttentionDispatcher:
                 f"a mask over all {mask.shape[-1]} keys of several modalities was not split: list it in the plan as "
                 "`mask(...)`"
             )
+        if mask is not None and not sizes[1] and self.kinds is not None and self.kinds[0].cached:
+            raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
         kernel = kernel_for(session, backend)
         if session.current().evaluation is not None:
             return attend_in_patches(
@@ -201,6 +203,8 @@ class AttentionDispatcher:
             if (queries, keys) == (sizes[0][rank], sizes[1][rank]):
                 self._check_distinct(kind, sizes, keys)
                 return None if kind.keys == LOCAL else sizes
+            if kind.cached and queries == sizes[0][rank] and keys > sizes[1][rank]:
+                return [], []  # every rank has kept keys of its own
             to = "each other" if kind.keys is None else " + ".join(kind.keys) or "whole keys"
             expected.append(f"{sizes[0][rank]} and {sizes[1][rank]} ({' + '.join(kind.queries)} to {to})")
         raise PlanError(

@@ -33,9 +33,14 @@ def missing_split(call: Call) -> str | None:
             if whole != local:
                 sums.setdefault(whole, modalities)
     found = [
-        f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens of {' + '.join(sums[n])}"
+        f"{name!r} (shape {shape}) holds {n} in dim {dim}, which is the number of all tokens{_of(sums[n])}"
         for name, shape in call.unplanned.items()
         for dim, n in enumerate(shape)
         if n in sums
     ]
     return "; ".join(found) or None
+
+
+def _of(modalities: Sequence[str]) -> str:
+    """Name modalities; "" if they have no names: a plan in diffusers' format names them by their lengths."""
+    return "" if any(name.isdecimal() for name in modalities) else f" of {' + '.join(modalities)}"

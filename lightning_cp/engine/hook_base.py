@@ -33,19 +33,24 @@ def remove_hooks(module: nn.Module) -> None:
                     detail.pop(key, None)
 
 
-def refuse(refused: Mapping[str, str], given: Mapping[str, Any]) -> None:
+def refuse(refused: Mapping[str, str], given: Mapping[str, Any], how: str = "context-parallel") -> None:
     """Check that arguments which must be left out are not given.
 
     Args:
-        refused: reason for each refused argument, by name; "argument.key" is an entry or attribute of an argument.
+        refused: reason for each refused argument, by name; "argument.key" is an entry, attribute
+            or item of an argument, with further keys for those of that.
         given: arguments by name.
+        how: how the model is computed, for the error.
     Raises: ShapeError: a refused argument is given and not None.
     """
     for name, reason in refused.items():
-        argument, _, key = name.partition(".")
+        argument, *keys = name.split(".")
         value = given.get(argument)
-        if key:
-            value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
+        for key in keys:
+            if isinstance(value, (list, tuple)):
+                value = value[int(key)] if int(key) < len(value) else None
+            else:
+                value = value.get(key) if isinstance(value, Mapping) else getattr(value, key, None)
         if value is not None:
             shown = f"a {type(value).__name__}" if isinstance(value, (Tensor, list, tuple, dict)) else repr(value)
-            raise ShapeError(f"{name}={shown} cannot be used context-parallel ({reason}): leave it out")
+            raise ShapeError(f"{name}={shown} cannot be used {how} ({reason}): leave it out")

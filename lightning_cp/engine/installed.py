@@ -39,6 +39,7 @@ class Installed(ForwardWrapper):
     Attributes:
         module: the model.
         rules: the plan, compiled for the model when it was last installed.
+        signature: signature of the model's forward.
         caches: diffusers' step caches on the model.
     """
 
@@ -51,7 +52,7 @@ class Installed(ForwardWrapper):
         self.original: Function | None = None
         self._had_forward = False
         self._plan, self._dispatcher = plan, dispatcher
-        self._signature = inspect.signature(type(module).forward)
+        self.signature = inspect.signature(type(module).forward)
         self._patches: Patches = {}
         self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
@@ -144,7 +145,7 @@ class Installed(ForwardWrapper):
             self.session,
             patches=self._patches,
             dropouts=self._dropouts,
-            signature=self._signature,
+            signature=self.signature,
             dispatcher=self._dispatcher,
         )
         self.session.unchecked = {False, True}
@@ -192,7 +193,7 @@ class Installed(ForwardWrapper):
     def _adapt(self) -> None:
         """Compile the plan for the changed model. Raises: PlanError: attention can no longer be intercepted."""
         self.rules = self.session.rules = compile_rules(self.module, self._plan)
-        self._signature = inspect.signature(type(self.module).forward)
+        self.signature = inspect.signature(type(self.module).forward)
         if self._dispatcher is None and dispatcher_of(self.module) is not None:
             self._dispatcher, self.session.backends = dispatcher_of(self.module), backends_of(self.module)
             self._patches.clear()  # created without the dispatcher

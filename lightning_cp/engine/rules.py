@@ -68,10 +68,12 @@ class Rules:
     main: str
     required: Mapping[str, str]
     refused: Mapping[str, str]
+    keeps_keys: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
     halos: tuple[Halo, ...] = ()
     dividers: Mapping[str, int] = field(default_factory=dict)
+    optional: Modalities = ()
     needed: Modalities = ()
     leading: Mapping[str, str] = field(default_factory=dict)
     unplanned: tuple[str, ...] = ()

@@ -126,6 +126,7 @@ def _define_length(n: int, spec: Split | Count, *, name: str, session: Session) 
     unknown = [modality for modality in dict.fromkeys(spec.modalities) if modality not in call.lengths]
     if not unknown:
         return
+    unknown = [modality for modality in unknown if modality not in session.rules.optional] or unknown
     rest = n - sum(call.lengths[modality] for modality in spec.modalities if modality in call.lengths)
     aside = isinstance(spec, Split) and (spec.local or spec.folded)
     if len(unknown) > 1 or spec.modalities.count(unknown[0]) > 1 or rest < 0 or aside:

@@ -99,8 +99,8 @@ def _text_of(error: BaseException) -> str:
 def was_raised_for_the_user(error: BaseException) -> bool:
     """Return True if the message needs no traceback.
 
-    That holds for this package's error classes, Lightning's MisconfigurationException, and ValueError, TypeError or
-    FileNotFoundError from a `raise` statement in this package.
+    That holds for this package's error classes, Lightning's MisconfigurationException, and ValueError, TypeError,
+    OSError (a full disk) or FileNotFoundError from a `raise` statement in this package.
     """
     kind = type(error)
     if kind.__module__.startswith("lightning_cp.") or kind.__name__ == "MisconfigurationException":
@@ -108,7 +108,7 @@ def was_raised_for_the_user(error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     is_in_package = bool(frames) and PACKAGE_DIR in Path(frames[-1].filename).resolve().parents
     is_raise = is_in_package and (frames[-1].line or "raise").startswith("raise")  # not a bug in that line
-    return is_raise and kind in (ValueError, TypeError, FileNotFoundError)
+    return is_raise and kind in (ValueError, TypeError, OSError, FileNotFoundError)
 
 
 def main(spec: str) -> None:

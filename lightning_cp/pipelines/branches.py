@@ -18,8 +18,10 @@ from torch import Tensor
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
+from lightning_cp.engine.hook_base import refuse
 from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
+from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
 from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
@@ -70,6 +72,7 @@ class BranchCalls:
             )
         refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
         args, kwargs = resolve_all((args, kwargs))
+        refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
         main = main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
@@ -138,6 +141,14 @@ class BranchCalls:
             "negative prompt where one is needed), is built into the model, or needs one branch to compute the "
             "next. Use cfg=1, and use the ranks for ring or ulysses"
         )
+
+
+def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], how: str) -> None:
+    """Refuse calls that keep keys for later calls, of which each rank makes only some.
+
+    Args: how: the setting that divides the calls. Raises: ShapeError.
+    """
+    refuse(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
 
 
 def refuse_caches_of_both_branches(caches: StepCaches, cfg: int) -> None:

@@ -1,7 +1,7 @@
 """ControlNets of a pipeline: computed by all ranks that share a sample, each with its shard of the tokens.
 
 A pipeline may use a ControlNet's residuals for several branches of guidance (Flux, QwenImage), so every rank needs
-them. Therefore the branches do not divide these calls: their ranks divide the tokens instead, as for autoencoders.
+them. Therefore these calls are not assigned to branches: all ranks of a sample divide the tokens, as for autoencoders.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parallelize_controlnets(
     undo: list[Undo],
     **settings: Any,
 ) -> dict[str, Installed]:
-    """Make ControlNets parallel, and let ranks vote before each call of one.
+    """Make ControlNets parallel, and make ranks vote before each of their calls.
 
     Args:
         found: result of `controlnets_of`.

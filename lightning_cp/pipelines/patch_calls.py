@@ -21,6 +21,7 @@ from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.run_once import run_once
@@ -84,6 +85,7 @@ class PatchCalls:
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
         args, kwargs = resolve_all((args, kwargs))
+        refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = key_of((args, kwargs))

@@ -1,6 +1,6 @@
 """ControlNets: transformers that return a residual for each block; the residuals are gathered.
 
-The transformer splits them again, in its own way. Tokens are split at the blocks and not at the model's arguments,
+The transformer splits them again, by its own plan. Tokens are split at the blocks and not at the model's arguments,
 because models insert a token for the mode (Flux) and padding (QwenImage, Z-Image) before the blocks.
 """
 

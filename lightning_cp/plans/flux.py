@@ -6,7 +6,7 @@ text, image and reference images each attend only to themselves.
 
 from dataclasses import replace
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, mask, patches, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, count, mask, patches, split
 
 INPUTS = {
     "hidden_states": split(1, "image"),
@@ -26,7 +26,8 @@ _CONTROLNET = {
     "controlnet_single_block_samples": split(1, "image"),
 }
 _ADAPTER = Attention(("image",), LOCAL)  # attention calls of an IP-Adapter
-_CACHE = "its reference tokens are found by their global index"
+_PLAIN = ("text", "image")
+_CACHE = "it keeps the keys of reference images for later calls"
 
 PLANS = {
     "FluxTransformer2DModel": replace(
@@ -34,7 +35,26 @@ PLANS = {
         inputs={**FLUX.inputs, **_CONTROLNET},
         attention={"transformer_blocks.attn": (Attention(("text", "image")), _ADAPTER)},
     ),
-    "Flux2Transformer2DModel": replace(FLUX, refused={"kv_cache_mode": _CACHE, "kv_cache": _CACHE}),
+    "Flux2Transformer2DModel": replace(
+        FLUX,
+        inputs={
+            "num_ref_tokens": count("reference"),
+            **INPUTS,
+            "hidden_states": split(1, "reference", "image"),
+            "img_ids": split(-2, "reference", "image"),
+            "joint_attention_kwargs": MASK,
+        },
+        # Reference images are image tokens, unless their keys are kept (Klein KV): they then attend to themselves only.
+        attention={
+            "attn": (
+                Attention(("text", "image"), ("text", "reference", "image"), cached=True),
+                Attention(("reference",)),
+            )
+        },
+        optional=("reference",),
+        needed=("reference",),
+        keeps_keys={"kv_cache_mode": _CACHE, "kv_cache": _CACHE},
+    ),
     "Flux3Transformer2DModel": Plan(
         inputs={
             **INPUTS,

@@ -1,4 +1,7 @@
-"""GLM-Image: joint attention, with a full mask built from the text mask; prior tokens belong to the image."""
+"""GLM-Image: joint attention, with a full mask built from the text mask; prior tokens belong to the image.
+
+Each rank keeps the keys of its shard of the condition images, in the caches that the pipeline gives.
+"""
 
 from lightning_cp.plans.plan import Attention, Plan, split
 
@@ -12,8 +15,8 @@ PLANS = {
                 "attention_mask": split(1, "text"),
             },
         },
-        attention={"attn1": Attention(("text", "image"), mask="outer")},
+        attention={"attn1": Attention(("text", "image"), mask="outer", cached=True)},
         gather={"proj_out": split(1, "image")},
-        refused={"kv_cache.mode": "it would keep this rank's keys of the condition images only"},
+        keeps_keys={"kv_caches.caches.0.mode": "it keeps the keys of condition images for the calls of one branch"},
     ),
 }

@@ -119,6 +119,8 @@ class Attention:
             "outer": made from local tokens: the outer product of per-token values >= 0.
         ragged: the model's own code drops padding tokens before attention, so ranks exchange the number of remaining
             tokens at every call.
+        cached: keys of tokens of earlier forwards, which each rank has kept for its own shard, may be added to the
+            keys. Ranks then exchange the number of keys, and there must be no mask.
         form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
     """
@@ -127,6 +129,7 @@ class Attention:
     keys: Modalities | None = None
     mask: Literal["given", "padded", "keys", "outer"] = "given"
     ragged: bool = False
+    cached: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     replaces_processors: tuple[str, ...] = ()
 
@@ -161,7 +164,7 @@ class Patches:
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
         stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
-        samples: False: arguments cannot be divided by samples (packed or flattened batches), so that a batch is
+        samples: False: arguments cannot be divided by samples (packed or flattened batches), so a batch is
             computed whole.
         once: modules before the blocks that get whole tokens (`*` allowed; those that a model lacks are ignored). They
             run once for all patches, because the arguments of the model are the same.
@@ -201,6 +204,7 @@ class Plan:
             A tuple of `Attention`s and LOCAL is for a module with several attention calls. Calls are distinguished by
             their token counts; LOCAL calls by comparing keys between ranks, which cannot be compiled.
         main: modality that must have at least one token on each rank; other modalities may be shorter than the group.
+        optional: modalities that are absent unless an argument defines their length before other tensors with them.
         needed: other modalities that, unless empty, must have a token on each rank, because the class's own code fails
             with zero tokens.
         leading: masks [b, s] among the model's arguments that must keep the first tokens of each sample, and the
@@ -211,6 +215,8 @@ class Plan:
         required: arguments of the model that must be given, and the reason.
         refused: arguments of the model or of a block that must be omitted, and the reason. "argument.key" is an entry
             of a dict or an attribute.
+        keeps_keys: arguments of the model by which a forward keeps keys for later forwards, or uses them, and what is
+            kept. All ranks must compute these forwards, so they are refused with `cfg`, stages or patches.
         refused_backends: attention backends of diffusers that the class handles in a special way, and the reason.
         patches: settings for computation in patches; None: the model does not support it.
         variants: other plans, by (config entry, value); or the reason why the class cannot be split with this value.
@@ -225,12 +231,14 @@ class Plan:
     halos: Mapping[str, tuple[int, str]] = field(default_factory=dict)
     attention: Mapping[str, Modalities | Attention | tuple[Attention | Modalities, ...]] = field(default_factory=dict)
     main: str = "image"
+    optional: Modalities = ()
     needed: Modalities = ()
     leading: Mapping[str, str] = field(default_factory=dict)
     pads: tuple[Pad, ...] = ()
     unused: tuple[str, ...] = ()
     required: Mapping[str, str] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
+    keeps_keys: Mapping[str, str] = field(default_factory=dict)
     refused_backends: Mapping[str, str] = field(default_factory=dict)
     patches: Patches | None = None
     variants: Mapping[tuple[str, object], Plan | str] = field(default_factory=dict)

@@ -199,7 +199,7 @@ def _failing_save(rank: int, world: int, folder: Path, format: str) -> str:
 
 
 @pytest.mark.parametrize("format", ["full", "distributed"])
-def test_what_fails_in_the_background_is_told_by_the_next_call(
+def test_a_failure_in_the_background_is_raised_by_the_next_call(
     run_ranks: RankPool, tmp_path: Path, format: str
 ) -> None:
     told = run_ranks(2, _failing_save, tmp_path, format, init=False)

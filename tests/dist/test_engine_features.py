@@ -369,7 +369,7 @@ def test_cross_attention_on_replicated_keys_sends_nothing(run_ranks: RankPool) -
         assert collectives == 2 * layers  # q, k, v in one and the output in another, of self-attention alone
 
 
-def _slips_by(rank: int, world: int) -> None:
+def _is_not_intercepted(rank: int, world: int) -> None:
     """A block with a forward, set on the instance, that does not call its attention across ranks."""
     model, arguments = wan().build(), wan().arguments()
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world))
@@ -378,5 +378,5 @@ def _slips_by(rank: int, world: int) -> None:
         model(**arguments)
 
 
-def test_a_block_whose_attention_slips_by_is_named(run_ranks: RankPool) -> None:
-    run_ranks(2, _slips_by)
+def test_a_block_with_attention_that_is_not_intercepted_is_named(run_ranks: RankPool) -> None:
+    run_ranks(2, _is_not_intercepted)

@@ -309,7 +309,7 @@ def _compiled(rank: int, world: int, kind: Any, outside: bool) -> tuple[float, l
         pytest.param(SHARDED, True, [OptimizedModule.__name__], marks=pytest.mark.full),
     ],
 )
-def test_a_compiled_module_is_compiled_anew_around_what_the_strategy_makes_of_it(
+def test_a_compiled_module_is_compiled_again_after_set_up(
     run_ranks: RankPool, kind: Any, outside: bool, layers: list[str]
 ) -> None:
     for error, found in run_ranks(3, _compiled, kind, outside, init=False, timeout_s=120):

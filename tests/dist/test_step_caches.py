@@ -211,7 +211,7 @@ def _raise(*_: object) -> None:
 
 
 @pytest.mark.parametrize("cache", ["first_block", pytest.param("broadcast", marks=pytest.mark.full)])
-def test_a_loop_after_an_interrupted_one_starts_afresh(run_ranks: RankPool, cache: str) -> None:
+def test_a_loop_after_an_interrupted_one_starts_with_empty_caches(run_ranks: RankPool, cache: str) -> None:
     for same, error in run_ranks(3, _interrupted, cache):
         assert same
         assert error < 1e-9

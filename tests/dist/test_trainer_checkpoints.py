@@ -178,7 +178,7 @@ def test_a_save_that_is_cut_short_leaves_the_older_one(run_ranks: RankPool, tmp_
     assert run_ranks(2, _cut_short, str(tmp_path), distributed, init=False) == [2, 2]
 
 
-def test_a_strangers_shards_are_not_unpickled(run_ranks: RankPool, tmp_path: Path) -> None:
+def test_shards_from_untrusted_authors_are_not_unpickled(run_ranks: RankPool, tmp_path: Path) -> None:
     for said in run_ranks(2, _strange, str(tmp_path), init=False):
         assert "fractions.Fraction" in said
 

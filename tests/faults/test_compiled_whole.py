@@ -95,7 +95,7 @@ def _peers(rank: int, world: int) -> list[str]:
                     compiled(**{**arguments, "timestep": steps})
                 except PeerMismatchError as error:
                     messages.append(f"{wrong} {forward} {error}")
-        assert int(installed.session.checked) == 6
+        assert int(installed.session.num_graph_checks) == 6
     return messages
 
 

@@ -15,6 +15,7 @@ from lightning_cp.checkpoint.manifest import MANIFEST
 from lightning_cp.checkpoint.store import save_checkpoint
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.training.ema import WeightAverage
+from tests.e2e.recipe import run
 
 
 def state_of_run() -> TrainState:
@@ -51,3 +52,13 @@ def test_changed_facts_of_a_training_run_are_one_error(tmp_path: Path, name: str
     (folder / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError):
         state_of_run().load(folder)
+
+
+def test_the_recipe_names_a_newer_checkpoint_that_it_skips(tmp_path: Path) -> None:
+    newest = tmp_path / "outputs" / "a" / "checkpoints" / "step_00000009"
+    newest.mkdir(parents=True)
+    finished = run("resume=last", f"output_root={tmp_path / 'outputs'}", folder=tmp_path / "outputs" / "run")
+    assert finished.exit_code == 2
+    skipped, refused = finished.stderr.splitlines()
+    assert skipped.startswith(f"skipped the newer checkpoint {newest}: ")
+    assert refused.startswith("error: resume=last: there is no complete checkpoint")

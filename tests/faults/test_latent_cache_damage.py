@@ -245,7 +245,7 @@ def test_rows_that_change_during_a_run_are_noticed(tmp_path: Path) -> None:
     check(make(tmp_path, 3), 3)
 
 
-def test_a_folder_with_other_files_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / ".tmp-of-somebody").write_text("x")
     with pytest.raises(CacheError, match=r"holds other files \(.tmp-of-somebody, …\) and is no latent cache"):
         prepare_cache(tmp_path, index())

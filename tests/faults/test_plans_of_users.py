@@ -120,6 +120,7 @@ def test_an_argument_that_a_plan_does_not_split_is_named(run_ranks: RankPool) ->
             assert "blocks.0 failed on shards (RuntimeError: " in message
             assert "'rope' (shape (1, 15, 1)) holds 15 in dim 1" in message
         assert "all tokens of video" in ours
+        assert "the number of all tokens. Add it to the plan" in theirs
 
 
 def _unrelated(rank: int, world: int) -> str:

@@ -176,7 +176,7 @@ def test_a_claimed_folder_is_new(tmp_path: Path) -> None:
     assert [claim(wanted).name for _ in range(3)] == ["12_30", "12_30_2", "12_30_3"]
 
 
-def test_without_locks_of_the_file_system_the_run_goes_on_and_says_so(
+def test_without_locks_of_the_file_system_the_run_continues_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(descriptor: int, operation: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
+from diffusers import Flux2KleinKVPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 
 from tests.pipelines import vaes
 from tests.pipelines.common import asked, flow_match, loud, picture
@@ -20,7 +20,7 @@ _TEXT = 2 * 16  # of two layers of the encoder
 
 
 def _make(pipeline: type) -> Any:
-    klein = pipeline is Flux2KleinPipeline
+    klein = pipeline is not Flux2Pipeline
     tokenizer, text_encoder = qwen3(hidden=16, causal_lm=True) if klein else mistral3(hidden=16)
     transformer = Flux2Transformer2DModel(
         patch_size=1,
@@ -63,6 +63,11 @@ TINY = {
         guidance="none",
     ),
     "flux2_klein": TinyPipe(lambda: _make(Flux2KleinPipeline), _klein, guidance="calls"),
+    "flux2_klein_kv": TinyPipe(  # keeps the keys of the reference image
+        lambda: _make(Flux2KleinKVPipeline),
+        lambda: _inputs(max_sequence_length=25, image=picture(*_IMAGE_SIZE)),
+        guidance="none",
+    ),
     "flux2_klein_image": TinyPipe(
         lambda: _make(Flux2KleinPipeline), lambda: _klein(image=picture(*_IMAGE_SIZE)), guidance="calls"
     ),

@@ -106,7 +106,7 @@ def test_rounding_memory_layout_and_other_objects_are_not_seen(first: Any, other
         assert _found(first, other, forward) is None
 
 
-def test_a_lone_element_is_found_after_some_forwards() -> None:
+def test_a_single_element_is_found_after_some_forwards() -> None:
     other = _with(X, lambda x: x[1, 300, 7].add_(1))
     seen = [_found(X, other, forward) is not None for forward in range(400)]
     share = SAMPLES / X.numel()

@@ -1,4 +1,4 @@
-"""Check the settings of fine-tuning that add to training: pictures from prompts.
+"""Check the settings of pictures from prompts during fine-tuning.
 
 Imports neither torch nor diffusers.
 """
