@@ -86,8 +86,9 @@ def _collect(value: Any, values: list[Tensor], kinds: list[str]) -> None:
         kinds.append(f"{value!r}")  # its quotes distinguish a string from a kind; it has no control characters
     elif isinstance(value, (int, float)):
         is_int = isinstance(value, int)
-        # Not torch.full: inductor of torch 2.13 makes its value a constant of the graph.
-        values.append(torch.tensor(value, dtype=torch.int64 if is_int else torch.float64, device="cpu"))
+        # The sum keeps the value variable: of torch.full inductor makes a constant, of torch.tensor a graph per value.
+        zero = torch.zeros((), dtype=torch.int64 if is_int else torch.float64, device="cpu")
+        values.append(zero + value)
         kinds.append("int" if is_int else "float")
     elif isinstance(value, (list, tuple)):
         for x in value:

@@ -105,9 +105,14 @@ class FineTuning(LightningModule):
         self.report(loss, sigma, samples=len(batch))
         return values[-1][0]
 
-    def micro_batches(self, batch: StoredBatch, *, step: int) -> Iterator[MicroBatch]:
-        """Divide this rank's batch for gradient accumulation. Args: step: number of batches trained before it."""
-        first = self.objective.first_index(self.transformer, batch)
+    def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
+        """Divide this rank's batch for gradient accumulation.
+
+        Args:
+            step: number of batches trained before it.
+            first_index: see `Objective.loss`.
+        """
+        first = self.objective.first_index(self.transformer, batch) if first_index is None else first_index
         size = self._micro_batch_size
         return micro_batches(self.objective, self.family, batch, size=size, step=step, first_index=first)
 

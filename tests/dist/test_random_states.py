@@ -101,8 +101,8 @@ def _unseeded(rank: int, world: int, kind: str, ring: int, shuffle: bool) -> tup
     ("world", "ring", "kind", "shuffle"),
     [
         pytest.param(2, 2, "cp", False, marks=pytest.mark.full),
-        (3, 3, "cp", True),
-        pytest.param(3, 3, "cp_fsdp", False, marks=pytest.mark.full),
+        (3, 3, "cp", False),  # shuffled orders share random states too
+        pytest.param(3, 3, "cp_fsdp", True, marks=pytest.mark.full),
         pytest.param(4, 2, "cp", True, marks=pytest.mark.full),
         (4, 2, "cp_fsdp", True),
     ],

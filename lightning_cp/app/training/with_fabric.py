@@ -49,7 +49,7 @@ def fit_with_fabric(config: DictConfig, after_step: Callable[[Run], None], at_en
         steps = setup.steps(run, stack, scaler=getattr(precision, "scaler", None), after_step=after_step)
         for data in () if steps.are_done else loader:
             steps.begin()
-            for part in tuning.micro_batches(data, step=run.state.step):
+            for part in tuning.micro_batches(data, step=run.state.step, first_index=sampler.first_index):
                 # sharded gradients are reduced after each micro-batch: a rank has no room for whole ones
                 with fabric.no_backward_sync(model, enabled=not part.is_last and not setup.shards_weights):
                     loss, sigma = tuning.loss(part)

@@ -1,7 +1,7 @@
 """Train with Lightning's Trainer and a LightningModule; the same run as in `with_fabric`."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,10 @@ from lightning_cp.app.training.loop import Steps
 from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.checkpoint import parse_manifest
+from lightning_cp.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import StopRequest
+from lightning_cp.objectives import MicroBatch
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 
@@ -77,6 +79,10 @@ class RecipeModule(FineTuning):
     @override
     def on_train_batch_start(self, *_: Any) -> None:
         self.steps.begin()
+
+    @override
+    def micro_batches(self, batch: StoredBatch, *, step: int, first_index: int | None = None) -> Iterator[MicroBatch]:
+        return super().micro_batches(batch, step=step, first_index=self.run.state.sampler.first_index)
 
     @override
     def report(self, loss: Tensor, sigma: Tensor, *, samples: int) -> None:
