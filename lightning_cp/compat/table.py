@@ -160,6 +160,11 @@ _PIPELINE = [
     *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED),
     *_uses(
         "pipeline",
+        "diffusers.models.autoencoders.autoencoder_kl_magvit:AutoencoderKLMagvit",
+        _clear_conv_cache="begin a decoding of several ranks without frames of the last one",
+    ),
+    *_uses(
+        "pipeline",
         "diffusers.pipelines.pipeline_utils:DiffusionPipeline",
         _execution_device="set the device of a pipeline with components in host memory",
         _progress_bar_config="show the progress bar on one rank only",

@@ -30,7 +30,7 @@ class Evaluation:
         buffers: keys of each attention call of a forward, in call order; kept between evaluations.
         patch: index of the current forward's patch; None: the forward computes the whole sequence.
         outputs: outputs gathered so far, over the whole sequence.
-        kept: by module and number of its call in a forward, results that are the same for all patches.
+        kept: results that are the same for all patches, by module and number of its call in a forward.
     """
 
     patches: int
@@ -50,7 +50,7 @@ class Evaluation:
             self.end()
 
     def end(self) -> None:
-        """Free what only the forwards of one evaluation share."""
+        """Free the outputs and results that are kept for the patches of one evaluation only."""
         self.outputs, self.kept = [], {}
 
     def tokens(self, length: int) -> range:

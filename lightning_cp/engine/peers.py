@@ -77,7 +77,7 @@ class PeerCheck:
         self._forward, self._model = 0, ""
         self._table: tuple[Tensor, tuple[float, ...]] | None = None
         self._pending: _Sampled | None = None
-        self._shapes: set[tuple[float, ...]] = set()  # need no wait: of the last forward; on GPUs, of all
+        self._shapes: set[tuple[float, ...]] = set()  # compared: of the last forward; on GPUs, of all
 
     def of_copy(self) -> PeerCheck:
         """Return a new check with the same settings, for a deep copy of the model."""

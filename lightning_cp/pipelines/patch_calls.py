@@ -12,13 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
 
 from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
-from lightning_cp.errors import GuidanceError, PlanError, ShapeError
+from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
@@ -28,50 +27,11 @@ from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.run_once import run_once
 from lightning_cp.pipelines.samples import join_samples, main_argument, micro_batches
 from lightning_cp.pipelines.stage_results import StageResults
+from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import SampleGroups
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
-
-
-@dataclass(eq=False)
-class StepClock:
-    """Count the transformer calls of one denoising step. Their index distinguishes the branches of guidance.
-
-    Attributes:
-        calls: calls of each transformer in this step that have no cache context.
-        before: their number in the previous step with calls.
-    """
-
-    calls: dict[int, int] = field(default_factory=dict)
-    before: dict[int, int] = field(default_factory=dict)
-
-    def next_call(self, module: nn.Module) -> int:
-        """Return the index of the next call of a transformer in this step."""
-        index = self.calls.get(id(module), 0)
-        self.calls[id(module)] = index + 1
-        return index
-
-    def end_step(self) -> None:
-        """End the step. Raises: GuidanceError: a transformer had another number of calls in the step before."""
-        for module, calls in self.calls.items():
-            known = self.before.setdefault(module, calls)
-            if known != calls:
-                raise GuidanceError(
-                    f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
-                    "naming the branches of guidance (cache_context), so their keys cannot be distinguished: "
-                    "use patches=1, or guidance in all steps"
-                )
-        self.calls = {}
-
-    def before_step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap the scheduler's `step`, which ends a denoising step. It gets real tensors."""
-        self.end_step()
-        return call(*resolve_all(args), **resolve_all(kwargs))
-
-    def reset(self) -> None:
-        """Forget all steps, before a call of the pipeline."""
-        self.calls, self.before = {}, {}
 
 
 @dataclass(eq=False)
@@ -129,7 +89,7 @@ class PatchCalls:
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = key_of((args, kwargs))
-        if self.patches == 1:  # no keys are kept, so branches need not be told apart
+        if self.patches == 1:  # no keys are kept, so all branches are alike
             result = self._in_micro_batches(compute, args, kwargs)
         else:
             result = self._in_branch(compute, args, kwargs, key)
@@ -240,7 +200,7 @@ def make_patch_calls(
     if ranks.pipe == patches == 1:
         return {}
     found = {}
-    # With CFG parallelism, branches are calls of other ranks, whose results are lazy themselves.
+    # With CFG parallelism, `BranchCalls` makes the results lazy.
     results = StageResults(ranks.pipe_groups, votes, is_lazy=ranks.cfg == 1) if ranks.pipe > 1 else None
     for name, installed in transformers.items():
         kind, plan = type(installed.module).__name__, installed.rules.patches

@@ -1,7 +1,7 @@
 """Transfers between the stages of a transformer's blocks: outputs of a stage go to the next one, in order.
 
 The first transfer with a key is preceded by the outputs' form. A stage that fails sends a mark in place of its outputs,
-and receives and drops what the stage before it sends. So each stage ends its forwards, and knows that one has failed.
+and receives and drops what the stage before it sends. So every stage completes its forwards, and learns of the failure.
 """
 
 from __future__ import annotations

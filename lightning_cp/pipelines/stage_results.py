@@ -1,10 +1,10 @@
-"""Results of the last stage for all stages: lazy tensors, so that the next transformer call can start before."""
+"""Results of the last stage for all stages: lazy tensors, so that the next call can start before they arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from lightning_cp.pipelines.votes import Votes
 
 @dataclass(eq=False)
 class StageResults:
-    """Shares the results of the last stage of a pipeline's transformers with all stages.
+    """Sends the results of the last stage of a pipeline's transformers to all stages.
 
     Attributes:
         groups: the ranks that hold the stages, as a ring, in order.
@@ -40,7 +40,7 @@ class StageResults:
 
     def __post_init__(self) -> None:
         self.pending = PendingGathers(self.groups, self._after_exchange)
-        if self.is_lazy:  # else inside the transformer's call, which other CFG ranks may not make
+        if self.is_lazy:  # else no vote: the exchange is inside a transformer call, which other CFG ranks may not make
             self.pending.before_flush, self.votes.has_pending = self.votes.check, self.has_pending
 
     def has_pending(self) -> bool:
@@ -90,8 +90,8 @@ class StageResults:
         if self.is_lazy:
             self.votes.end_exchanges()
 
-    def _raise_error(self) -> None:
-        """Raises: the error of this stage. CallFailedError: another stage has failed."""
+    def _raise_error(self) -> NoReturn:
+        """Raise the error of this stage, or a CallFailedError if another stage has failed."""
         for stage in self._stages:
             if stage.error is not None and not stage.error_of_others:
                 raise stage.error

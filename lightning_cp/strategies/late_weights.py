@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,10 +13,11 @@ from typing_extensions import override
 
 from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.initial_weights import distinct_tensors
+from lightning_cp.strategies.strategy import class_of
 
 
 class LateWeights:
-    """Modules whose weights are checked in the next backward. A pickled copy has none."""
+    """Modules whose weights are checked in the next backward. Pickling drops them."""
 
     def __init__(self) -> None:
         self._modules: WeakKeyDictionary[nn.Module, _WeightsAtSetup] = WeakKeyDictionary()
@@ -47,7 +47,7 @@ class LateWeights:
             _compare(first.name, {rank: one[number] for rank, one in enumerate(by_rank) if number in one})
 
     @override
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[LateWeights], tuple[()]]:
         return type(self), ()
 
 
@@ -94,7 +94,7 @@ class _WeightsAtSetup:
     def __init__(self, module: nn.Module, number: int) -> None:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         tensors = {name: x for name, x in distinct_tensors(module, buffers=False) if name not in ignored}
-        self._number, self._name = number, type(module).__name__
+        self._number, self._name = number, class_of(module).__name__
         self._whole = {name: x for name, x in tensors.items() if not isinstance(x, DTensor)}
         self._shards = {name: _Shard.of(x) for name, x in tensors.items() if isinstance(x, DTensor)}
 

@@ -19,10 +19,10 @@ class VaeClass:
         caches: True if encoder and decoder return a feature cache with the result.
         patched: True if patches of `config.patch_size` pixels are packed before the encoder, not in it.
         loops: its methods that loop over tiles.
-        encodes: False if only the decoder can be split by rows; every rank then encodes the whole.
+        encodes: False if only the decoder can be split by rows; every rank then encodes the whole input.
         keeps_frames: True if its convolutions keep frames of the last call, until `_clear_conv_cache`.
         fills_buffers: True if its loops write the tiles into a buffer, which they then read.
-        drops_frames: its setting by which the loop drops the first frames of each decoded tile.
+        drops_frames: name of the VAE's setting that makes the loop drop the first frames of each decoded tile.
     """
 
     halos: bool = True
@@ -41,7 +41,9 @@ _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
     "AutoencoderKL": VaeClass(loops=_IMAGE_LOOPS),
-    "AutoencoderKLAllegro": VaeClass(halos=False, fills_buffers=True),  # it has no other way than tiles
+    "AutoencoderKLAllegro": VaeClass(
+        halos=False, fills_buffers=True
+    ),  # diffusers implements no untiled decode or encode
     "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # frame chunks depend on the local size
     "AutoencoderKLFlux2": VaeClass(loops=_IMAGE_LOOPS),
     "AutoencoderKLHunyuanImage": VaeClass(),

@@ -26,7 +26,7 @@ class UnitCall:
         forward: function to call.
         args, kwargs: its arguments; may include the deferred feature cache of an earlier call of the same unit.
         unit: number of the unit.
-        prepare: called before it, on the unit's rank; None: nothing to prepare.
+        prepare: function that the unit's rank calls before `forward`; None: nothing to prepare.
         result: output tensor.
         cache: returned feature cache, set on the unit's rank only; None if `forward` returns no cache.
     """
@@ -84,8 +84,9 @@ class Batch:
         pending: queue of calls and operations.
         units: number of units so far.
         open_units: unit by id of a feature cache.
-        clear: forgets the frames that a VAE's convolutions keep between calls; None for a VAE without. Its calls
-            between two uses of `begin_unit` are then one unit.
+        clear: function that drops the frames that the VAE's convolutions keep between calls; None: they keep none.
+            With it, the calls between two uses of `begin_unit` are one unit.
+        is_new: True if the next call begins a unit; used with `clear` only.
     """
 
     worker: Worker
@@ -142,7 +143,9 @@ class Batch:
 
 @dataclass(eq=False)
 class Rehearsal:
-    """The calls of a loop over tiles that fills a buffer and reads it: the loop runs twice, at first without results.
+    """Runs a loop over tiles twice: first to collect its calls, then with their results.
+
+    For loops that write the tiles into a buffer and read it, which deferred results do not support.
 
     Attributes:
         worker: computes the calls.
@@ -155,7 +158,10 @@ class Rehearsal:
     results: Iterator[Any] | None = None
 
     def call(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, caches: bool) -> Any:
-        """Note a call and return a zero, which fills any buffer; in the second run return the call's result."""
+        """In the first run, record a call and return a scalar 0, which a buffer of any shape accepts.
+
+        In the second run, return the result of the call.
+        """
         if self.results is not None:
             return next(self.results)
         self.calls.append(UnitCall(forward, args, kwargs, len(self.calls), Deferred(Batch(self.worker)), None))

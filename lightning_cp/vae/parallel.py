@@ -79,7 +79,7 @@ class _Session:
     batch: Batch | Rehearsal | None = None
 
     def clear(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap `_clear_conv_cache`: in a tile loop it ends a tile, of which nothing is computed yet."""
+        """Wrap `_clear_conv_cache`: in a tile loop, only begin a new unit, because its calls are computed later."""
         if isinstance(self.batch, Batch):
             return self.batch.begin_unit()
         return call(*args, **kwargs)

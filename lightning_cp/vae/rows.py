@@ -164,7 +164,7 @@ def _convolve(
         input = _extend(rows, input, pad, max(0, beyond - pad), (pad, pad))
         paddings[rows.dim] = 0
     else:  # the input was padded by `_pad`, or no halo is needed
-        spare = getattr(input, "_rows_beyond", 0) - beyond
+        spare = getattr(input, "halo_rows", 0) - beyond
         assert beyond <= 0 or 0 <= spare < step, f"a convolution over rows needs {beyond} more than were padded"
     return function(input, weight, bias, strides, paddings, dilations, groups)
 
@@ -195,13 +195,13 @@ def _pad(
 
 def _set_halo(x: Tensor, rows: int) -> None:
     """Record that a tensor has so many rows more than its shard, for a convolution without padding."""
-    x._rows_beyond = rows  # type: ignore[attr-defined]
+    x.halo_rows = rows  # type: ignore[attr-defined]
 
 
 def _keep_halo(args: tuple[Any, ...], result: Any) -> None:
     """Record the halo of a padded tensor on its frames, or on the frames of several concatenated."""
     operands = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
-    halos = {getattr(x, "_rows_beyond", 0) for x in operands if isinstance(x, Tensor)} - {0}
+    halos = {getattr(x, "halo_rows", 0) for x in operands if isinstance(x, Tensor)} - {0}
     for x in (result,) if isinstance(result, Tensor) else result if halos else ():
         for rows in halos:
             _set_halo(x, rows)

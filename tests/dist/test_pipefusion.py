@@ -56,6 +56,7 @@ _CASES = {
     "hunyuan_ulysses": ("hunyuan_video", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
     "pixart": ("pixart_alpha", 2, {}, {"pipe": 2, "patches": 3}),
     "cogvideox": ("cogvideox", 2, {}, {"pipe": 2, "patches": 3}),
+    "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
 _DEFAULT = ("flux_stages3", "flux_cfg", "flux_ulysses")

@@ -338,7 +338,7 @@ def _tied(rank: int, world: int) -> tuple[int, float]:
     wrapped, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
     fabric.load_raw(_saved(state), wrapped)
     for module, trained in ((wrapped, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.5))):
-        module(torch.arange(4)).square().sum().backward()
+        fabric.backward(module(torch.arange(4)).square().sum())
         trained.step()
     return len(list(model.parameters())), float((flat(model) - flat(reference)).abs().max())
 

@@ -31,7 +31,8 @@ from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.patching import intercept_calls
-from lightning_cp.pipelines.patch_calls import StepClock, make_patch_calls
+from lightning_cp.pipelines.patch_calls import make_patch_calls
+from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import sample_groups_for
 
