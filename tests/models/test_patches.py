@@ -204,6 +204,6 @@ def test_the_page_lists_the_classes() -> None:
 def test_every_class_says_whether_it_can_be_computed_in_patches() -> None:
     """A variant of a plan is another plan: it must say so itself."""
     for name, plan in REGISTERED.items():
-        for variant in plan.variants.values():
+        for variant in (x for x in plan.variants.values() if not isinstance(x, str)):  # a text is a refusal
             assert (variant.patches is None) == (plan.patches is None), name
             assert replace(variant, patches=plan.patches).main == plan.main
