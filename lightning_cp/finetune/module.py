@@ -27,13 +27,13 @@ LORA = "lora"  # folder of an adapter
 _BATCHES = "lightning_cp.batches"
 
 
-class _OneStep(list[int]):
-    """A validation loader of one step, in which all samples are validated: `Validation` divides them over the ranks."""
+class _Steps(list[int]):
+    """A validation loader of one step or none. The step validates all samples: `Validation` divides them over ranks."""
 
     sharded_by_data_rank = True  # the strategies otherwise refuse a loader that they cannot shard
 
-    def __init__(self) -> None:
-        super().__init__([0])
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count))
 
 
 class FineTuning(LightningModule):
@@ -205,7 +205,7 @@ class FineTuning(LightningModule):
 
     @override
     def val_dataloader(self) -> list[int]:
-        return [] if self._held_out is None else _OneStep()
+        return _Steps(0 if self._held_out is None else 1)
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
