@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
-from lightning_cp.patching import Undo, intercept_method
+from lightning_cp.patching import Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
 from lightning_cp.pipelines.branches import refuse_kept_keys
+from lightning_cp.pipelines.buffer_memory import check_buffers_fit
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.run_once import run_once
@@ -64,9 +66,12 @@ class PatchCalls:
     _context: str | None = None
 
     def install(self) -> list[Undo]:
-        """Follow the names that a pipeline gives to the branches of guidance (`cache_context`)."""
+        """Follow the names that a pipeline gives to the branches of guidance (`cache_context`); check the memory."""
+        module, blocks = self.installed.module, blocks_of(self.installed)
         undo = [] if self.stage is None else self.stage.install()
-        module = self.installed.module
+        if self.patches > 1:
+            own = blocks if self.stage is None else [blocks[i] for i in self.stage.own]
+            undo.append(intercept_calls(submodule(module, own[0]), partial(self._first_block, own)))
         named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
         return [*undo, *named, *run_once(self.installed)]
 
@@ -159,6 +164,15 @@ class PatchCalls:
         if self.stage is None:
             return compute(*args, **kwargs)
         return self.stage.forward(compute, args, kwargs, key)
+
+    def _first_block(self, own: list[str], call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
+        evaluation = self.installed.session.evaluation
+        before = 0 if evaluation is None else len(evaluation.buffers)
+        result = call(*args, **kwargs)
+        if evaluation is not None and evaluation.buffers[before:]:
+            check_buffers_fit(self.installed, own, evaluation.buffers[before:], patches=self.patches)
+        return result
 
     def _branch(self) -> _Branch:
         name = self._context if self._context is not None else self.clock.next_call(self.installed.module)
