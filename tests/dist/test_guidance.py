@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,8 +53,13 @@ class Counted(nn.Module):
 
 
 def _installed(model: nn.Module) -> Any:
-    """The attributes of a transformer that BranchCalls reads: the module, and its step caches (none)."""
-    return SimpleNamespace(module=model, caches=StepCaches(model, session=None))  # type: ignore[arg-type]
+    """The attributes of a transformer that BranchCalls reads: it has no step caches, and keeps no keys."""
+    return SimpleNamespace(
+        module=model,
+        caches=StepCaches(model, session=None),  # type: ignore[arg-type]
+        rules=SimpleNamespace(keeps_keys={}),
+        signature=inspect.signature(type(model).forward),
+    )
 
 
 def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:

@@ -113,7 +113,7 @@ SHARD = {"shard": ["transformer"]}
     ("settings", "compiled", "before"),
     [
         ({}, False, 0),
-        (SHARD, False, 0),
+        pytest.param(SHARD, False, 0, marks=pytest.mark.full),
         pytest.param(SHARD, False, 3, marks=pytest.mark.full),
         pytest.param({}, True, 0, marks=pytest.mark.full),
         pytest.param(SHARD, True, 0, marks=pytest.mark.full),

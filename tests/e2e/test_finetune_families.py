@@ -64,7 +64,7 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(("flux", 14), id="flux"),
+        pytest.param(("flux", 14), id="flux", marks=pytest.mark.full),
         *(pytest.param((name, 40), id=f"{name}-40", marks=pytest.mark.full) for name in FAMILIES),
     ],
 )

@@ -97,6 +97,7 @@ def test_the_trainer_script_gives_the_loss_of_one_process(tmp_path: Path) -> Non
     assert last_loss(SCRIPT, tmp_path) == last_loss(alone, tmp_path)
 
 
+@pytest.mark.full
 def test_the_fabric_snippet_trains_exactly(tmp_path: Path) -> None:
     snippet = next(text for text in SNIPPETS if "Fabric(" in text)
     result = ran(FABRIC.format(snippet=snippet), tmp_path, cold=False)

@@ -65,7 +65,7 @@ _FULL = pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "mode", "backend", "replay"),
     [
-        ("wan", "ring", "eager", False),
+        pytest.param("wan", "ring", "eager", False, marks=_FULL),
         pytest.param("wan", "ring", "aot_eager", False, marks=_FULL),
         pytest.param("wan", "ulysses", "inductor", False, marks=_FULL),
         pytest.param("wan", "ring", "aot_eager", True, marks=_FULL),

@@ -15,6 +15,7 @@ import pytest
 from lightning_cp.app.training import records
 from lightning_cp.app.training.loop import StepReport
 from lightning_cp.app.training.records import MetricsFile, read_metrics
+from lightning_cp.checkpoint import folder as checkpoint_folder
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
 from tests.e2e.recipe import SMALL, run, started
 
@@ -41,7 +42,7 @@ def resume_and_die(path: Path, name: str, replacement: Callable[..., Any]) -> No
     """In a process of its own, resume at step 5 and write on, until the replaced function ends the process."""
     child = os.fork()
     if child == 0:
-        setattr(records, name, replacement)
+        setattr(records if hasattr(records, name) else checkpoint_folder, name, replacement)
         with MetricsFile(path, resumed_at=5) as metrics:
             for step in range(6, 9):
                 metrics.watch(StepReport(step, 0.25, 1e-3, 1.0, 0.1, 64.0))

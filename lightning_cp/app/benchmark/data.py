@@ -150,8 +150,10 @@ def _captions(config: DictConfig, device: torch.device, pipe: Any, family: Famil
 @contextmanager
 def _new_writer(family: Family) -> Generator[CacheWriter, None, None]:
     """Open a writer of a new cache, which is deleted afterwards."""
-    with temporary_folder() as folder, new_cache(folder, family), CacheWriter(folder) as writer:
-        yield writer
+    with temporary_folder() as scratch:
+        folder = scratch / "cache"
+        with new_cache(folder, family), CacheWriter(folder) as writer:
+            yield writer
 
 
 class _Clock:

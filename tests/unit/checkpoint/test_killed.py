@@ -15,7 +15,7 @@ def steps_after_kills(folder: Path, format: str, when: str) -> list[list[int]]:
     return [[int(word) for word in line.split()] for line in ended.stdout.splitlines()]
 
 
-@pytest.mark.parametrize("format", ["full", "distributed"])
+@pytest.mark.parametrize("format", ["full", pytest.param("distributed", marks=pytest.mark.full)])
 def test_at_every_call_that_changes_the_disk(tmp_path: Path, format: str) -> None:
     over, beside, over_without_exchange = steps_after_kills(tmp_path, format, "moments")
     assert set(over) == set(over_without_exchange) == {5}
