@@ -144,7 +144,7 @@ class BranchCalls:
 
 
 def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], how: str) -> None:
-    """Refuse calls that keep keys for later calls, of which each rank makes only some.
+    """Refuse calls that keep keys for later calls: each rank makes only some of these calls.
 
     Args: how: the setting that divides the calls. Raises: ShapeError.
     """

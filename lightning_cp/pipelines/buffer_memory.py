@@ -45,5 +45,5 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _attentions(installed: Installed, block: str) -> int:
-    """Count the modules of a block whose attention spans the ranks."""
+    """Count the modules of a block that attend across ranks."""
     return sum(path == block or path.startswith(f"{block}.") for path in installed.rules.attention)

@@ -94,7 +94,7 @@ class PatchCalls:
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = key_of((args, kwargs))
-        if self.patches == 1:  # no keys are kept, so all branches are alike
+        if self.patches == 1:  # no keys are kept, so branches need no separate state
             result = self._in_micro_batches(compute, args, kwargs)
         else:
             result = self._in_branch(compute, args, kwargs, key)

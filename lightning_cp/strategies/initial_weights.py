@@ -115,8 +115,7 @@ def share_initial_weights(module: nn.Module, device: torch.device) -> MissingWei
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return MissingWeights()
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    tensors = {name: x for name, x in distinct_tensors(module) if name not in ignored}
+    tensors = compared_tensors(module)
     own = [_describe(name, x) for name, x in tensors.items()]
     if _all_equal(own):
         return MissingWeights()
@@ -151,7 +150,7 @@ def share_replicas(module: nn.Module) -> None:
 
     Ranks: all ranks of the DTensors' meshes.
     """
-    for _, x in distinct_tensors(module):
+    for _, x in _distinct_tensors(module):
         if isinstance(x, DTensor):
             for dim, placement in enumerate(x.placements):
                 if isinstance(placement, Replicate) and x.device_mesh.size(dim) > 1:
@@ -171,7 +170,13 @@ def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+def compared_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
+    """Return every parameter and buffer once, by name, without those that DDP ignores."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: x for name, x in _distinct_tensors(module, buffers=buffers) if name not in ignored}
+
+
+def _distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer once; for a quantised tensor, the plain tensors inside it."""
     seen: set[int] = set()
     for name, x in _named_tensors(module) if buffers else module.named_parameters():

@@ -12,12 +12,12 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_cp.strategies.checksum import checksum
-from lightning_cp.strategies.initial_weights import distinct_tensors
+from lightning_cp.strategies.initial_weights import compared_tensors
 from lightning_cp.strategies.strategy import class_of
 
 
 class LateWeights:
-    """Modules whose weights are checked in the next backward. Pickling drops them."""
+    """Check the weights of modules in the next backward. Pickling drops the modules."""
 
     def __init__(self) -> None:
         self._modules: WeakKeyDictionary[nn.Module, _WeightsAtSetup] = WeakKeyDictionary()
@@ -92,8 +92,7 @@ class _WeightsAtSetup:
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        tensors = {name: x for name, x in distinct_tensors(module, buffers=False) if name not in ignored}
+        tensors = compared_tensors(module, buffers=False)
         self._number, self._name = number, class_of(module).__name__
         self._whole = {name: x for name, x in tensors.items() if not isinstance(x, DTensor)}
         self._shards = {name: _Shard.of(x) for name, x in tensors.items() if isinstance(x, DTensor)}

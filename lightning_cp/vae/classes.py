@@ -41,9 +41,8 @@ _TILES_ONLY = VaeClass(halos=False)
 CLASSES: dict[str, VaeClass] = {
     "AutoencoderDC": _TILES_ONLY,  # linear attention: sums over all positions, by torch.matmul
     "AutoencoderKL": VaeClass(loops=_IMAGE_LOOPS),
-    "AutoencoderKLAllegro": VaeClass(
-        halos=False, fills_buffers=True
-    ),  # diffusers implements no untiled decode or encode
+    # diffusers implements no untiled decode or encode.
+    "AutoencoderKLAllegro": VaeClass(halos=False, fills_buffers=True),
     "AutoencoderKLCogVideoX": VaeClass(halos=False, caches=True),  # frame chunks depend on the local size
     "AutoencoderKLFlux2": VaeClass(loops=_IMAGE_LOOPS),
     "AutoencoderKLHunyuanImage": VaeClass(),

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -38,11 +39,11 @@ def dies_at(number: int) -> Callable[[StepReport], list[Any]]:
     return format_or_die
 
 
-def resume_and_die(path: Path, name: str, replacement: Callable[..., Any]) -> None:
+def resume_and_die(path: Path, owner: ModuleType, name: str, replacement: Callable[..., Any]) -> None:
     """In a process of its own, resume at step 5 and write on, until the replaced function ends the process."""
     child = os.fork()
     if child == 0:
-        setattr(records if hasattr(records, name) else checkpoint_folder, name, replacement)
+        setattr(owner, name, replacement)
         with MetricsFile(path, resumed_at=5) as metrics:
             for step in range(6, 9):
                 metrics.watch(StepReport(step, 0.25, 1e-3, 1.0, 0.1, 64.0))
@@ -51,22 +52,24 @@ def resume_and_die(path: Path, name: str, replacement: Callable[..., Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement", "steps"),
+    ("owner", "name", "replacement", "steps"),
     [
-        ("scratch_folder_for", die, STEPS),
-        *(("_cells", dies_at(row), STEPS) for row in (1, 3, 5)),
-        ("replace_folder", die, STEPS),
-        ("_cells", dies_at(6), 5),  # with the first step's row: the old file is replaced already
-        ("_cells", dies_at(8), 7),
+        (checkpoint_folder, "scratch_folder_for", die, STEPS),
+        *((records, "_cells", dies_at(row), STEPS) for row in (1, 3, 5)),
+        (checkpoint_folder, "replace_folder", die, STEPS),
+        (records, "_cells", dies_at(6), 5),  # with the first step's row: the old file is replaced already
+        (records, "_cells", dies_at(8), 7),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*fork.*")
-def test_a_kill_leaves_the_old_rows(name: str, replacement: Callable[..., Any], steps: int, tmp_path: Path) -> None:
+def test_a_kill_leaves_the_old_rows(
+    owner: ModuleType, name: str, replacement: Callable[..., Any], steps: int, tmp_path: Path
+) -> None:
     path = tmp_path / "metrics.csv"
     with MetricsFile(path) as metrics:
         for step in range(1, STEPS + 1):
             metrics.watch(StepReport(step, 0.5, 1e-3, 1.0, 0.1, 64.0))
-    resume_and_die(path, name, replacement)
+    resume_and_die(path, owner, name, replacement)
     rows = read_metrics(path)
     assert [row.step for row in rows] == list(range(1, steps + 1))
     assert [row.loss for row in rows[:5]] == [0.5] * 5

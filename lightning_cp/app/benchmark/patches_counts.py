@@ -52,14 +52,12 @@ class Counts:
         weights, buffers, outputs: for each block, its weights, its buffered keys and values, and its outputs over all
             patches, which the last block of a stage sends.
         other_weights: weights outside of the blocks, which every stage holds.
-        result: the model's result, which the last stage sends to each other stage.
     """
 
     weights: list[int]
     buffers: list[int]
     outputs: list[int]
     other_weights: int
-    result: int
 
     def largest(self, stages: int) -> tuple[int, int, int]:
         """Return the weights, the buffers and the bytes sent to the next stage, each of the stage with the most."""
@@ -93,11 +91,11 @@ def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) 
     with torch.no_grad():
         for patch in (None, *range(patches)):
             evaluation.begin(patch)
-            result = model(**arguments)
+            model(**arguments)
     weights = [_bytes(block.parameters()) for block in blocks]
     held = [_bytes(buffer.tensors) for buffer in evaluation.buffers]
     buffers = [sum(held[i:j]) for i, j in pairwise(buffers_before)]
-    return Counts(weights, buffers, outputs, _bytes(model.parameters()) - sum(weights), _bytes(tensors(result)))
+    return Counts(weights, buffers, outputs, _bytes(model.parameters()) - sum(weights))
 
 
 def table(counts: Counts, size: Size) -> list[str]:

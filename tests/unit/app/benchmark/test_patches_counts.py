@@ -10,7 +10,7 @@ from diffusers import FluxTransformer2DModel, WanTransformer3DModel
 from torch import nn
 
 from lightning_cp import ContextParallelConfig
-from lightning_cp.app.benchmark.patches_counts import Size, count, table
+from lightning_cp.app.benchmark.patches_counts import Counts, Size, count, table
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.patches import Evaluation
 
@@ -48,12 +48,15 @@ def _in_bfloat16(arguments: dict[str, Any]) -> dict[str, Any]:
     return {**{name: x.to(torch.bfloat16) for name, x in arguments.items()}, "return_dict": False}
 
 
+def _counted(model: nn.Module, arguments: dict[str, Any]) -> Counts:
+    return count(model.to("meta"), _in_bfloat16({name: x.to("meta") for name, x in arguments.items()}), patches=3)
+
+
 @pytest.mark.parametrize("made", [_flux, _wan])
 def test_counts_are_those_of_the_formulas_and_of_a_real_evaluation(made: Any) -> None:
     model, arguments, size = made()
     weights = sum(x.nbytes for x in model.parameters())
-    on_meta = {name: x.to("meta") for name, x in arguments.items()}
-    counts = count(model.to("meta"), _in_bfloat16(on_meta), patches=3)
+    counts = _counted(model, arguments)
     assert counts.buffers == [2 * size.one_tensor] * size.blocks
     assert counts.outputs == [size.one_tensor] * size.blocks
     assert sum(counts.weights) + counts.other_weights == weights
@@ -70,7 +73,7 @@ def test_counts_are_those_of_the_formulas_and_of_a_real_evaluation(made: Any) ->
 
 def test_the_stage_with_the_most_is_counted() -> None:
     model, arguments, size = _flux()
-    counts = count(model.to("meta"), _in_bfloat16({name: x.to("meta") for name, x in arguments.items()}))
+    counts = _counted(model, arguments)
     assert counts.weights[0] > 2 * counts.weights[1]  # a block with streams of its own for text and image
     weights, buffers, sent = counts.largest(2)
     assert weights == counts.other_weights + sum(counts.weights[1:])
@@ -79,5 +82,5 @@ def test_the_stage_with_the_most_is_counted() -> None:
 
 def test_the_table_has_a_row_for_each_number_of_devices_up_to_the_blocks() -> None:
     model, arguments, size = _flux()
-    counts = count(model.to("meta"), _in_bfloat16({name: x.to("meta") for name, x in arguments.items()}))
+    counts = _counted(model, arguments)
     assert [row.split(" | ")[0] for row in table(counts, size)[2:]] == ["| 2", "| 4"]
