@@ -164,8 +164,8 @@ class Patches:
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
         stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
-        samples: False: arguments cannot be divided by samples (packed or flattened batches), so a batch is
-            computed whole.
+        samples: False: arguments cannot be divided by samples, so stages compute a batch whole, and `cfg` above 1 is
+            refused for pipelines that compute the branches of guidance in one batch.
         once: modules before the blocks that get whole tokens (`*` allowed; those that a model lacks are ignored). They
             run once for all patches, because the arguments of the model are the same.
     """

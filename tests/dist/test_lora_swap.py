@@ -123,7 +123,7 @@ SHARD = {"shard": ["transformer"]}
 def test_adapters_changed_between_calls_give_one_process_latents(
     run_ranks: RankPool, settings: dict[str, Any], compiled: bool, before: int
 ) -> None:
-    for found in run_ranks(3, _changed, settings, compiled, before, timeout_s=500):
+    for found in run_ranks(3, _changed, settings, compiled, before, timeout_s=900):
         print({name: f"{error:.0e} {change:.0e}" for name, (error, change) in found.items()})
         for name, (error, change) in found.items():
             assert error <= 1e-10, name
