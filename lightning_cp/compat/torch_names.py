@@ -37,6 +37,7 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "lerp_all_",
@@ -63,6 +64,14 @@ def aten(name: str) -> Callable[..., Any]:
         return operator
     except AttributeError as error:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
+
+
+def is_functional(operator: Any) -> bool:
+    """Return True if an operator of aten only computes one new tensor: no change of an argument, no random number."""
+    schema = operator._schema
+    returns_tensor = [str(x.type) for x in schema.returns] == ["Tensor"]
+    aliases = any(x.alias_info is not None for x in (*schema.returns, *schema.arguments))
+    return returns_tensor and not aliases and torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def dynamo_is_imported() -> bool:
