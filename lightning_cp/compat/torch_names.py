@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,7 @@ __all__ = [
     "peek_interpreter_stack",
     "process_groups",
     "set_forward_ad",
+    "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
     "tree_flatten",
@@ -92,6 +94,15 @@ def forward_ad_level() -> int:
 def process_groups() -> list[Any]:
     """Return all process groups of this process."""
     return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def take_default_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
+    """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups; return it."""
+    c10d = torch.distributed.distributed_c10d
+    world = c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    c10d._set_pg_timeout(timeout, group)
+    return timeout
 
 
 def fake_store() -> Any:
