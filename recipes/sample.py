@@ -109,18 +109,21 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     import torch
 
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
+    from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, transformers_of
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-    pipe: Any = load_pipeline(config.pipeline, precisions[config.precision])
+    dtype = precisions[config.precision]
+    given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
     if config.lora is not None:
         file = Path(config.lora)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     inputs = call_arguments(config)
     pipe.set_progress_bar_config(disable=not config.progress)
-    if config.stages == "together":
+    if config.stages == "together" and not given:
         pipe.to(fabric.device)
     transformers = transformers_of(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
@@ -128,6 +131,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
+    if config.stages == "together" and given:  # each rank has loaded its stage
+        pipe.to(fabric.device)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
     times.watch(pipe)

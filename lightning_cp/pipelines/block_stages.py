@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 
 from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.meta import free_weights, load_deferred
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.sharders import shard_arguments
 from lightning_cp.errors import PlanError
@@ -239,12 +240,14 @@ def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] |
 
 
 def release_others(stage: BlockStage) -> None:
-    """Free the weights of the blocks of other stages. The model can then no longer be saved on this rank."""
+    """Free the weights of the blocks of other stages. The model can then no longer be saved on this rank.
+
+    If the model was built without weights (`meta_transformer`), those of this stage are loaded.
+    """
     for index, block in enumerate(stage.blocks):
-        if index in stage.own:
-            continue
-        for tensor in (*block.parameters(), *block.buffers()):
-            tensor.data = tensor.new_empty(0)
+        if index not in stage.own:
+            free_weights(block)
+    load_deferred(stage.installed.module)
     stage.installed.module.register_state_dict_pre_hook(_refuse_state)  # type: ignore[no-untyped-call]
 
 

@@ -18,7 +18,7 @@ from lightning_cp.comm.packet import Layout, Piece, pack, unpack
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, form_and_tensors
+from lightning_cp.pipelines.forms import Form, form_and_tensors, unpickled_quietly
 from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
 from lightning_cp.pipelines.stage_links import MARK, check_same, empty_packet
 
@@ -201,5 +201,6 @@ class ResultTransfers:
     def _broadcast(self, value: Any) -> Any:
         """Broadcast an object from the last stage."""
         held = [value]
-        dist.broadcast_object_list(held, group=self.group, group_src=self._last)
+        with unpickled_quietly():
+            dist.broadcast_object_list(held, group=self.group, group_src=self._last)
         return held[0]

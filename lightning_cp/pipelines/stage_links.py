@@ -18,7 +18,7 @@ from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.pipelines.forms import Form
+from lightning_cp.pipelines.forms import Form, unpickled_quietly
 
 MARK = Piece((1,), torch.uint8)  # 1: a stage has failed
 
@@ -118,7 +118,8 @@ class StageLinks:
 
     def _receive_object(self) -> Any:
         received: list[Any] = [None]
-        dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
+        with unpickled_quietly():
+            dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
         return received[0]
 
 

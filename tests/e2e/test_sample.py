@@ -140,6 +140,18 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
 
 
 @pytest.mark.full
+def test_a_pipeline_is_sampled_in_stages_of_blocks(pipeline: Path, tmp_path: Path) -> None:
+    options = (f"source={pipeline}", "prompts=[rain on the sea]", "seed=5", *CALL)
+    alone = sampled(*options, folder=tmp_path / "alone")
+    staged = sampled(*options, "strategy=cp", "pipe=2", "precision=32-true", folder=tmp_path / "staged")
+    for done in (alone, staged):
+        assert done.exit_code == 0, done.stderr
+    assert "Warning" not in staged.stderr
+    one, other = (picture(folder / "samples" / "0000.gif") for folder in (tmp_path / "alone", tmp_path / "staged"))
+    assert np.abs(one - other).max() <= 2
+
+
+@pytest.mark.full
 def test_a_step_cache_gives_the_same_pictures_on_ranks(trained: Path, tmp_path: Path) -> None:
     cache = (f"source={trained}", "cache=first_block", "cache.threshold=0.3", "num_samples=5")
     alone = sampled(*cache, folder=tmp_path / "alone")
