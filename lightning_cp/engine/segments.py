@@ -78,9 +78,9 @@ def attend_by_segments(
 def after_kept_keys(
     call: Call, sizes: Sequence[int], keys: int, mask: Tensor | None
 ) -> tuple[list[int], Tensor | None]:
-    """Find the keys on each rank, and this rank's part of a mask, in a forward whose keys follow kept ones.
+    """Find the number of keys on each rank and this rank's part of a mask, if kept keys precede the forward's own.
 
-    An earlier forward had the kept tokens and these ones in one sequence, and each rank kept its shard of them.
+    An earlier forward had all these tokens in one sequence. Each rank kept the keys of its shard.
 
     Args:
         sizes: number of this forward's tokens on each rank. keys: this rank's number of keys, with kept ones.

@@ -142,6 +142,28 @@ def test_adapters_changed_between_calls_give_one_process_latents(
                 features.compared("LoRA hot-swap: load, set, disable, fuse, unfuse, unload, swap", error)
 
 
+def _swapped(rank: int, world: int, settings: dict[str, Any]) -> int:
+    """Swap adapters of two ranks into compiled blocks. Returns: number of code objects that this compiles."""
+    pipe = _pipe(torch.float32)
+    _compile(pipe)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
+    pipe.enable_lora_hotswap(target_rank=6)
+    _change(pipe, _load("style", 3))
+    _latents(pipe)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for seed, size in ((4, 6), (5, 2)):
+        _change(pipe, _load("style", seed, rank=size, hotswap=True))
+        _latents(pipe)
+    assert compiled > 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) - compiled
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{}, SHARD])
+def test_a_swap_compiles_no_block_again(run_ranks: RankPool, settings: dict[str, Any]) -> None:
+    assert run_ranks(3, _swapped, settings, timeout_s=400) == [0] * 3
+
+
 def _refused(rank: int, world: int) -> list[str]:
     pipe, said = _pipe(torch.float32), []
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **SHARD)
