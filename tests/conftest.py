@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,13 @@ def run_ranks() -> Iterator[RankPool]:
 def _warm_server_ends() -> Iterator[None]:
     yield
     warm.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collections_pass_over_imported_modules() -> None:
+    """Freeze what is there before a module's tests: with all that is imported here, a collection takes 0.4 s."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

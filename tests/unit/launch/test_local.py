@@ -17,12 +17,15 @@ from lightning_cp.launch.processes import Event, Processes
 from tests.harness.cases import full_unless
 
 TARGETS = Path(__file__).with_name("targets.py")
+PATIENT, IMPATIENT = LocalLauncher(), LocalLauncher(grace_s=0.5, terminate_s=0.5)  # for ranks that end, or do not
 
 
-def launch(function: str, folder: Path, *, ranks: int = 3, **settings: object) -> Result:
+def launch(
+    function: str, folder: Path, *, ranks: int = 3, launcher: LocalLauncher = PATIENT, **settings: object
+) -> Result:
     OmegaConf.save(OmegaConf.create({"folder": str(folder), **settings}), folder / "config.yaml")
     job = Job(f"{TARGETS}:{function}", folder / "config.yaml", ranks, folder / "logs", threads=2)
-    return LocalLauncher().launch(job)
+    return launcher.launch(job)
 
 
 def failure_of(result: Result) -> Failure:
@@ -146,10 +149,13 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
     """Everything has happened before the launcher reads it."""
     os.mkfifo(tmp_path / "to_0")
     os.mkfifo(tmp_path / "to_1")
-    wait, slept = Processes.wait, []
+    wait = Processes.wait
 
     def wait_late(ranks: Processes, timeout_s: float) -> list[Event]:
-        slept.append(time.sleep(0 if slept else 4))
+        deadline = time.monotonic() + 30
+        while any(_runs(pid) for pid in ranks.pids()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         return wait(ranks, timeout_s)
 
     monkeypatch.setattr(Processes, "wait", wait_late)
@@ -176,7 +182,7 @@ def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
-    result = launch("leave", tmp_path)
+    result = launch("leave", tmp_path, launcher=IMPATIENT)
     assert failure_of(result).describe() == "rank 1 ended with exit code 7"
     assert result.exit_code == 7
 
@@ -206,12 +212,12 @@ def test_ranks_may_all_leave_by_exit(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_by_exit_long_before_the_others_fails_the_job(tmp_path: Path) -> None:
-    failure = failure_of(launch("exit_apart", tmp_path, ranks=2, later_s=30))
+    failure = failure_of(launch("exit_apart", tmp_path, ranks=2, launcher=IMPATIENT, later_s=30))
     assert (failure.rank, failure.kind) == (1, FailureKind.EARLY)
 
 
 def test_ranks_may_return_at_any_time(tmp_path: Path) -> None:
-    assert launch("return_apart", tmp_path, ranks=2, later_s=3).exit_code == 0
+    assert launch("return_apart", tmp_path, ranks=2, launcher=IMPATIENT, later_s=1).exit_code == 0
 
 
 def test_an_error_after_the_others_have_returned_is_its_own_cause(tmp_path: Path) -> None:
@@ -224,7 +230,8 @@ _FULL_DISKS = (
     "import json, resource, sys; sys.path[:] = json.loads(sys.argv[1]); from pathlib import Path\n"
     "from lightning_cp.launch import Job, LocalLauncher\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); d = Path(sys.argv[2])\n"
-    "r = LocalLauncher().launch(Job(sys.argv[3] + ':write_nothing', d / 'config.yaml', 3, d / 'logs'))\n"
+    "job = Job(sys.argv[3] + ':write_nothing', d / 'config.yaml', 3, d / 'logs')\n"
+    "r = LocalLauncher(grace_s=0.5, terminate_s=0.5).launch(job)\n"
     "print(r.failure.describe())"
 )
 
@@ -241,7 +248,7 @@ def test_a_failure_is_reported_when_no_file_can_be_written(tmp_path: Path) -> No
 
 
 def test_what_ranks_started_ends_too_even_if_deaf_to_termination(tmp_path: Path) -> None:
-    failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, fail=True))
+    failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, launcher=IMPATIENT, fail=True))
     assert failure.message == "RuntimeError: gone wrong"
     assert_gone(tmp_path, 4)
 
@@ -252,7 +259,8 @@ def test_ranks_end_with_their_launcher(number: int, tmp_path: Path) -> None:
     code = (
         f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pathlib import Path\n"
         f"from lightning_cp.launch import Job, LocalLauncher; d = Path({str(tmp_path)!r})\n"
-        f"r = LocalLauncher().launch(Job({str(TARGETS)!r} + ':start_and_wait', d / 'config.yaml', 2, d / 'logs'))\n"
+        f"launcher = LocalLauncher(confirm_stop_s=1, terminate_s=0.5)\n"
+        f"r = launcher.launch(Job({str(TARGETS)!r} + ':start_and_wait', d / 'config.yaml', 2, d / 'logs'))\n"
         f"print(r.failure.describe()); sys.exit(r.exit_code)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code, json.dumps(sys.path)], stdout=subprocess.PIPE, text=True)
