@@ -16,11 +16,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl
+from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import move_values
-from lightning_cp.strategies.meta import weights_on_meta
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.notebook import MultiProcessingLauncher, ScriptLauncher
 

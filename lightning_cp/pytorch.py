@@ -20,11 +20,11 @@ from typing_extensions import override
 
 from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
 from lightning_cp.compat.fabric_names import optimizers_to_device
+from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import share_initial_weights
-from lightning_cp.strategies.meta import weights_on_meta
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import keep_samplers

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
+from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
 
 
 def sample(config: DictConfig) -> None:
@@ -66,16 +67,16 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
     module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
     module = module.to(fabric.device)
     of_run = trained.sampling
-    num_steps = of_run.num_inference_steps if config.num_steps is None else config.num_steps
+    num_steps = config.num_inference_steps or of_run.num_inference_steps
     if ranks.context.context_size > 1 or config.get("cache") is not None:
         apply_context_parallel(module.transformer, parallel, shares=config.shares)
     steps = None
     if config.get("cache") is not None:
         steps = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
         enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
-    guidance = of_run.guidance_scale if config.guidance is None else config.guidance
-    labels = [c for c in config.prompts or () for _ in range(config.count or 1)]
-    count = len(labels) or config.count or of_run.num_samples
+    guidance = of_run.guidance_scale if config.guidance_scale is None else config.guidance_scale
+    labels = [c for c in config.prompts or () for _ in range(config.num_samples or 1)]
+    count = len(labels) or config.num_samples or of_run.num_samples
     precision, loaded = fabric.strategy.precision, time.perf_counter()
     bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
     drawn = draw_samples(
@@ -108,18 +109,21 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     import torch
 
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
+    from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, transformers_of
 
     started = time.perf_counter()
     precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
-    pipe: Any = load_pipeline(config.pipeline, precisions[config.precision])
+    dtype = precisions[config.precision]
+    given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
     if config.lora is not None:
         file = Path(config.lora)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     inputs = call_arguments(config)
     pipe.set_progress_bar_config(disable=not config.progress)
-    if config.stages == "together":
+    if config.stages == "together" and not given:
         pipe.to(fabric.device)
     transformers = transformers_of(pipe, components_of(pipe)).values()
     if config.get("cache") is not None:
@@ -127,12 +131,14 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
     parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
+    if config.stages == "together" and given:  # each rank has loaded its stage
+        pipe.to(fabric.device)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
     times, loaded = StageTimes(), time.perf_counter()
     times.watch(pipe)
     sample_prompts(
         pipe,
-        [text for text in read_prompts(config.prompts) for _ in range(config.count or 1)],
+        [text for text in read_prompts(config.prompts) for _ in range(config.num_samples or 1)],
         seed=config.seed,
         per_call=config.per_call,
         write=album.add,
@@ -151,9 +157,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
     """Return the arguments of the pipeline's call from the settings."""
     from PIL import Image
 
-    settings = {"num_inference_steps": config.num_steps, "guidance_scale": config.guidance}
-    settings |= {"negative_prompt": config.negative_prompt, "image": config.image}
-    given = {name: value for name, value in settings.items() if value is not None}
+    names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
+    given = {name: config[name] for name in names if config[name] is not None}
     given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
     if "image" in given:
         given["image"] = Image.open(given["image"]).convert("RGB")
@@ -183,5 +188,5 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
+    sys.argv[1:] = add_earlier_names(sys.argv[1:], RENAMED_IN_SAMPLING) + quiet_overrides(os.environ)
     main()

@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_cp.comm.transfer import all_gather_tensor
 from lightning_cp.mesh import cuda_backend_is
 
+_TIMED_OUT = "Timed out"  # in errors of gloo
+
 
 @dataclass(eq=False)
 class BackgroundGather:
@@ -47,9 +49,21 @@ class BackgroundGather:
         return bool(self.work.is_completed() if self.copied is None else self.copied.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> npt.NDArray[np.float64]:
-        """Return the values of every rank, [ranks, values]. Blocks the host until they have arrived."""
+        """Return the values of every rank, [ranks, values]. Blocks the host until they have arrived.
+
+        Raises: RuntimeError: a rank did not start this all-gather within the time-out of the group, or has ended.
+        """
         if self.copied is None:
-            self.work.wait()
+            try:
+                self.work.wait()
+            except RuntimeError as error:
+                if _TIMED_OUT not in str(error):
+                    raise
+                raise RuntimeError(
+                    "another rank did not take part in an exchange before the time-out of the process group: it has "
+                    "not made this call of the model or pipeline, or it hangs. All ranks must make the same calls; "
+                    f"the job must end ({error})"
+                ) from error
         else:
             self.copied.synchronize()
         self.held = ()

@@ -19,9 +19,14 @@ class Piece(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def elements(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def size_bytes(self) -> int:
         """Size of the elements in bytes, without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.elements * self.dtype.itemsize
 
 
 Layout = Sequence[Piece]

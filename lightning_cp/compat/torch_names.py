@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,7 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
     "lerp_all_",
@@ -45,6 +47,7 @@ __all__ = [
     "peek_interpreter_stack",
     "process_groups",
     "set_forward_ad",
+    "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
     "tree_flatten",
@@ -65,6 +68,14 @@ def aten(name: str) -> Callable[..., Any]:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
 
 
+def is_functional(operator: Any) -> bool:
+    """Return True if an operator of aten only computes one new tensor: no change of an argument, no random number."""
+    schema = operator._schema
+    returns_tensor = [str(x.type) for x in schema.returns] == ["Tensor"]
+    aliases = any(x.alias_info is not None for x in (*schema.returns, *schema.arguments))
+    return returns_tensor and not aliases and torch.Tag.nondeterministic_seeded not in operator.tags
+
+
 def dynamo_is_imported() -> bool:
     """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
     return "torch._dynamo" in sys.modules
@@ -83,6 +94,15 @@ def forward_ad_level() -> int:
 def process_groups() -> list[Any]:
     """Return all process groups of this process."""
     return list(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def take_default_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
+    """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups; return it."""
+    c10d = torch.distributed.distributed_c10d
+    world = c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    c10d._set_pg_timeout(timeout, group)
+    return timeout
 
 
 def fake_store() -> Any:

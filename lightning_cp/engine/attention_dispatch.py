@@ -14,7 +14,7 @@ from lightning_cp.attention import attend_across
 from lightning_cp.comm.shards import gather
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
 from lightning_cp.engine.patch_attention import attend_in_patches
-from lightning_cp.engine.segments import attend_by_segments
+from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.kernels import kernel_of_backend
@@ -68,7 +68,7 @@ class AttentionDispatcher:
             )
         settings = {"dropout_p": dropout_p, "causal": is_causal, "scale": scale, "backend": backend}
         if self.kinds is not None and self.kinds[0].form == "block_causal":
-            return self._by_segments(query, key, value, attn_mask, sizes[0], settings)
+            return self._by_segments(query, key, value, attn_mask, settings)
         return self._attend(query, key, value, attn_mask, sizes, **settings)
 
     def _by_segments(
@@ -77,12 +77,18 @@ class AttentionDispatcher:
         key: Tensor,
         value: Tensor,
         mask: Tensor | None,
-        sizes: list[int],
         settings: dict[str, Any],
     ) -> Tensor:
-        """Compute block-causal attention with the kept arguments `segments` and `key_valid` of the forward."""
-        call = self.session.current()
-        segments = call.kept.get("segments")
+        """Compute block-causal attention with the kept arguments `segments` and `key_valid` of the forward.
+
+        Without segments, all keys precede the queries or are of the same image: attention is not causal.
+        """
+        assert self.kinds is not None, "the plan describes this attention"
+        call, kind = self.session.current(), self.kinds[0]
+        segments, sizes = call.kept.get("segments"), call.sizes(kind.queries)
+        if segments is None and kind.cached:
+            keys, mask = after_kept_keys(call, sizes, key.shape[1], mask)
+            return self._attend(query, key, value, mask, (sizes if keys else [], keys), **settings)
         if mask is not None or segments is None:
             raise InterceptionError("block-causal attention needs the argument `segments`, and takes no other mask")
         return attend_by_segments(

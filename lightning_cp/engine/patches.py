@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_cp.attention.buffered import KeyBuffer
@@ -80,7 +81,7 @@ class Evaluation:
             raise PlanError(f"{name} holds {modalities}, but the order of tokens in attention is {self.order}")
 
     def put_output(self, x: Tensor, dim: int, segments: Sequence[tuple[int, int, int]]) -> Tensor:
-        """Put a patch's output into the output of the whole sequence, and return a copy of what is known of it.
+        """Put a patch's output into the output of the whole sequence, and return a copy. What is not known yet is NaN.
 
         Args:
             x: output of this patch on all ranks.
@@ -92,7 +93,7 @@ class Evaluation:
         shape = list(x.shape)
         shape[dim] = sum(map(sum, segments))
         if self._gathered == len(self.outputs):
-            self.outputs.append(x.new_zeros(shape))
+            self.outputs.append(x.new_full(shape, torch.nan) if x.is_floating_point() else x.new_zeros(shape))
         whole, source, target = self.outputs[self._gathered], 0, 0
         self._gathered += 1
         for length, before, after in segments:

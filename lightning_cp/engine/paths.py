@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightning_cp.engine.rules import Arguments
 from lightning_cp.errors import PlanError
@@ -35,6 +36,12 @@ def unwrapped(module: nn.Module) -> nn.Module:
         if inner is not None:
             return unwrapped(inner)
     return module
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without the subclass that FSDP2 creates."""
+    found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
+    return found  # type: ignore[no-any-return]
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from lightning_cp.config import CHECK_PEERS
 from lightning_cp.engine import peer_samples
 from lightning_cp.engine.peer_samples import Sampler, plain_values, tensors
 from lightning_cp.errors import PeerMismatchError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups
 
 Digest = tuple[str, list[float]]
 
@@ -86,6 +86,10 @@ class PeerCheck:
     def of_groups(self, groups: MeshGroups) -> PeerCheck:
         """Return a new check with the same settings for the ranks of other groups."""
         return PeerCheck(groups, self._names, self._check_peers)
+
+    def of_one_rank(self) -> PeerCheck:
+        """Return a check that compares nothing."""
+        return PeerCheck(SINGLE_RANK, self._names, "off")
 
     @property
     def is_on(self) -> bool:

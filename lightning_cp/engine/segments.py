@@ -7,10 +7,13 @@ rank holds some (or none) of a segment's queries, and some of the keys up to its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.shards import sizes_in
+from lightning_cp.engine.session import Call
 from lightning_cp.errors import InterceptionError
 
 Segment = tuple[int, int, bool]  # global start, end (exclusive), True if causal within itself
@@ -70,6 +73,35 @@ def attend_by_segments(
             )
         )
     return torch.cat(outputs, 1)
+
+
+def after_kept_keys(
+    call: Call, sizes: Sequence[int], keys: int, mask: Tensor | None
+) -> tuple[list[int], Tensor | None]:
+    """Find the number of keys on each rank and this rank's part of a mask, if kept keys precede the forward's own.
+
+    An earlier forward had all these tokens in one sequence. Each rank kept the keys of its shard.
+
+    Args:
+        sizes: number of this forward's tokens on each rank. keys: this rank's number of keys, with kept ones.
+        mask: key mask [b, 1, 1, kept + these] over all keys; None: no mask, then ranks exchange their number of keys.
+    Returns: number of keys on each rank (empty: unknown), mask over this rank's keys.
+    Raises: InterceptionError: this rank has kept another number of keys.
+    """
+    if mask is None:
+        return [], None
+    rank, whole = call.groups.context_rank, mask.shape[-1]
+    before = whole - sum(sizes)
+    ends = list(accumulate(sizes_in(call.groups, whole)))
+    kept = [_overlap(0, before, start, end) for start, end in pairwise([0, *ends])]
+    if keys != kept[rank] + sizes[rank] or mask.shape[-2] != 1:
+        raise InterceptionError(
+            f"attention got {keys} keys and a mask of shape {tuple(mask.shape)}, expected {kept[rank]} kept keys and "
+            f"{sizes[rank]} of this forward on this rank: keep keys with the same degrees"
+        )
+    firsts = sum(kept[:rank]), before + sum(sizes[:rank])
+    own = [mask.narrow(-1, first, n) for first, n in zip(firsts, (kept[rank], sizes[rank]), strict=True)]
+    return [n + m for n, m in zip(kept, sizes, strict=True)], torch.cat(own, -1)
 
 
 def _overlap(first: int, last: int, start: int, end: int) -> int:

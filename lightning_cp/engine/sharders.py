@@ -114,9 +114,13 @@ class OutputHook(EngineHook):
         return gather(x, spec.dim % x.ndim, sizes, call.groups.name)
 
 
-def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run a module's argument hooks without the module: they define the lengths of modalities."""
+def shard_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Run a module's argument hooks without the module: they define the lengths of modalities.
+
+    Returns: the arguments that the module would get.
+    """
     for hook in module._forward_pre_hooks.values():
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, ArgumentHook):
-            owner.before(module, args, kwargs)
+            args, kwargs = owner.before(module, args, kwargs)
+    return args, kwargs

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_cp.comm.shards import gather, sizes_in
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
-from lightning_cp.plans import Count, Kept, Leaf, Mask, Rows, Spec, Split
+from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
 
 
 def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict: bool) -> Any:
@@ -38,6 +38,8 @@ def shard(value: Any, spec: Spec | None, *, name: str, session: Session, strict:
             return x
         if isinstance(spec, (Count, Rows)):
             return _shard_count(x, spec, name=name, session=session)
+        if isinstance(x, slice) and isinstance(spec, Split) and len(spec.modalities) == 1:
+            return _shard_slice(x, spec.modalities, session.current())
         if isinstance(x, Tensor) and isinstance(spec, Mask):
             return _shard_mask(x, spec, name=name, session=session)
         if isinstance(x, Tensor) and isinstance(spec, Split):
@@ -154,6 +156,14 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
             "fit this input"
         )
     return call.sizes(spec.modalities)[rank]
+
+
+def _shard_slice(x: slice, modalities: Modalities, call: Call) -> slice:
+    """Return the part of a slice of tokens that this rank holds, as a slice of this rank's tokens."""
+    (own,) = call.ranges(modalities)[call.groups.context_rank]
+    start, stop, step = x.indices(call.lengths[modalities[0]])
+    assert step == 1, "models slice consecutive tokens"
+    return slice(*(min(max(n - own.start, 0), len(own)) for n in (start, stop)))
 
 
 def _shard_mask(x: Tensor, spec: Mask, *, name: str, session: Session) -> Tensor:

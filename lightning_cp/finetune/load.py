@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.engine.apply import no_plan_message
+from lightning_cp.engine.meta import load_when_allocated, weights_on_meta
 from lightning_cp.errors import PlanError
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline, read_json
 from lightning_cp.plans import registered_plan
-from lightning_cp.strategies.meta import load_when_allocated, weights_on_meta
 
 
 def load_transformer(
@@ -56,11 +56,13 @@ def meta_transformer(
     dtype: torch.dtype,
     setting: str = "model.pretrained",
 ) -> nn.Module:
-    """Build a pipeline's transformer on the meta device; the strategies load its weights during set-up.
+    """Build a pipeline's transformer on the meta device; its weights are loaded during set-up.
 
     During `fabric.setup`, or while the Trainer sets up its strategy, each rank reads its own shards from the
     safetensors files (see `stream_weights`). No rank holds the whole model, and no weights are sent. Afterwards,
     weights and buffers equal those of `load_transformer`. Adapters can be added before set-up.
+
+    In a pipeline, `parallelize_pipeline` loads the weights, with `pipe` above 1 only those of the rank's stage.
 
     Args, Raises: see `load_transformer`. ValueError also for quantised weights, which cannot be read in slices.
     """
@@ -79,6 +81,18 @@ def meta_transformer(
     load_when_allocated(model, WeightStream(str(folder / component)))
     model.train()
     return model  # type: ignore[no-any-return]
+
+
+def meta_transformers(source: str | Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """Build those transformers of a pipeline on the meta device that `meta_transformer` can build, by component name.
+
+    Returns: none if the pipeline is not found, or has code or no transformer; loading it whole gives the reason.
+    """
+    found = {}
+    for name in ("transformer", "transformer_2"):
+        with suppress(ValueError, PlanError):
+            found[name] = meta_transformer(source, name, dtype=dtype, setting="source")
+    return found
 
 
 def _check_dtype(dtype: Any) -> None:

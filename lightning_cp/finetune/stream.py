@@ -50,11 +50,13 @@ def _stream(module: nn.Module, folder: Path) -> None:
 
     files = find_weights(folder)
     targets = dict(_base_weights(module))
-    aliases = {name: x for name, x in targets.items() if name not in files.shapes}
+    freed = {name for name, x in targets.items() if not x.numel() and files.shapes.get(name, (0,)) != tuple(x.shape)}
+    aliases = {name: x for name, x in targets.items() if name not in files.shapes and name not in freed}
     loaded = {id(targets[name]) for name in files.shapes if name in targets}
     missing = [name for name, x in aliases.items() if id(x) not in loaded]  # tied weights are saved under one name
     ignored = [re.compile(x) for x in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     left = [name for name in files.shapes if name not in targets and not any(x.search(name) for x in ignored)]
+    targets = {name: x for name, x in targets.items() if name not in freed}  # of blocks that other ranks hold
     for names, problem in ((missing, "are missing in the files"), (left, "are not in the model")):
         if names:
             raise ValueError(f"{folder}: {names[0]} and {len(names) - 1} more weights {problem}")

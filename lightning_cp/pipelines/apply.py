@@ -10,8 +10,10 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
+from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
+from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
 from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap
@@ -20,7 +22,7 @@ from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
-from lightning_cp.pipelines.patch_calls import check_patches, make_patch_calls
+from lightning_cp.pipelines.patch_setup import check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
     check_placement,
@@ -74,6 +76,9 @@ def parallelize_pipeline(
     With `patches` above 1, later steps reuse keys of the previous step, so the result is an approximation. It depends
     on `patches` and `warmup` only, not on the number of ranks. With patches=1 it is exact.
 
+    A transformer without weights (`lightning_cp.finetune.meta_transformer`) loads the weights of this rank's stage of
+    blocks into host memory; then move the pipeline to a device.
+
     Args:
         pipeline: a `DiffusionPipeline` or `ModularPipeline`. Every component with a plan is made parallel (both experts
             of Wan).
@@ -119,6 +124,8 @@ def parallelize_pipeline(
     refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
+    if ranks.control is not None and dist.get_backend(ranks.control) != "fake":
+        take_default_timeout(ranks.control)  # a vote must not wait longer for a rank than other collectives
     votes = Votes(type(pipeline).__name__, ranks.control)
     staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
 
@@ -175,11 +182,14 @@ def parallelize_pipeline(
         undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
         undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
         shard_layers(layers, components, found, ranks)  # last: this and the next step cannot be undone
-        for one in in_patches.values():
-            one.release()
+        with votes.call():  # a rank that cannot load its weights ends this on all
+            for one in in_patches.values():
+                one.release()
+            for module in found.values():
+                load_deferred(module)
     except BaseException as error:
         undo_all(undo)
-        mark_unusable(pipeline, layers, error)
+        mark_unusable(pipeline, layers, in_patches, error)
         raise
     if staged is not None:
         staged.offload_all()

@@ -22,10 +22,10 @@ from lightning_cp.engine.hook_base import refuse
 from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split, is_repeated
+from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, is_repeated, samples_of_branch
 from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.samples import main_argument
+from lightning_cp.pipelines.samples import main_argument, select_from_call
 from lightning_cp.sample_groups import SampleGroups
 
 _MAX_INCOMPLETE_EXCHANGES = 2
@@ -79,8 +79,11 @@ class BranchCalls:
         if len(main) < self.ranks.cfg:
             raise self._too_many(len(main))
         refuse_caches_of_both_branches(installed.caches, self.ranks.cfg)
+        refuse_packed_samples(installed, self.ranks.cfg)
         self.shared += 1
-        own_args, own_kwargs = cfg_split((args, kwargs), self.ranks, like=main)
+        own_args, own_kwargs = select_from_call(
+            module, args, kwargs, len(main), samples_of_branch(main, self.ranks), of_lists=not isinstance(main, Tensor)
+        )
         with cfg_rows(module, self.ranks):
             return cfg_merge(compute(*own_args, **own_kwargs), self.ranks, like=main)
 
@@ -149,6 +152,15 @@ def refuse_kept_keys(installed: Installed, args: tuple[Any, ...], kwargs: dict[s
     Args: how: the setting that divides the calls. Raises: ShapeError.
     """
     refuse(installed.rules.keeps_keys, arguments_by_name(installed.signature, args, kwargs), how)
+
+
+def refuse_packed_samples(installed: Installed, cfg: int) -> None:
+    """Refuse a batch of branches if the plan says that its arguments cannot be divided. Raises: GuidanceError."""
+    if installed.rules.patches is not None and not installed.rules.patches.samples:
+        raise GuidanceError(
+            f"cfg={cfg} divides the samples of a call, but the plan of {type(installed.module).__name__} says that its "
+            "arguments cannot be divided by samples (samples=False): use cfg=1, and use the ranks for ring or ulysses"
+        )
 
 
 def refuse_caches_of_both_branches(caches: StepCaches, cfg: int) -> None:

@@ -31,8 +31,7 @@ def load_pipeline(
 
     Args:
         setting: name of the setting that holds `source`, for the error message.
-        without: names of components that are not loaded; they are None. (Those with a default in
-            the pipeline's constructor are loaded anyway.)
+        without: names of components that are not loaded; they are None.
         given: components that are used instead of those in the source, by name.
         kind: class of the pipeline; None: the one that the source names.
     Raises: ValueError: it cannot be loaded; the reason in one line.
@@ -41,6 +40,8 @@ def load_pipeline(
 
     loaded: Any = kind or DiffusionPipeline
     try:
+        if kind is None and (without or given):
+            loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
         return loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **given)
     except ValueError as error:
         if "trust_remote_code" not in str(error):
@@ -53,6 +54,14 @@ def load_pipeline(
         ) from error
     except OSError as error:
         raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
+
+
+def _class_in(source: str) -> Any:
+    """Return the class of diffusers that a pipeline's source names, or the general one for other classes."""
+    import diffusers
+
+    name = diffusers.DiffusionPipeline.load_config(source).get("_class_name")
+    return getattr(diffusers, str(name), diffusers.DiffusionPipeline)
 
 
 def _code_files(source: str) -> list[str]:

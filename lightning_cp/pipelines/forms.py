@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +43,14 @@ class Form:
     def empty(self) -> list[Tensor]:
         """Allocate tensors of this form."""
         return [torch.empty(piece.shape, dtype=piece.dtype, device=self.device) for piece in self.layout]
+
+
+@contextmanager
+def unpickled_quietly() -> Iterator[None]:
+    """Context to receive forms in: torch warns of its own tree specs when they are unpickled."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*LeafSpec.*", FutureWarning)
+        yield
 
 
 def form_and_tensors(result: Any) -> tuple[Form, list[Tensor]]:

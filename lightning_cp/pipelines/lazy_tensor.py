@@ -9,7 +9,8 @@ the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,30 @@ _LATER = (aten("_to_copy"), _aten.clone, _aten.neg, _aten.mul, _aten.div, _aten.
 _JOINS = (_aten.stack, _aten.cat)  # of the samples of one branch; also deferred
 
 
+# A deferred operator with its arguments, after the tensor that takes its result.
+Deferred = tuple[Tensor, "partial[Tensor]"]
+
+
+class LazyResults(ABC):
+    """Results that another rank computes, and the operators that are deferred until they arrive."""
+
+    @abstractmethod
+    def is_waiting(self) -> bool:
+        """Return True while there are results that have not arrived."""
+
+    @abstractmethod
+    def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
+        """Return True if an operator on lazy tensors may be computed later. Other operators need the results now."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Wait for all results and compute the deferred operators. Ranks: all between which results are exchanged."""
+
+    @abstractmethod
+    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
+        """Compute an operator later, and copy its result into `held`."""
+
+
 @dataclass
 class _Result:
     """Tensors of one call, and the rank of the group that has them (`owner`); None: every rank has them."""
@@ -40,33 +65,41 @@ class _Result:
 
 
 @dataclass(eq=False)
-class PendingGathers:
-    """Lazy tensors of a pipeline that are not exchanged yet.
+class PendingGathers(LazyResults):
+    """Results of the branches of guidance that are not exchanged yet.
 
     Attributes:
         groups: the ranks between which results are exchanged.
         on_flush: called after each exchange with its number of transformer calls.
         before_flush: called before each exchange.
         results: tensors of the pending calls, in call order.
-        later: deferred operators, each with the tensor that takes its result.
+        later: deferred operators.
     """
 
     groups: MeshGroups
     on_flush: Callable[[int], None] = lambda calls: None
     before_flush: Callable[[], None] = lambda: None
     results: list[_Result] = field(default_factory=list)
-    later: list[tuple[Tensor, Callable[[], Tensor]]] = field(default_factory=list)
+    later: list[Deferred] = field(default_factory=list)
 
     def lazy_tensors(self, tensors: list[Tensor], owner: int | None) -> list[LazyTensor]:
         """Return lazy tensors for one call; `tensors` hold values if `owner` is this rank or None."""
         self.results.append(_Result(owner, tensors))
         return [LazyTensor(x, self) for x in tensors]
 
-    def compute_later(self, function: Callable[[], Tensor], held: Tensor) -> LazyTensor:
-        """Return a lazy tensor for the result of `function`, which is later copied into `held`."""
-        self.later.append((held, function))
-        return LazyTensor(held, self)
+    @override
+    def is_waiting(self) -> bool:
+        return bool(self.results)
 
+    @override
+    def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
+        return function.overloadpacket in _JOINS or (len(lazy) == 1 and function.overloadpacket in _LATER)
+
+    @override
+    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
+        self.later.append((held, function))
+
+    @override
     def flush(self) -> None:
         """Exchange all pending results and run the deferred operators. Ranks: all of `groups`."""
         results, later = self.results, self.later
@@ -75,13 +108,18 @@ class PendingGathers:
         self.results, self.later = [], []
         self.before_flush()
         _exchange(results, self.groups)
-        for held, function in later:
-            held.copy_(function())
+        compute(later)
         self.on_flush(len(results))
 
     def drop(self) -> None:
         """Drop pending results without an exchange, at the end of a pipeline call."""
         self.results, self.later = [], []
+
+
+def compute(later: Sequence[Deferred]) -> None:
+    """Compute deferred operators, in order."""
+    for held, function in later:
+        held.copy_(function())
 
 
 def _exchange(results: list[_Result], groups: MeshGroups) -> None:
@@ -98,13 +136,20 @@ def _exchange(results: list[_Result], groups: MeshGroups) -> None:
 
 
 class LazyTensor(Tensor):
-    """A tensor that may not be computed yet. Its views are lazy too; the first read triggers the exchange."""
+    """A tensor that may not be computed yet. Its views are lazy too; the first read triggers the exchange.
+
+    Attributes:
+        held: takes the values.
+        pending: the results that it depends on.
+        after: number of results of a pipeline call after which it can be computed.
+    """
 
     held: Tensor
-    pending: PendingGathers
+    pending: LazyResults
+    after: int
 
     @staticmethod
-    def __new__(cls, held: Tensor, pending: PendingGathers) -> LazyTensor:
+    def __new__(cls, held: Tensor, pending: LazyResults, after: int = 0) -> LazyTensor:
         tensor: LazyTensor = make_wrapper_subclass(
             cls,
             held.shape,
@@ -113,7 +158,7 @@ class LazyTensor(Tensor):
             dtype=held.dtype,
             device=held.device,
         )
-        tensor.held, tensor.pending = held, pending
+        tensor.held, tensor.pending, tensor.after = held, pending, after
         return tensor
 
     @classmethod
@@ -123,20 +168,18 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         lazy = list(of_type(LazyTensor, (args, kwargs)))
         pending = lazy[0].pending
-        if pending.results and func.overloadpacket in _JOINS and "out" not in kwargs:
-            joined = func(*replace(Tensor, _shape_only, args), **kwargs)
-            held = torch.empty(joined.shape, dtype=joined.dtype, device=lazy[0].device)
-            return pending.compute_later(partial(func, *replace(Tensor, _snapshot, args), **kwargs), held)
-        if pending.results and len(lazy) == 1:
-            if func.is_view:
-                args, kwargs = _held((args, kwargs))
-                return replace(Tensor, lambda x: LazyTensor(x, pending), func(*args, **kwargs))
-            if func.overloadpacket in _LATER and "out" not in kwargs:
+        if pending.is_waiting():
+            if func.is_view and len(lazy) == 1:
+                args, kwargs = held_tensors((args, kwargs))
+                return replace(Tensor, lambda x: LazyTensor(x, pending, lazy[0].after), func(*args, **kwargs))
+            held = _empty_result(func, args, kwargs) if pending.can_defer(func, lazy) else None
+            if held is not None:
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))
-                return pending.compute_later(partial(func, *args, **kwargs), _empty_result(func, args, kwargs))
+                pending.defer(held, partial(func, *args, **kwargs))
+                return LazyTensor(held, pending, max(x.after for x in lazy))
         for tensor in lazy:
             tensor.pending.flush()
-        args, kwargs = _held((args, kwargs))
+        args, kwargs = held_tensors((args, kwargs))
         return func(*args, **kwargs)
 
     def resolved(self) -> Tensor:
@@ -164,7 +207,8 @@ class LazyTensor(Tensor):
         return f"LazyTensor({self.resolved()!r})"
 
 
-def _held(values: Any) -> Any:
+def held_tensors(values: Any) -> Any:
+    """Replace the lazy tensors in `values` (a nest) by the tensors that hold, or will hold, their values."""
     return replace(LazyTensor, lambda x: x.held, values)
 
 
@@ -173,18 +217,23 @@ def _snapshot(x: Tensor) -> Tensor:
     return x.held if isinstance(x, LazyTensor) else x.clone()
 
 
-def _shape_only(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
-
-
-def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Allocate the result of an elementwise operator."""
-    shape = torch.broadcast_shapes(  # type: ignore[no-untyped-call]
-        *(x.shape for x in of_type(Tensor, (args, kwargs)))
+def _empty_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Allocate the result of an operator, zeros; None if its shape depends on values, or its arguments are invalid."""
+    if kwargs.get("out") is not None:
+        return None
+    device = kwargs.get("device") or next(of_type(LazyTensor, (args, kwargs))).device
+    args, kwargs = replace(
+        Tensor, _without_values, (args, {**kwargs, "device": "meta"} if "device" in kwargs else kwargs)
     )
-    empty_args = replace(Tensor, lambda x: x.new_empty((0,) * x.ndim) if x.ndim else x, (args, kwargs))
-    empty: Tensor = func(*empty_args[0], **empty_args[1])
-    return empty.new_empty(shape)
+    try:
+        found = func(*args, **kwargs)
+    except Exception:  # it raises again where it is computed
+        return None
+    return torch.empty_strided(found.shape, found.stride(), dtype=found.dtype, device=device).zero_()
+
+
+def _without_values(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
 def resolve_all(values: Any) -> Any:

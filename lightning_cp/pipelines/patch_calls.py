@@ -6,32 +6,31 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_calls, intercept_method
-from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, make_stage, release_others
+from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, release_others
 from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.buffer_memory import check_buffers_fit
 from lightning_cp.pipelines.forms import key_of
-from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.lazy_tensor import held_tensors
 from lightning_cp.pipelines.run_once import run_once
 from lightning_cp.pipelines.samples import join_samples, main_argument, micro_batches
+from lightning_cp.pipelines.stage_links import StageFailedError
 from lightning_cp.pipelines.stage_results import StageResults
 from lightning_cp.pipelines.step_clock import StepClock
-from lightning_cp.pipelines.votes import Votes
-from lightning_cp.sample_groups import SampleGroups
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 
@@ -42,6 +41,15 @@ class _Branch:
 
     evaluation: Evaluation
     done: int = 0
+
+
+class _Forward(NamedTuple):
+    """One forward of a transformer call: its arguments, the patch, and what identifies its shapes."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    patch: int | None
+    key: Hashable
 
 
 @dataclass(eq=False)
@@ -75,12 +83,25 @@ class PatchCalls:
         named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
         return [*undo, *named, *run_once(self.installed)]
 
-    def reset(self) -> None:
-        """Forget all branches, before and after a call of the pipeline."""
-        self.branches, self._context = {}, None
-        self.clock.reset()
+    def begin(self, *, overlaps: bool = False) -> None:
+        """Begin a call of the pipeline, or a call of the transformer on its own.
+
+        Args: overlaps: the stages may begin a step before the step before is complete on all of them.
+        """
+        self._forget()
+        self.clock.resolves = not overlaps
+        if self.results is not None:
+            self.results.start(overlaps=overlaps)
+
+    def end(self) -> None:
+        """End a call of the pipeline, also if it failed."""
+        self._forget()
         if self.results is not None:
             self.results.reset()
+
+    def _forget(self) -> None:
+        self.branches, self._context = {}, None
+        self.clock.reset()
 
     def release(self) -> None:
         """Free the weights of the blocks of other stages. This cannot be undone."""
@@ -89,18 +110,26 @@ class PatchCalls:
 
     def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
-        args, kwargs = resolve_all((args, kwargs))
+        given = (args, kwargs)
+        args, kwargs = held_tensors(given)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = key_of((args, kwargs))
-        if self.patches == 1:  # no keys are kept, so branches need no separate state
-            result = self._in_micro_batches(compute, args, kwargs)
-        else:
-            result = self._in_branch(compute, args, kwargs, key)
-        if self.stage is None or self.results is None:
-            return result
-        return self.results.broadcast(self.stage, result, key)
+        branch = self._branch() if self.patches > 1 else None  # with one patch, no keys are kept
+        forwards = self._forwards(branch, args, kwargs, key)
+        if self.stage is not None and self.results is not None:
+            start = partial(self._compute_start, compute, forwards)
+            self.results.enter(self.stage, (key, len(forwards)), given, start)
+        session = self.installed.session
+        session.evaluation = None if branch is None else branch.evaluation
+        try:
+            return self._run(compute, forwards, key)
+        finally:
+            session.evaluation = None
+            if branch is not None:
+                branch.evaluation.end()
+                branch.done += 1
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: PlanError: a weight or an argument requires a gradient."""
@@ -111,59 +140,70 @@ class PatchCalls:
                 "gradients enabled: use torch.no_grad()"
             )
 
-    def _in_branch(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
-        """Evaluate one branch of guidance: whole in its first `warmup` evaluations, then in patches."""
-        branch, session = self._branch(), self.installed.session
-        session.evaluation = branch.evaluation
-        try:
-            if branch.done < self.warmup:
-                result = self._forward(compute, args, kwargs, None, key)
-            else:
-                result = self._in_patches(compute, args, kwargs, key)
-        finally:
-            session.evaluation = None
-            branch.evaluation.end()
-        branch.done += 1
-        return result
+    def _forwards(
+        self, branch: _Branch | None, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
+    ) -> list[_Forward]:
+        """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
+        if branch is None:
+            assert self.stage is not None, "there are stages or patches"
+            plan = self.installed.rules.patches
+            most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
+            batches = micro_batches(self.installed.module, args, kwargs, most)
+            return [_Forward(*batch, None, (key_of(batch), i)) for i, batch in enumerate(batches)]
+        if branch.done < self.warmup:
+            return [_Forward(args, kwargs, None, key)]
+        return [_Forward(args, kwargs, patch, (key, patch)) for patch in range(self.patches)]
 
-    def _in_patches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> Any:
-        result = None
-        for patch in range(self.patches):
-            if self.stage is not None:
-                self.stage.links.expect([(key, x) for x in range(patch, min(patch + 2, self.patches))])
-            result = self._forward(compute, args, kwargs, patch, (key, patch))
-        return result  # the last patch completes the output
-
-    def _in_micro_batches(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute groups of samples one after another, so that all stages have work at the same time."""
-        stage = self.stage
-        assert stage is not None, "there are stages or patches"
-        module = self.installed.module
-        plan = self.installed.rules.patches
-        most = _MICRO_BATCHES_PER_STAGE * stage.count if plan is not None and plan.samples else 1
-        batches = micro_batches(module, args, kwargs, most)
-        keys = [(key_of(batch), i) for i, batch in enumerate(batches)]
+    def _run(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any) -> Any:
+        """Run the forwards of a call. So all stages have work at the same time."""
+        stage, results, evaluation = self.stage, self.results, self.installed.session.evaluation
+        if stage is None or results is None:
+            output = None
+            for forward in forwards:
+                if evaluation is not None:
+                    evaluation.begin(forward.patch)
+                output = compute(*forward.args, **forward.kwargs)
+            return output  # the last patch completes it
+        result = results.begin(stage, (key, len(forwards)), len(forwards))
+        module, samples = self.installed.module, None
+        if evaluation is None and len(forwards) > 1:
+            samples = [len(main_argument(module, x.args, x.kwargs)) for x in forwards]
         found = []
-        for i, (own_args, own_kwargs) in enumerate(batches):
-            stage.links.expect(keys[i : i + 2])
-            found.append(stage.forward(compute, own_args, own_kwargs, keys[i]))
-        if not stage.is_last or stage.error is not None or len(batches) == 1:
-            return found[-1]
-        try:
-            return join_samples(found, [len(main_argument(module, *batch)) for batch in batches])
-        except ShapeError as error:
-            stage.error = error
-            return None
+        for i, forward in enumerate(forwards):
+            stage.links.expect([x.key for x in forwards[i : i + 2]])
+            if not results.prepare(i):
+                stage.error = stage.error or StageFailedError()
+            if evaluation is not None:
+                evaluation.begin(forward.patch)
+            found.append(stage.forward(compute, forward.args, forward.kwargs, forward.key))
+            results.transfers.put(result, i, found[-1], is_whole=samples is None)
+        output = found[-1]
+        if samples is not None and stage.is_last and stage.error is None:
+            try:
+                output = join_samples(found, samples)
+            except ShapeError as error:
+                stage.error = error
+        return results.finish(result, output, samples)
 
-    def _forward(
-        self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], patch: int | None, key: Any
-    ) -> Any:
-        evaluation = self.installed.session.evaluation
-        if evaluation is not None:
-            evaluation.begin(patch)
-        if self.stage is None:
-            return compute(*args, **kwargs)
-        return self.stage.forward(compute, args, kwargs, key)
+    def _compute_start(self, compute: Callable[..., Any], forwards: list[_Forward], number: int) -> list[Tensor] | None:
+        """Run a forward without the blocks, with zeros in place of their outputs.
+
+        Returns: on the last stage, the tensors of the output; on other stages, nothing. None: an argument of this
+            stage's blocks is NaN.
+        """
+        session, forward, stage = self.installed.session, forwards[number], self.stage
+        assert stage is not None, "the steps of a single stage do not overlap"
+        evaluation, peers = session.evaluation, session.peers
+        plan = self.installed.rules.patches
+        if forward.patch is not None:
+            assert plan is not None, "parallelize_pipeline refuses other classes"
+            session.evaluation = Evaluation(self.patches, plan.order)
+            session.evaluation.begin(forward.patch)
+        session.peers = peers.of_one_rank()
+        try:
+            return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
+        finally:
+            session.evaluation, session.peers = evaluation, peers
 
     def _first_block(self, own: list[str], call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
@@ -194,67 +234,3 @@ class PatchCalls:
                 yield entered
         finally:
             self._context = before
-
-
-def make_patch_calls(
-    transformers: Mapping[str, Installed],
-    ranks: SampleGroups,
-    votes: Votes,
-    *,
-    pipe: int | Sequence[int],
-    patches: int,
-    warmup: int,
-    clock: StepClock,
-) -> dict[str, PatchCalls]:
-    """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
-
-    Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
-        than blocks.
-    """
-    if ranks.pipe == patches == 1:
-        return {}
-    found = {}
-    # With CFG parallelism, `BranchCalls` makes the results lazy.
-    results = StageResults(ranks.pipe_groups, votes, is_lazy=ranks.cfg == 1) if ranks.pipe > 1 else None
-    for name, installed in transformers.items():
-        kind, plan = type(installed.module).__name__, installed.rules.patches
-        if plan is None:
-            raise PlanError(
-                f"{kind} cannot be computed in patches or stages: its plan does not support it "
-                "(docs/pipefusion.md lists the classes that do): use patches=1 and pipe=1"
-            )
-        if ranks.pipe > 1 and not plan.stages:
-            raise PlanError(
-                f"pipe={ranks.pipe}: the blocks of {kind} need outputs of other blocks than the one before, so they "
-                "cannot be divided into stages: use pipe=1"
-            )
-        refuse_caches(installed)
-        for path in blocks_of(installed):
-            if submodule(installed.module, path).__dict__.get("_compiled_call_impl") is not None:
-                raise PlanError(
-                    f"{path} of {kind} is compiled, which patches and stages do not support: do not compile it"
-                )
-        counts = None if isinstance(pipe, int) else pipe
-        stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
-        found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
-    return found
-
-
-def refuse_caches(installed: Installed) -> None:
-    """Refuse step caches on a transformer that is computed in patches or stages. Raises: PlanError."""
-    installed.caches.follow()
-    if installed.caches:
-        raise PlanError(
-            f"{installed.caches.kinds[0].name} on {type(installed.module).__name__} with pipe or patches above 1: step "
-            "caches expect one forward for each step, over all blocks: call disable_cache(), or leave out pipe and "
-            "patches"
-        )
-
-
-def check_patches(pipe: object, patches: object, warmup: object) -> int:
-    """Check the settings. Returns: the number of stages. Raises: TypeError, ValueError: naming the setting."""
-    stages = check_degree("pipe", len(pipe) if isinstance(pipe, (list, tuple)) else pipe, default=1)
-    if check_degree("patches", patches, default=1) == 1 and warmup != 1:
-        raise ValueError(f"warmup={warmup} has no meaning with patches=1, which is exact: leave it out")
-    check_degree("warmup", warmup, default=1)
-    return stages

@@ -210,13 +210,22 @@ def _refuse_changes(name: str, module: nn.Module, methods: Sequence[str]) -> Non
         intercept_method(module, method, refuse)
 
 
-def mark_unusable(pipe: Any, found: Mapping[str, Sequence[nn.Module]], error: BaseException) -> None:
-    """Make a pipeline raise at every call if only some of its layers were sharded before `error`."""
-    if not any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers):
+def mark_unusable(
+    pipe: Any, found: Mapping[str, Sequence[nn.Module]], staged: Collection[str], error: BaseException
+) -> None:
+    """Make a pipeline raise at every call if some of its layers were sharded, or weights freed, before `error`.
+
+    Args: found: layers to shard, by component. staged: components whose blocks are divided into stages.
+    """
+    is_sharded = any(isinstance(layer, FSDPModule) for layers in found.values() for layer in layers)
+    freed = [name for name in staged if any(not x.numel() for x in pipe.components[name].parameters())]
+    if not is_sharded and not freed:
         return
+    state = "only partly sharded" if is_sharded else f"without some weights of {', '.join(freed)}"
+    setting = f" with shard={list(found)}" if is_sharded else ""
     message = (
-        f"this {type(pipe).__name__} is only partly sharded, because parallelize_pipeline failed with "
-        f"shard={list(found)} ({type(error).__name__}: {error}): load it again"
+        f"this {type(pipe).__name__} is {state}, because parallelize_pipeline failed{setting} "
+        f"({type(error).__name__}: {error}): load it again"
     )
 
     def refuse(*_: object) -> NoReturn:

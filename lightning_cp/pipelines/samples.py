@@ -20,7 +20,18 @@ _BATCH_DIMS = {"encoder_hidden_states_llama3": 1}  # batch dim of arguments if n
 _ROTARY = ("image_rotary_emb", "rope_interpolation_scale", "rotary_embedding", "scale_factor", "video_rotary_emb")
 _MIN_DIMS = dict.fromkeys((*_ROTARY, "image_cond_ids", "text_rope_pos", "visual_rope_pos"), 3)
 _INDICES = "indices_"  # names of positions of frames: [frames] or [b, frames]
-_WHOLE = ("img_ids", "txt_ids")  # models that get a batch of them use the first
+_FOLDED = "encoder_attention_mask"  # Latte: [b x frames, 1, s], frames innermost
+# Arguments that are the same for all samples, by an argument that only their classes have.
+_WHOLE = {
+    "txt_ids": ("img_ids", "txt_ids"),  # models that get a batch of them use the first
+    "control_hidden_states_scale": ("control_hidden_states_scale",),  # WanVACE: one number for each layer
+    "input_image_sizes": ("position_ids",),  # OmniGen uses those of the first sample
+    "token_tags": (  # MiniMax H3: one layout of the packed tokens for all samples
+        *("timestep", "timestep_indices", "token_tags", "position_ids"),
+        *("video_indices", "audio_indices", "text_indices"),
+    ),
+}
+_ONE_SAMPLE = "text_indexes"  # Cosmos 3 has no batch dim
 
 
 def main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -28,6 +39,16 @@ def main_argument(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if args:
         return args[0]
     return kwargs.get(list(inspect.signature(type(module).forward).parameters)[1])
+
+
+def select_from_call(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], size: int, chosen: slice, *, of_lists: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a transformer's call for some of its samples; see `select_samples`."""
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = [*names, *range(len(names), len(args))][: len(args)]
+    selected = select_samples({**dict(zip(given, args, strict=True)), **kwargs}, size, chosen, of_lists=of_lists)
+    return tuple(selected.pop(name) for name in given), selected
 
 
 def select_samples(value: Any, size: int, chosen: slice, *, of_lists: bool, dim: int = 0, min_dims: int = 1) -> Any:
@@ -38,29 +59,60 @@ def select_samples(value: Any, size: int, chosen: slice, *, of_lists: bool, dim:
         size: number of samples. chosen: the samples to return.
         of_lists: the latents are a list of tensors, one for each sample.
         dim: batch dim of tensors. min_dims: tensors with fewer dims have no batch dim.
+    Raises: ShapeError: the arguments are of a class without batch dim.
     """
     if isinstance(value, Tensor):
         is_split = value.ndim >= max(dim + 1, min_dims) and value.shape[dim] == size
         return value[(slice(None),) * dim + (chosen,)] if is_split else value
     if isinstance(value, dict):
-        return {
-            name: x
-            if name in _WHOLE
-            else select_samples(
-                x,
-                size,
-                chosen,
-                of_lists=of_lists,
-                dim=_BATCH_DIMS.get(name, 0),
-                min_dims=_MIN_DIMS.get(name, 2 if str(name).startswith(_INDICES) else 1),
-            )
-            for name, x in value.items()
-        }
+        return _select_by_name(value, size, chosen, of_lists=of_lists)
     if isinstance(value, list) and len(value) == size and (of_lists or _describes_samples(value)):
         return value[chosen]
     if isinstance(value, (list, tuple)):
         return type(value)(select_samples(x, size, chosen, of_lists=of_lists, min_dims=min_dims) for x in value)
     return value
+
+
+def _select_by_name(value: dict[str, Any], size: int, chosen: slice, *, of_lists: bool) -> dict[str, Any]:
+    if _ONE_SAMPLE in value:
+        raise ShapeError("Cosmos 3 computes one sample at a time: call the transformer once per branch of guidance")
+    whole = {name for marker, names in _WHOLE.items() if marker in value for name in names}
+    selected: dict[str, Any] = {}
+    for name, x in value.items():
+        per_sample = 1
+        if name == _FOLDED and isinstance(x, Tensor) and x.ndim:
+            per_sample = max(1, len(x) // size)
+        selected[name] = (
+            x
+            if name in whole
+            else select_samples(
+                x,
+                size * per_sample,
+                slice(chosen.start * per_sample, chosen.stop * per_sample),
+                of_lists=of_lists,
+                dim=_BATCH_DIMS.get(name, 0),
+                min_dims=_MIN_DIMS.get(name, 2 if str(name).startswith(_INDICES) else 1),
+            )
+        )
+    if isinstance(value.get("input_image_sizes"), dict):
+        selected |= _images_of(value["input_image_sizes"], value.get("input_img_latents") or [], chosen)
+    return selected
+
+
+def _images_of(sizes: dict[int, list[Any]], latents: list[Tensor], chosen: slice) -> dict[str, Any]:
+    """Return OmniGen's input images of some of the samples.
+
+    Args:
+        sizes: positions in the text of each image, by index of the sample.
+        latents: the images of all samples, in the order of `sizes`.
+    """
+    kept_sizes, kept, first = {}, [], 0
+    for sample, places in sizes.items():
+        if chosen.start <= sample < chosen.stop:
+            kept_sizes[sample - chosen.start] = places
+            kept += latents[first : first + len(places)]
+        first += len(places)
+    return {"input_image_sizes": kept_sizes, "input_img_latents": kept}
 
 
 def _describes_samples(value: list[Any]) -> bool:
@@ -79,7 +131,7 @@ def micro_batches(
     if count < 2:
         return [(args, kwargs)]
     shares = [shard_range(size, count, i) for i in range(count)]
-    return [select_samples((args, kwargs), size, slice(x.start, x.stop), of_lists=is_list) for x in shares]
+    return [select_from_call(module, args, kwargs, size, slice(x.start, x.stop), of_lists=is_list) for x in shares]
 
 
 def join_samples(results: Sequence[Any], sizes: Sequence[int]) -> Any:

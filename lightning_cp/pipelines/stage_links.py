@@ -18,9 +18,9 @@ from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.pipelines.forms import Form
+from lightning_cp.pipelines.forms import Form, unpickled_quietly
 
-_MARK = Piece((1,), torch.uint8)  # 1: a stage has failed
+MARK = Piece((1,), torch.uint8)  # 1: a stage has failed
 
 
 class StageFailedError(Exception):
@@ -65,10 +65,10 @@ class StageLinks:
         buffer, pending = self._incoming.pop(key) if key in self._incoming else self._start_receive(key)
         pending.wait()
         *earlier, last = self.forms[key]
-        *tensors, mark = unpack(buffer, [*last.layout, _MARK])
+        *tensors, mark = unpack(buffer, [*last.layout, MARK])
         if mark.item():
             raise StageFailedError
-        return [*map(_zeros, earlier), last.filled(tensors)]
+        return [*map(zeros, earlier), last.filled(tensors)]
 
     def send(self, key: Hashable, own: Sequence[Form], tensors: Sequence[Tensor]) -> None:
         """Send the outputs of this stage's last block; before the first with this key, also their form.
@@ -90,15 +90,14 @@ class StageLinks:
             self._send_object(None)
             return
         form = self.sent_forms[key][-1]
-        packet = empty_packet([*form.layout, _MARK], form.device)
-        unpack(packet, [*form.layout, _MARK])[-1].fill_(1)
+        packet = empty_packet([*form.layout, MARK], form.device)
+        unpack(packet, [*form.layout, MARK])[-1].fill_(1)
         self._start_send(packet)
 
-    def finish(self) -> None:
-        """Wait until everything is sent. Ranks: the next stage has received it, or will."""
-        for pending in self._sent:
-            pending.wait()
-        self._sent = []
+    def finish(self, *, newest: int = 0) -> None:
+        """Wait until everything is sent, except the `newest` transfers. Ranks: the next stage receives it."""
+        while len(self._sent) > newest:
+            self._sent.pop(0).wait()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -108,7 +107,7 @@ class StageLinks:
 
     def _start_receive(self, key: Hashable) -> tuple[Tensor, Pending]:
         form = self.forms[key][-1]
-        buffer = empty_packet([*form.layout, _MARK], form.device)
+        buffer = empty_packet([*form.layout, MARK], form.device)
         return buffer, exchange([], [(self.groups.context_rank - 1, buffer)], group=self.group)
 
     def _start_send(self, packet: Tensor) -> None:
@@ -119,7 +118,8 @@ class StageLinks:
 
     def _receive_object(self) -> Any:
         received: list[Any] = [None]
-        dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
+        with unpickled_quietly():
+            dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
         return received[0]
 
 
@@ -137,5 +137,6 @@ def check_same(found: Layout, expected: Layout) -> None:
         )
 
 
-def _zeros(form: Form) -> Any:
+def zeros(form: Form) -> Any:
+    """Return a result of this form with zeros that take no memory."""
     return form.filled([torch.zeros((), dtype=x.dtype, device=form.device).expand(x.shape) for x in form.layout])

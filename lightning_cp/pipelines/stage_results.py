@@ -1,94 +1,224 @@
-"""Results of the last stage for all stages: lazy tensors, so that the next call can start before they arrive."""
+"""Results of the last stage for all stages: lazy tensors, so that no stage waits for the others between steps.
+
+The operators of guidance and of the scheduler are deferred until something reads a value. If each patch (or
+micro-batch) of a step depends on the same one of the step before (`step_overlap.py`), the first stage computes a patch
+when this piece of the results has arrived. The other stages do not need the latents: they get the outputs of the stage
+before. They complete the results of a step two steps later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
+from lightning_cp.comm.transfer import Pending
+from lightning_cp.compat.torch_names import aten, is_functional
 from lightning_cp.errors import CallFailedError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.nest import of_type
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, form_and_tensors
-from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.stage_links import check_same
+from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute, resolve_all
+from lightning_cp.pipelines.result_transfers import ResultTransfers, StageResult
+from lightning_cp.pipelines.step_overlap import ComputeStart, describe, have_pieces, is_independent
 from lightning_cp.pipelines.votes import Votes
+
+_aten = torch.ops.aten
+# Operators besides elementwise ones that schedulers and guidance use. (einsum is a bmm.) Modules use others, and wait.
+_COPIES = (aten("_to_copy"), _aten.clone, _aten.repeat, _aten.cat, _aten.stack, _aten.bmm)
+_REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
+_DEFERRED = frozenset((*_COPIES, *_REDUCTIONS))
 
 
 @dataclass(eq=False)
-class StageResults:
-    """Sends the results of the last stage of a pipeline's transformers to all stages.
+class _Step:
+    """Results of a denoising step, and the operators that were deferred since its first transformer call."""
+
+    results: list[StageResult] = field(default_factory=list)
+    later: list[Deferred] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class StageResults(LazyResults):
+    """The results of a pipeline's transformers on this stage.
 
     Attributes:
-        groups: the ranks that hold the stages, as a ring, in order.
+        transfers: sends the results to all stages.
         votes: the pipeline's votes, through which a stage's error reaches the others.
         is_lazy: False: results are exchanged at once.
-        pending: results that are not exchanged yet.
+        overlaps: True in a pipeline call whose steps may overlap.
+        waits: number of times that all stages have waited for each other.
+        steps: the steps with results that are not complete on all stages.
+        count: number of results in this call of the pipeline.
+        started: their number when the current step began. complete: their number that are complete.
     """
 
-    groups: MeshGroups
+    transfers: ResultTransfers
     votes: Votes
     is_lazy: bool
-    pending: PendingGathers = field(init=False)
-    _forms: dict[Hashable, Form] = field(default_factory=dict)
+    overlaps: bool = False
+    waits: int = 0
+    steps: list[_Step] = field(default_factory=lambda: [_Step()])
+    count: int = 0
+    started: int = 0
+    complete: int = 0
+    _independent: dict[Hashable, bool] = field(default_factory=dict)
     _stages: list[BlockStage] = field(default_factory=list)
-    _marks: list[Tensor] = field(default_factory=list)
+    _unread: list[Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pending = PendingGathers(self.groups, self._after_exchange)
         if self.is_lazy:  # else no vote: the exchange is inside a transformer call, which other CFG ranks may not make
-            self.pending.before_flush, self.votes.has_pending = self.votes.check, self.has_pending
+            self.votes.has_pending = self.is_waiting
 
-    def has_pending(self) -> bool:
-        """Return True if there are results that are not exchanged yet."""
-        return bool(self.pending.results)
+    @override
+    def is_waiting(self) -> bool:
+        return any(step.results for step in self.steps)
 
-    def broadcast(self, stage: BlockStage, result: Any, key: Hashable) -> Any:
-        """Return the result of the last stage, as lazy tensors. Ranks: all stages.
+    @override
+    def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
+        return is_functional(function) and (
+            torch.Tag.pointwise in function.tags or function.overloadpacket in _DEFERRED
+        )
 
+    @override
+    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
+        self.steps[-1].later.append((held, function))
+
+    @override
+    def flush(self) -> None:
+        if self.is_waiting():
+            self._wait()
+
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int) -> StageResult:
+        """Begin a transformer call of so many forwards. Ranks: all stages."""
+        if stage not in self._stages:
+            self._stages.append(stage)
+        result = self.transfers.begin(stage, key, forwards, in_pieces=self.overlaps)
+        self.steps[-1].results.append(result)
+        self.count += 1
+        return result
+
+    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Any:
+        """Return the result of a transformer call as lazy tensors. Ranks: all stages.
+
+        Args: output, samples: see `ResultTransfers.finish`.
         Raises: the error of this stage. CallFailedError: another stage has failed.
         """
-        self._stages.append(stage)
-        last, key = self.groups.context_size - 1, (id(stage), key)
-        is_last, tensors = self.groups.context_rank == last, list[Tensor]()
-        if key not in self._forms:
-            found = form_and_tensors(result)[0] if is_last and stage.error is None else None
-            form = _broadcast_object(found, last, stage.links.group)
-            if form is None:
-                self._raise_error()
-            self._forms[key] = form
-        form = self._forms[key]
-        if is_last and stage.error is None:
-            own_form, tensors = form_and_tensors(result)
-            try:
-                check_same(own_form.layout, form.layout)
-            except Exception as error:
-                stage.error = error
-        if not is_last or stage.error is not None:
-            tensors = form.empty()
-        self._marks.append(torch.full((1,), int(stage.error is not None), dtype=torch.uint8, device=form.device))
-        lazy = form.filled(self.pending.lazy_tensors([*tensors, self._marks[-1]], last)[:-1])
-        return lazy if self.is_lazy else resolve_all(lazy)
+        form = self.transfers.finish(result, output, samples)
+        if form is None:
+            self._raise_error()
+        lazy = form.filled([LazyTensor(x, self, self.count) for x in result.tensors])
+        if self.is_lazy:
+            return lazy
+        self.flush()
+        return resolve_all(lazy)
+
+    def enter(self, stage: BlockStage, key: Hashable, values: Any, compute_start: ComputeStart) -> None:
+        """Wait for the results that a transformer call depends on, unless this step can overlap with the step before.
+
+        Args: key: identifies the shapes of the arguments. values: the arguments, a nest with lazy tensors.
+        Ranks: all stages.
+        """
+        lazy = list(of_type(LazyTensor, values))
+        after = max((x.after for x in lazy), default=0)
+        if after <= self.complete:
+            return
+        is_new_step, pieces = after > self.started, self.transfers.pieces_of(stage, key)
+        steps = self.steps[-1:] if is_new_step else self.steps[-2:]
+        results, later = steps[0].results, [x for step in steps for x in step.later]
+        if not self.overlaps or not pieces or not have_pieces(results, len(pieces)):
+            self.flush()
+            return
+        transition = (id(stage), key, describe(lazy, results, later))
+        if transition not in self._independent:
+            first = self.transfers.is_first
+            trial = partial(is_independent, results, later, pieces, compute_start, is_first=first)
+            self._independent[transition] = self._wait(trial)
+        elif not self._independent[transition]:
+            self.flush()
+        elif is_new_step:
+            self._begin_step(len(pieces))
+
+    def prepare(self, number: int) -> bool:
+        """On the first stage: wait for a piece of the step before, and compute what the next forward needs of it.
+
+        Returns: False if another stage has failed.
+        """
+        if len(self.steps) < 2 or not self.transfers.is_first:
+            return True
+        before, current = self.steps[-2:]
+        is_new = False
+        for result in before.results:
+            is_new |= self.transfers.take(result, number + 1)
+        if is_new:
+            compute(before.later)
+        if is_new or not number:
+            compute(current.later)
+        return not any(x.failed for x in before.results)
+
+    def start(self, *, overlaps: bool) -> None:
+        """Start a call of the pipeline. Ranks: all stages."""
+        self.reset()
+        for pending in self._unread:  # of a call that failed on all stages
+            pending.wait()
+        self._unread, self.overlaps = [], overlaps and self.is_lazy
 
     def reset(self) -> None:
         """Forget the results of a call of the pipeline, also if it failed."""
-        self.pending.drop()
+        for result in (x for step in self.steps for x in step.results):
+            self._unread += [*(pending for _, pending in result.incoming), *result.outgoing]
         for stage in self._stages:
             stage.reset()
-        self._stages, self._marks = [], []
+        self._stages, self.steps = [], [_Step()]
+        self.count = self.started = self.complete = 0
 
-    def _after_exchange(self, calls: int) -> None:
-        if any(int(mark) for mark in self._marks):
-            self._raise_error()
+    def _begin_step(self, pieces: int) -> None:
+        """Begin a step while the results of the step before arrive, and complete those of the step before that."""
+        if len(self.steps) > 1:
+            self._complete([self.steps.pop(0)])
+            for stage in self._stages:
+                stage.links.finish(newest=2 * pieces)
+        self.steps.append(_Step())
+        self.started = self.count
+
+    def _wait(self, trial: Callable[[], bool] | None = None) -> bool:
+        """Complete all results. Ranks: all stages.
+
+        Args: trial: called before the operators since the results are forgotten.
+        Returns: True if the trial has succeeded on all ranks.
+        """
+        if self.is_lazy:
+            self.votes.check()
+        self._complete(self.steps)
+        succeeded = trial is not None and self.votes.agree(trial())
         for stage in self._stages:
             stage.links.finish()
-        self._stages, self._marks = [], []
+        self._stages, self.steps = [], [_Step()]
+        self.started = self.complete = self.count
+        self.waits += 1
         if self.is_lazy:
             self.votes.end_exchanges()
+        return succeeded
+
+    def _complete(self, steps: Sequence[_Step]) -> None:
+        """Complete the results of some steps, and compute what was deferred.
+
+        Raises: the error of this stage. CallFailedError: another stage has failed.
+        """
+        results = [x for step in steps for x in step.results]
+        for result in results:
+            self.transfers.take(result)
+            for pending in result.outgoing:
+                pending.wait()
+        if any(x.failed for x in results):
+            self._raise_error()
+        for step in steps:
+            compute(step.later)
+        self.complete += len(results)
 
     def _raise_error(self) -> NoReturn:
         """Raise the error of this stage, or a CallFailedError if another stage has failed."""
@@ -97,10 +227,3 @@ class StageResults:
                 raise stage.error
         self.votes.check()  # raises the error of the other stage by name, inside a call of the pipeline
         raise CallFailedError("another stage of blocks has failed in this transformer call")
-
-
-def _broadcast_object(value: Any, source: int, group: dist.ProcessGroup) -> Any:
-    """Broadcast an object from one rank of the group."""
-    held = [value]
-    dist.broadcast_object_list(held, group=group, group_src=source)
-    return held[0]

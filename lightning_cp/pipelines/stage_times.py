@@ -17,7 +17,8 @@ from lightning_cp.pipelines.state import parallel_pipeline
 class StageTimes:
     """Seconds per stage on this rank, summed over the calls of a parallel pipeline since `watch`.
 
-    Encoding ends at the first transformer call; decoding begins after the last one.
+    Encoding ends at the first transformer call; decoding begins after the last one. With stages of blocks, the wait for
+    the last stage's outputs counts as decoding.
 
     Attributes:
         encode_s, denoise_s, decode_s: seconds per stage.
@@ -28,7 +29,7 @@ class StageTimes:
     denoise_s: float = 0.0
     decode_s: float = 0.0
     steps: int = 0
-    _marks: list[float] = field(default_factory=list)
+    _marks: list[_Mark] = field(default_factory=list)
 
     def watch(self, pipe: Any) -> Undo:
         """Start to measure the calls of a pipeline. Returns: a function to stop. Raises: ValueError: not parallel."""
@@ -41,23 +42,34 @@ class StageTimes:
 
     def _step(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._marks:
-            self._marks.append(_now())
+            self._marks.append(_Mark())
         result = call(*args, **kwargs)
-        self._marks[1:] = [_now()]
+        self._marks[1:] = [_Mark()]
         self.steps += 1
         return result
 
     def _call(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._marks, started = [], _now()
+        self._marks, started = [], _Mark()
         result = call(*args, **kwargs)
         first, last = self._marks or (started, started)
-        self.encode_s += first - started
-        self.denoise_s += last - first
-        self.decode_s += _now() - last
+        self.encode_s += first.since(started)
+        self.denoise_s += last.since(first)
+        self.decode_s += _Mark().since(last)
         return result
 
 
-def _now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+class _Mark:
+    """A point in time; on CUDA, of the current stream. The host does not wait for the device."""
+
+    def __init__(self) -> None:
+        self._time_s, self._event = time.perf_counter(), None
+        if torch.cuda.is_available():
+            self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def since(self, earlier: _Mark) -> float:
+        """Return the seconds since an earlier mark. Waits on CUDA until the stream has reached this one."""
+        if self._event is None or earlier._event is None:
+            return self._time_s - earlier._time_s
+        self._event.synchronize()
+        return float(earlier._event.elapsed_time(self._event)) / 1000

@@ -19,10 +19,12 @@ class StepClock:
     Attributes:
         calls: calls of each transformer in this step that have no cache context.
         before: their number in the previous step with calls.
+        resolves: True if the scheduler gets real tensors, because a callback after its step may read them.
     """
 
     calls: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
+    resolves: bool = True
 
     def next_call(self, module: nn.Module) -> int:
         """Return the index of the next call of a transformer in this step."""
@@ -43,9 +45,9 @@ class StepClock:
         self.calls = {}
 
     def before_step(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Wrap the scheduler's `step`, which ends a denoising step. It gets real tensors."""
+        """Wrap the scheduler's `step`, which ends a denoising step."""
         self.end_step()
-        return call(*resolve_all(args), **resolve_all(kwargs))
+        return call(*resolve_all(args), **resolve_all(kwargs)) if self.resolves else call(*args, **kwargs)
 
     def reset(self) -> None:
         """Forget all steps, before a call of the pipeline."""

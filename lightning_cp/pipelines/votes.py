@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from lightning_cp.errors import CallFailedError
 
-_GOES_ON, _ENDED, _FAILED = 0, 1, 2
+_GOES_ON, _ENDED, _FAILED, _DECLINES = range(4)
 _GRACE_S = 10.0  # to wait for the others' votes after an error inside an exchange, where they may wait for this rank
 
 
@@ -95,6 +95,13 @@ class Votes:
         if self._depth:
             self._vote(_GOES_ON)
 
+    def agree(self, yes: bool) -> bool:
+        """Vote on a question, inside a call. Ranks: all that share the sample. Returns: True if all say yes.
+
+        Raises: CallFailedError: another rank has failed.
+        """
+        return _DECLINES not in self._vote(_GOES_ON if yes else _DECLINES)
+
     def check_usable(self) -> None:
         """Check that no earlier call has failed inside an exchange. Raises: RuntimeError: one has."""
         if self.broken is not None:
@@ -103,9 +110,9 @@ class Votes:
                 f"ranks ({_text(self.broken)}): end the job"
             ) from self.broken
 
-    def _vote(self, vote: int) -> None:
+    def _vote(self, vote: int) -> list[int]:
         if self._group is None:
-            return
+            return [vote]
         try:
             votes = _read(self._start(vote))
             errors = self._exchange(None) if _FAILED in votes else []
@@ -118,12 +125,13 @@ class Votes:
             raise self._error_on_all_ranks(
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
-        if any(other != vote for other in votes):
+        if _ENDED in votes and any(other != vote for other in votes):
             ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
             raise self._error_on_all_ranks(
                 f"ranks {ended} have ended this call of {self._name}, the others have not: all ranks that share a "
                 "sample must compute the same steps"
             )
+        return votes
 
     def _error_on_all_ranks(self, message: str) -> CallFailedError:
         self._common = CallFailedError(message)

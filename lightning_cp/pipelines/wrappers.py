@@ -17,10 +17,14 @@ from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.patch_calls import PatchCalls, refuse_caches
+from lightning_cp.pipelines.patch_calls import PatchCalls
+from lightning_cp.pipelines.patch_setup import refuse_caches
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline
 from lightning_cp.pipelines.votes import Votes
+
+# Callbacks of a pipeline read the latents after each step, and may raise on one rank.
+_CALLBACKS = ("callback_on_step_end", "callback")
 
 
 def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_patches: PatchCalls | None) -> Around:
@@ -32,7 +36,7 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
         if not calls.is_active:
             if in_patches is not None:
                 refuse_caches(installed)
-                in_patches.reset()  # a call on its own computes the whole sequence
+                in_patches.begin()  # a call on its own computes the whole sequence
             installed.session.peers.compare_next_in_full()
             return resolve_all(call(*args, **kwargs))
         with votes.before_exchanges():
@@ -86,7 +90,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
             for one in in_patches:
-                one.reset()
+                one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
             try:
                 with nullcontext() if stages is None else stages.call(given):
@@ -94,7 +98,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             finally:
                 calls.end()
                 for one in in_patches:
-                    one.reset()
+                    one.end()
 
     return around
 

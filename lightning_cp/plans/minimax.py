@@ -17,7 +17,7 @@ PLANS = {
         arguments={"norm_out": {"timestep_indices": split(0, "packed")}},
         gather={"proj_out": split(1, "packed"), "audio_proj_out": split(1, "packed")},
         main="packed",
-        patches=patches("packed", samples=False, once=("token_refiner",)),
+        patches=patches("packed", once=("token_refiner",)),
     ),
     "MiniMaxMusic3Transformer1DModel": Plan(
         blocks={"transformer_blocks": {"hidden_states": split(1, "audio"), "rotary_emb": split(0, "audio")}},

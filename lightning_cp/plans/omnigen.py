@@ -13,6 +13,6 @@ PLANS = {
         },
         gather={"norm": split(1, "image")},
         unused=("embed_tokens.*", "patch_embedding.input_image_proj.*"),
-        patches=patches("image", samples=False),
+        patches=patches("image"),
     ),
 }

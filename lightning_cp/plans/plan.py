@@ -18,7 +18,7 @@ LOCAL: Modalities = ()
 
 @dataclass(frozen=True)
 class Split:
-    """A tensor with tokens along one dim.
+    """A tensor with tokens along one dim; or a `slice` of the tokens of one modality.
 
     Attributes:
         dim: dim that holds the tokens.
@@ -119,8 +119,9 @@ class Attention:
             "outer": made from local tokens: the outer product of per-token values >= 0.
         ragged: the model's own code drops padding tokens before attention, so ranks exchange the number of remaining
             tokens at every call.
-        cached: keys of tokens of earlier forwards, which each rank has kept for its own shard, may be added to the
-            keys. Ranks then exchange the number of keys, and there must be no mask.
+        cached: keys of tokens of earlier forwards, which each rank has kept for its own shard, may be put before the
+            keys. Ranks then exchange the number of keys, and there must be no mask. "block_causal": forwards without
+            segments have kept keys of the tokens that preceded theirs, and may have a key mask over all of them.
         form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
     """
@@ -164,8 +165,8 @@ class Patches:
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
         stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
-        samples: False: arguments cannot be divided by samples (packed or flattened batches), so a batch is
-            computed whole.
+        samples: False: arguments cannot be divided by samples, so stages compute a batch whole, and `cfg` above 1 is
+            refused for pipelines that compute the branches of guidance in one batch.
         once: modules before the blocks that get whole tokens (`*` allowed; those that a model lacks are ignored). They
             run once for all patches, because the arguments of the model are the same.
     """

@@ -1,11 +1,12 @@
 """QwenImage 2.1: one packed sequence of text and images, causal except within each image (bidirectional).
 
-Segment boundaries are global indices, so the engine reads them instead of the blocks.
+Segment boundaries are global indices, so the engine reads them instead of the blocks. With a cache, each rank keeps the
+keys of its shard of the tokens before the last image, and later forwards have the tokens of this image only.
 """
 
 from lightning_cp.plans.plan import Attention, Plan, kept, split
 
-_CACHE = "the prefix that it holds is found by its global index"
+_CACHE = "it keeps keys for the later steps of one branch; the pipeline's use_kv_cache=False turns this off"
 
 PLANS = {
     "QwenImage21Transformer2DModel": Plan(
@@ -14,14 +15,17 @@ PLANS = {
                 "hidden_states": split(1, "image"),
                 "rotary_emb": split(0, "image"),
                 "target_token_mask": split(0, "image"),
+                "cache_write_slice": split(0, "image"),
                 "segments": kept("segments"),
                 "key_valid": kept("key_valid"),
             },
         },
         attention={
-            "attn": Attention(("image",), form="block_causal", replaces_processors=("QwenImage21AttnProcessor",))
+            "attn": Attention(
+                ("image",), cached=True, form="block_causal", replaces_processors=("QwenImage21AttnProcessor",)
+            )
         },
         gather={"transformer_blocks.-1": split(1, "image")},
-        refused={"kv_cache": _CACHE, "kv_cache_mode": _CACHE},
+        keeps_keys={"kv_cache_mode": _CACHE, "kv_cache": _CACHE},
     ),
 }

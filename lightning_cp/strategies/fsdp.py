@@ -22,11 +22,11 @@ from lightning_cp.checkpoint.shards import reraise_as
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
+from lightning_cp.engine.paths import class_of
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.settings import known_settings
-from lightning_cp.strategies.strategy import class_of
 
 # Constructor arguments of all other Lightning strategies. ModelParallelStrategy has them only as attributes.
 _PLUGINS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision", "precision_plugin"}

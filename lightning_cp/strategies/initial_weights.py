@@ -17,8 +17,8 @@ from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
+from lightning_cp.engine.meta import deferred_loads, materialize
 from lightning_cp.strategies.checksum import checksum
-from lightning_cp.strategies.meta import deferred_loads, materialize
 from lightning_cp.training.ema import copy_full_tensor
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler

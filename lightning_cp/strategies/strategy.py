@@ -13,12 +13,12 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lightning_cp.comm.shards import compare_shares, gather_uneven, own_shard
 from lightning_cp.comm.stall import watch_stalls
 from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.engine.apply import Installed, installed_on, no_plan_message, parallelize
+from lightning_cp.engine.paths import class_of
 from lightning_cp.engine.peers import PeerCheck
 from lightning_cp.errors import PlanError
 from lightning_cp.kernels import check_kernel, choose_kernel
@@ -248,12 +248,6 @@ class ContextParallel:
             raise ValueError("tokens=0 on every rank of the context group: local_mean needs at least one token")
         weight = groups.context_size * counts[groups.context_rank] / sum(counts)
         return loss * weight if tokens else torch.nan_to_num(loss, nan=0.0) * 0.0
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module without the subclass that FSDP2 creates."""
-    found: Any = next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
-    return found  # type: ignore[no-any-return]
 
 
 def _names(key: Any, path: str, module: nn.Module) -> bool:

@@ -87,6 +87,41 @@ def test_all_ranks_of_a_sample_divide_the_tokens_of_controlnets(
         assert {sum(counts) for counts in calls} == {_TOKENS}, "each token once, over all branches of guidance"
 
 
+def _with_shares(rank: int, world: int, name: str, mode: str, cfg: int, shares: tuple[int, ...]) -> Any:
+    """The error, and the image tokens in the blocks of this rank's ControlNets."""
+    pipe = _pipe(name)
+    alone = _latents(pipe, name)
+    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, shares=shares)
+    nets, counts = getattr(pipe.controlnet, "nets", [pipe.controlnet]), list[int]()
+    for net in nets:
+        net.transformer_blocks[-1].register_forward_hook(lambda _, args, output: counts.append(output[1].shape[1]))
+    latents = _latents(pipe, name)
+    return float((latents - alone).abs().max() / alone.abs().max()), counts
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "mode", "cfg", "shares"),
+    [
+        (3, "flux_controlnet", "ulysses", 1, (1, 3, 2)),
+        pytest.param(3, "flux_controlnet", "ring", 1, (4, 1, 1), marks=pytest.mark.full),
+        pytest.param(4, "flux_controlnet", "ring", 2, (2, 1), marks=pytest.mark.full),
+        pytest.param(4, "flux_two_controlnets", "unified", 1, (4, 1, 2, 1), marks=pytest.mark.full),
+    ],
+)
+def test_tokens_of_controlnets_follow_the_shares(
+    run_ranks: RankPool, world: int, name: str, mode: str, cfg: int, shares: tuple[int, ...]
+) -> None:
+    by_rank = run_ranks(world, _with_shares, name, mode, cfg, shares)
+    for rank, (error, counts) in enumerate(by_rank):
+        assert error <= 1e-5
+        features.compared("ControlNets", error)
+        expected = _TOKENS * shares[rank % len(shares)] / (sum(shares) * cfg)
+        assert counts
+        assert all(abs(n - expected) <= 1 for n in counts), "tokens by shares"
+    for calls in zip(*(counts for _, counts in by_rank), strict=True):
+        assert sum(calls) == _TOKENS
+
+
 def _failed(rank: int, world: int) -> tuple[str, float]:
     """What is raised if rank 1 fails before the first call of the ControlNet; the error of the next call."""
     pipe = _pipe("flux_controlnet")

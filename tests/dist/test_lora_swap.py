@@ -83,8 +83,11 @@ def _compile(pipe: Any) -> None:
     pipe.transformer.compile_repeated_blocks(backend="aot_eager", fullgraph=True)
 
 
-def _changed(rank: int, world: int, settings: dict[str, Any], compiled: bool, before: int) -> dict[str, Any]:
-    """By change: the error, and how much it changes; the first `before` changes are made before the set-up."""
+def _changed(rank: int, world: int, settings: dict[str, Any], compiled: str, before: int) -> dict[str, Any]:
+    """By change: the error, and how much it changes.
+
+    Args: compiled: "before" or "after" the set-up; "": not at all. before: number of changes made before the set-up.
+    """
     dtype = torch.float64
     one, pipe = _pipe(dtype), _pipe(dtype)
 
@@ -94,9 +97,11 @@ def _changed(rank: int, world: int, settings: dict[str, Any], compiled: bool, be
 
     for _, change in CHANGES[:before]:
         _change(pipe, change)
-    if compiled:
+    if compiled == "before":
         _compile(pipe)
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
+    if compiled == "after":
+        _compile(pipe)
     found, last = {}, of_first_rank(lambda: _latents(one))
     for i, (name, change) in enumerate(CHANGES):
         expected = of_first_rank(partial(changed, change))
@@ -119,26 +124,51 @@ SHARD = {"shard": ["transformer"]}
 @pytest.mark.parametrize(
     ("settings", "compiled", "before"),
     [
-        ({}, False, 0),
-        pytest.param(SHARD, False, 0, marks=pytest.mark.full),
-        pytest.param(SHARD, False, 3, marks=pytest.mark.full),
-        pytest.param({}, True, 0, marks=pytest.mark.full),
-        pytest.param(SHARD, True, 0, marks=pytest.mark.full),
-        pytest.param(SHARD, True, 3, marks=pytest.mark.full),
+        ({}, "", 0),
+        pytest.param(SHARD, "", 0, marks=pytest.mark.full),
+        pytest.param(SHARD, "", 3, marks=pytest.mark.full),
+        pytest.param({}, "before", 0, marks=pytest.mark.full),  # compiled: 2 to 5 minutes each
+        pytest.param({}, "after", 0, marks=pytest.mark.full),
+        pytest.param(SHARD, "before", 0, marks=pytest.mark.full),
+        pytest.param(SHARD, "before", 3, marks=pytest.mark.full),
     ],
 )
 def test_adapters_changed_between_calls_give_one_process_latents(
-    run_ranks: RankPool, settings: dict[str, Any], compiled: bool, before: int
+    run_ranks: RankPool, settings: dict[str, Any], compiled: str, before: int
 ) -> None:
-    for found in run_ranks(3, _changed, settings, compiled, before, timeout_s=500):
+    for found in run_ranks(3, _changed, settings, compiled, before, timeout_s=900):
         print({name: f"{error:.0e} {change:.0e}" for name, (error, change) in found.items()})
         for name, (error, change) in found.items():
             assert error <= 1e-10, name
             assert change > 1e-3 or name == "unfuse", f"{name} changes nothing"  # the adapter stays active
-            if settings:
+            if compiled:
+                features.compared("LoRA hot-swap, compiled blocks (with sharded weights: compiled first)", error)
+            elif settings:
                 features.compared("LoRA hot-swap, sharded weights", error)
             else:
                 features.compared("LoRA hot-swap: load, set, disable, fuse, unfuse, unload, swap", error)
+
+
+def _swapped(rank: int, world: int, settings: dict[str, Any]) -> int:
+    """Swap adapters of two ranks into compiled blocks. Returns: number of code objects that this compiles."""
+    pipe = _pipe(torch.float32)
+    _compile(pipe)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
+    pipe.enable_lora_hotswap(target_rank=6)
+    _change(pipe, _load("style", 3))
+    _latents(pipe)
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for seed, size in ((4, 6), (5, 2)):
+        _change(pipe, _load("style", seed, rank=size, hotswap=True))
+        _latents(pipe)
+    assert compiled > 0
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"]) - compiled
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("settings", [{}, SHARD])
+def test_a_swap_compiles_no_block_again(run_ranks: RankPool, settings: dict[str, Any]) -> None:
+    assert run_ranks(3, _swapped, settings, timeout_s=400) == [0] * 3
 
 
 def _refused(rank: int, world: int) -> list[str]:

@@ -80,7 +80,7 @@ def sample(made: Path, name: str, *overrides: str) -> torch.Tensor:
         f"hydra.run.dir={made / name}",
         "prompts=[wave number 1]",
     ]
-    command += ["num_steps=2", "progress=false", "accelerator=cpu", f"output_root={made}", *overrides]
+    command += ["num_inference_steps=2", "progress=false", "accelerator=cpu", f"output_root={made}", *overrides]
     frames, height, width = CASES["wan"].size
     command += [f"+call.height={height}", f"+call.width={width}", f"+call.num_frames={frames}"]
     ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)

@@ -16,7 +16,7 @@ PAGE = (ROOT / "docs/finetune_digits.md").read_text()
 COMMANDS = [shlex.split(line) for line in re.findall(r"^python (.*)$", PAGE, re.MULTILINE)]
 SMALL = {
     "recipes/train.py": ("max_steps=3", "model.transformer.num_layers=1", "sampling.num_samples=10"),
-    "recipes/sample.py": ("count=20", "num_steps=2"),
+    "recipes/sample.py": ("num_samples=20", "num_inference_steps=2"),
 }
 
 
@@ -43,4 +43,11 @@ def test_the_page_runs(tmp_path: Path) -> None:
     wider = ("experiment=pretrain_digits", "run_dir=wider", "model.transformer.num_attention_heads=8")
     run(tmp_path, str(ROOT / "recipes/train.py"), *wider, *SMALL["recipes/train.py"], "progress=false")
     with pytest.raises(AssertionError, match=r"lora\.file=.* is of another model"):
-        run(tmp_path, str(ROOT / "recipes/sample.py"), "source=wider", "lora=digits-lora", "count=10", "progress=false")
+        run(
+            tmp_path,
+            str(ROOT / "recipes/sample.py"),
+            "source=wider",
+            "lora=digits-lora",
+            "num_samples=10",
+            "progress=false",
+        )

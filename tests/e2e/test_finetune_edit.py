@@ -42,7 +42,13 @@ def edited(made: Path, name: str, *overrides: str, source: str = "media/0.refere
         f"hydra.run.dir={made / name}",
         f"source={made / 'pipe'}",
     ]
-    command += [f"image={made / source}", "prompts=[wave number 1]", "num_steps=2", "progress=false", "accelerator=cpu"]
+    command += [
+        f"image={made / source}",
+        "prompts=[wave number 1]",
+        "num_inference_steps=2",
+        "progress=false",
+        "accelerator=cpu",
+    ]
     command += [f"output_root={made}", *CALL, *overrides]
     ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
     assert ran.returncode == 0, ran.stdout + ran.stderr

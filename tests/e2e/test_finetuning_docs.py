@@ -23,7 +23,13 @@ COMMANDS, EDIT_COMMANDS = (
 SMALL = {
     "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
     "recipes/train.py": ("max_steps=2", "batch_size=2", "accelerator=cpu"),
-    "recipes/sample.py": ("num_steps=1", "+call.height=32", "+call.width=48", "+call.num_frames=5", "accelerator=cpu"),
+    "recipes/sample.py": (
+        "num_inference_steps=1",
+        "+call.height=32",
+        "+call.width=48",
+        "+call.num_frames=5",
+        "accelerator=cpu",
+    ),
 }
 
 
@@ -56,7 +62,7 @@ def test_commands_and_script_run(tmp_path: Path) -> None:
 def test_the_commands_for_edit_models_run(tmp_path: Path) -> None:
     size = {"recipes/precompute.py": ("precompute.sizes=[[16,24]]", "accelerator=cpu")}
     size["recipes/train.py"] = SMALL["recipes/train.py"]
-    size["recipes/sample.py"] = ("num_steps=1", "accelerator=cpu", *CALL)
+    size["recipes/sample.py"] = ("num_inference_steps=1", "accelerator=cpu", *CALL)
     write_pipeline(tmp_path / "my-pipeline", "flux_kontext")
     pairs = write_media(tmp_path / "pairs", "flux_kontext", 4)
     shutil.copy(pairs / "0.reference.png", tmp_path / "photo.png")

@@ -90,7 +90,7 @@ def test_pictures_are_the_same_at_every_degree(
 
 
 def test_requested_classes_are_sampled_by_data_groups_in_order(alone: Path, trained: Path, tmp_path: Path) -> None:
-    options = ("prompts=[7,1,1]", "count=1", "strategy=cp", "data_parallel=2")
+    options = ("prompts=[7,1,1]", "num_samples=1", "strategy=cp", "data_parallel=2")
     done = sampled(f"source={trained}", *options, folder=tmp_path / "out")
     assert "steps:" not in done.stderr
     assert done.exit_code == 0, done.stderr
@@ -108,7 +108,13 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CALL = ("+call.height=48", "+call.width=80", "+call.num_frames=5", "num_steps=2", "negative_prompt=a slow dog")
+CALL = (
+    "+call.height=48",
+    "+call.width=80",
+    "+call.num_frames=5",
+    "num_inference_steps=2",
+    "negative_prompt=a slow dog",
+)
 
 
 def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp_path: Path) -> None:
@@ -134,8 +140,20 @@ def test_a_pipeline_is_sampled_over_branches_and_data_groups(pipeline: Path, tmp
 
 
 @pytest.mark.full
+def test_a_pipeline_is_sampled_in_stages_of_blocks(pipeline: Path, tmp_path: Path) -> None:
+    options = (f"source={pipeline}", "prompts=[rain on the sea]", "seed=5", *CALL)
+    alone = sampled(*options, folder=tmp_path / "alone")
+    staged = sampled(*options, "strategy=cp", "pipe=2", "precision=32-true", folder=tmp_path / "staged")
+    for done in (alone, staged):
+        assert done.exit_code == 0, done.stderr
+    assert "Warning" not in staged.stderr
+    one, other = (picture(folder / "samples" / "0000.gif") for folder in (tmp_path / "alone", tmp_path / "staged"))
+    assert np.abs(one - other).max() <= 2
+
+
+@pytest.mark.full
 def test_a_step_cache_gives_the_same_pictures_on_ranks(trained: Path, tmp_path: Path) -> None:
-    cache = (f"source={trained}", "cache=first_block", "cache.threshold=0.3", "count=5")
+    cache = (f"source={trained}", "cache=first_block", "cache.threshold=0.3", "num_samples=5")
     alone = sampled(*cache, folder=tmp_path / "alone")
     together = sampled(*cache, "strategy=cp", "ring=2", "cfg=2", folder=tmp_path / "together")
     for done in (alone, together):
@@ -152,7 +170,7 @@ def test_a_step_cache_gives_the_same_pictures_on_ranks(trained: Path, tmp_path: 
 def test_a_step_cache_of_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
     """The recipe gives the cache the pipeline's timestep."""
     cache = ("cache=broadcast", "cache.spatial_attention_timestep_skip_range=[-1,1001]")
-    call = ("prompts=[a cat]", "num_steps=3", "+call.height=48", "+call.width=80", "+call.num_frames=5")
+    call = ("prompts=[a cat]", "num_inference_steps=3", "+call.height=48", "+call.width=80", "+call.num_frames=5")
     done = sampled(f"source={pipeline}", *cache, *call, folder=tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     assert float(re.search(r"The step cache skipped ([\d.]+)%", done.stdout)[1]) > 5

@@ -34,16 +34,21 @@ def omnigen_mask(padding: int, text: int = _TEXT) -> Tensor:
     return seen
 
 
+def omnigen_positions(padding: int) -> Tensor:
+    """[s]: positions as its pipeline makes them. The class uses those of the first sample."""
+    return (torch.arange(_TEXT + 1 + _IMAGE) - padding).clamp_min(0)
+
+
 def conditioned(g: torch.Generator) -> dict[str, Any]:
-    """Text of 24 tokens; 9 of them are replaced by an image in the first sample, and 5 are padding in the second."""
+    """Text of 24 tokens. In the first sample, 9 of them are replaced by an image, and 5 are padding."""
     return {
         "hidden_states": randn(g, 2, 4, 6, 12),
         "timestep": TIMES,
         "input_ids": torch.randint(1, 50, (2, _TEXT), generator=g),
         "input_img_latents": [randn(g, 1, 4, 6, 6)],
         "input_image_sizes": {0: [[8, 17]]},
-        "attention_mask": torch.stack([omnigen_mask(0), omnigen_mask(5)]),
-        "position_ids": torch.arange(_TEXT + 1 + _IMAGE).expand(2, -1),
+        "attention_mask": torch.stack([omnigen_mask(5), omnigen_mask(0)]),
+        "position_ids": torch.stack([omnigen_positions(5), omnigen_positions(0)]),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 from diffusers.models.transformers.transformer_flux2 import Flux2KVAttnProcessor, Flux2KVParallelSelfAttnProcessor
 from diffusers.models.transformers.transformer_glm_image import GlmImageKVCache
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 from torch import Tensor
 
 from lightning_cp import (
@@ -90,7 +93,31 @@ def _glm_steps(model: Any) -> tuple[list[Tensor], list[int]]:
     return outputs, [x.shape[1] for layer in caches.caches for x in layer.k_caches]
 
 
-_STEPS = {"flux2": (_flux2, _flux2_steps), "glm_image": (TINY["glm_image_unmasked"].build, _glm_steps)}
+def _qwen_steps(model: Any, valid: bool = True) -> tuple[list[Tensor], list[int]]:
+    """The outputs of three steps, twice, with text and a picture before the one to be made; the kept tokens."""
+    given = TINY["qwen_image21"].arguments()
+    if valid:
+        del given["encoder_hidden_states_mask"]
+    g = torch.Generator().manual_seed(4)
+    outputs: list[Tensor] = []
+    for _ in range(2):
+        cache = QwenImage21KVCache(len(model.transformer_blocks))
+        given["encoder_hidden_states"] = randn(g, 2, 9, 16)
+        for step in range(3):
+            moved = torch.cat([given["hidden_states"][:, :8], randn(g, 2, 16, 8)], 1)
+            mode = "cached" if step else "extract"
+            stepped = {**given, "hidden_states": moved, "timestep": given["timestep"] / (1 + step)}
+            output = model(**stepped, kv_cache=cache, kv_cache_mode=mode, return_dict=False)[0]
+            outputs.append(output[:, -16:])
+    return outputs, [layer.k.shape[1] for layer in cache.layer_caches]
+
+
+_STEPS: dict[str, tuple[Callable[[], Any], Callable[[Any], tuple[list[Tensor], list[int]]]]] = {
+    "flux2": (_flux2, _flux2_steps),
+    "glm_image": (TINY["glm_image_unmasked"].build, _glm_steps),
+    "qwen_image21": (TINY["qwen_image21"].build, _qwen_steps),
+    "qwen_image21_padded": (TINY["qwen_image21"].build, partial(_qwen_steps, valid=False)),
+}
 
 
 def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[int], list[int]]:
@@ -111,7 +138,12 @@ def _compared(rank: int, world: int, name: str, mode: str) -> tuple[float, list[
     ("name", "mode", "world"),
     [
         pytest.param(name, mode, world, marks=() if (mode, world) in quick else pytest.mark.full)
-        for name, quick in (("flux2", [("ring", 3)]), ("glm_image", [("ulysses", 3)]))
+        for name, quick in (
+            ("flux2", [("ring", 3)]),
+            ("glm_image", [("ulysses", 3)]),
+            ("qwen_image21", [("ring", 3)]),
+            ("qwen_image21_padded", [("ulysses", 3)]),
+        )
         for mode, world in (
             *(("ring", 2), ("ring", 3), ("rotation", 3), ("ulysses", 2), ("ulysses", 3), ("unified", 4)),
             *(("ring", 4), ("ulysses", 4)),
@@ -122,8 +154,9 @@ def test_each_rank_keeps_its_shard_of_the_keys(run_ranks: RankPool, name: str, m
     everyone = run_ranks(world, _compared, name, mode)
     for error, whole, kept in everyone:
         assert error < 1e-12
-        assert all(0 < n < m for n, m in zip(kept, whole, strict=True))
-        features.compared("kept keys of reference images (FLUX.2 Klein KV, GLM-Image)", error)
+        in_front = name.startswith("qwen_image21")  # two ranks: the first one has all tokens before the last picture
+        assert in_front or all(0 < n < m for n, m in zip(kept, whole, strict=True))
+        features.compared("kept keys of reference images (FLUX.2 Klein KV, GLM-Image, QwenImage 2.1)", error)
     assert [sum(x) for x in zip(*(kept for _, _, kept in everyone), strict=True)] == everyone[0][1]
 
 
@@ -143,9 +176,13 @@ def test_fewer_reference_tokens_than_ranks_are_refused(run_ranks: RankPool) -> N
 def _refused(rank: int, world: int) -> list[str]:
     """What is raised by a pipeline that keeps keys, with branches on different ranks, and with patches."""
     said = []
-    for settings in ({"cfg": 2}, {"patches": 2}):
+    for family, name, settings in (
+        ("flux2", "flux2_klein_kv", {"cfg": 2}),
+        ("flux2", "flux2_klein_kv", {"patches": 2}),
+        ("qwen_image21", "qwen_image21_kept", {"cfg": 2}),
+    ):
         torch.manual_seed(0)
-        tiny = table("flux2")["flux2_klein_kv"]
+        tiny = table(family)[name]
         pipe = tiny.make()
         pipe.set_progress_bar_config(disable=True)
         parallelize_pipeline(pipe, MODES["ring"](world // settings.get("cfg", 1)), **settings)
@@ -158,6 +195,8 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def test_kept_keys_are_refused_where_ranks_make_different_calls(run_ranks: RankPool) -> None:
     features.refused("kept keys of reference images, with `cfg=2` or PipeFusion")
-    for branches, patches in run_ranks(2, _refused):
+    for branches, patches, qwen in run_ranks(2, _refused):
         assert branches.startswith("kv_cache_mode='extract' cannot be used with cfg=2 (it keeps the keys of reference")
         assert patches.startswith("kv_cache_mode='extract' cannot be used with stages of blocks or patches (it keeps")
+        assert qwen.startswith("kv_cache_mode='extract' cannot be used with cfg=2 (it keeps keys for the later steps")
+        assert "the pipeline's use_kv_cache=False turns this off" in qwen

@@ -193,8 +193,7 @@ def _table() -> str:
     for name in sorted(REGISTERED):
         patches = REGISTERED[name].patches
         if patches is not None:
-            stages = "yes" if patches.samples else "yes, batches whole"
-            stages = stages if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
+            stages = "yes" if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
             rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
     return "".join([*rows, "\n"])
 

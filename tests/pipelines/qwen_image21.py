@@ -1,4 +1,4 @@
-"""QwenImage 2.1: text to image, and editing; without its cache, which cannot be split."""
+"""QwenImage 2.1: text to image and editing, with kept keys and without."""
 
 from __future__ import annotations
 
@@ -35,15 +35,18 @@ def _make() -> Any:
     )
 
 
-def _inputs(**others: Any) -> dict[str, Any]:
-    return asked(*_SIZE, negative_prompt=NEGATIVE, true_cfg_scale=3.0, use_kv_cache=False, **others)
+def _inputs(use_kv_cache: bool = False, **others: Any) -> dict[str, Any]:
+    return asked(*_SIZE, negative_prompt=NEGATIVE, true_cfg_scale=3.0, use_kv_cache=use_kv_cache, **others)
+
+
+def _edit(use_kv_cache: bool = False) -> dict[str, Any]:
+    return _inputs(use_kv_cache, image=picture(96, 64), output_resolution=96)
 
 
 TINY = {
     "qwen_image21": TinyPipe(_make, _inputs, guidance="calls"),
-    "qwen_image21_edit": TinyPipe(
-        _make,
-        lambda: _inputs(image=picture(96, 64), output_resolution=96),
-        guidance="calls",
-    ),
+    "qwen_image21_edit": TinyPipe(_make, _edit, guidance="calls"),
+    # Kept keys are refused with cfg above 1, so "none": these are not tried with it.
+    "qwen_image21_kept": TinyPipe(_make, lambda: _inputs(use_kv_cache=True), guidance="none"),
+    "qwen_image21_edit_kept": TinyPipe(_make, lambda: _edit(use_kv_cache=True), guidance="none"),
 }

@@ -77,7 +77,7 @@ def measure(
         for subject in runnable:
             before = STATS.waited_s
             elapsed = _time_step(subject, steps[subject.name], device)
-            figures_of[subject.name].times_s.append(_max_over_ranks([elapsed])[0])
+            figures_of[subject.name].times_s.append(_max_over_ranks([elapsed])[0] / subject.steps)
             waited[subject.name].append((STATS.waited_s - before) / max(elapsed, 1e-9))
         count += 1
     for subject in runnable:
@@ -89,7 +89,8 @@ def measure(
         peak_, exchanges_, sent_, waited_ = _max_over_ranks([*counted, waiting])
         figures.peak_bytes = int(peak_)
         if exchanges_:
-            figures.exchanges, figures.sent_bytes, figures.waited = int(exchanges_), int(sent_), waited_
+            figures.exchanges, figures.sent_bytes = int(exchanges_ / subject.steps), int(sent_ / subject.steps)
+            figures.waited = waited_
     return figures_of
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_cp.app.benchmark.trained_digits import Panel, TrainedDigits, draw_panels, load_digits, psnr
 from lightning_cp.app.sampling.recognise import recognise_digits
 from lightning_cp.patching import intercept_calls, undo_all
-from lightning_cp.pipelines.patch_calls import make_patch_calls
+from lightning_cp.pipelines.patch_setup import make_patch_calls
 from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
 

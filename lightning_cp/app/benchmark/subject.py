@@ -23,6 +23,7 @@ class Subject:
         rank_zero_only: only rank 0 participates.
         threads: number of CPU threads during the step; 0: unchanged.
         is_peer: belongs to another library.
+        steps: number of steps that the built function runs.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Subject:
     rank_zero_only: bool = False
     threads: int = 0
     is_peer: bool = False
+    steps: int = 1
 
 
 def modes(ranks: int) -> dict[str, ContextParallelConfig]:

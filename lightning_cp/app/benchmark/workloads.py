@@ -31,14 +31,15 @@ from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.patching import intercept_calls
-from lightning_cp.pipelines.patch_calls import make_patch_calls
+from lightning_cp.pipelines.lazy_tensor import resolve_all
+from lightning_cp.pipelines.patch_setup import make_patch_calls
 from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import sample_groups_for
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 _LR = 1e-6
-_PATCHES = (4, 8)
+_PATCHES, _STEPS = (4, 8), 8
 
 
 def attention(config: DictConfig, length: int, device: torch.device) -> list[Subject]:
@@ -169,11 +170,11 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
     def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
 
-    return _model_subjects(config, device, step_of, copied=copied) + _stages(config, device, step_of)
+    return _model_subjects(config, device, step_of, copied=copied) + _stages(config, device)
 
 
-def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Callable[[], object]]) -> list[Subject]:
-    """List PipeFusion with all ranks as stages of the blocks; each step after the first computes patches."""
+def _stages(config: DictConfig, device: torch.device) -> list[Subject]:
+    """List PipeFusion with all ranks as stages of the blocks: several steps in a row, so that they can overlap."""
 
     def build(patches: int) -> Callable[[], object]:
         with device:
@@ -187,17 +188,29 @@ def _stages(config: DictConfig, device: torch.device, step_of: Callable[..., Cal
         calls = made["transformer"]
         calls.install()
         calls.release()
+        calls.begin(overlaps=True)
+        arguments = model_arguments(config, device)
+        name, latents = next((name, x) for name, x in arguments.items() if isinstance(x, Tensor))
         intercept_calls(model, calls.call)
-        step = step_of(model, averaged=True)
 
-        def next_step() -> None:
-            step()
-            clock.end_step()
+        def steps() -> None:
+            x = latents
+            with torch.no_grad():
+                for _ in range(_STEPS):
+                    given = {key: _two_samples(value) for key, value in {**arguments, name: x}.items()}
+                    unguided, guided = model(**given)[0].chunk(2)
+                    x = x - 0.01 * (unguided + 3.0 * (guided - unguided))
+                    clock.end_step()
+                resolve_all(x)
 
-        return next_step
+        return steps
 
-    stages = dist.get_world_size()
-    return [Subject(f"{stages} stages, {n} patches", functools.partial(build, n)) for n in _PATCHES if stages > 1]
+    ranks = dist.get_world_size()
+    return [
+        Subject(f"{ranks} stages, {n} patches", functools.partial(build, n), steps=_STEPS)
+        for n in _PATCHES
+        if ranks > 1
+    ]
 
 
 def _model_subjects(

@@ -12,17 +12,19 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.runs.recipe import check_config
+from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.foreign import read_foreign_run
-from lightning_cp.app.settings.renamed import RENAMED_SETTINGS, add_earlier_names
+from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, RENAMED_SETTINGS, add_earlier_names
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch import Machine
 
 ROOT = Path(__file__).parents[3]
 
 
-def composed(*arguments: str) -> DictConfig:
+def composed(*arguments: str, recipe: str = "train") -> DictConfig:
+    renamed = RENAMED_SETTINGS if recipe == "train" else RENAMED_IN_SAMPLING
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides=["run_dir=here", *add_earlier_names(arguments)])
+        return compose(recipe, overrides=["run_dir=here", *add_earlier_names(arguments, renamed)])
 
 
 @pytest.mark.parametrize(("earlier", "name"), RENAMED_SETTINGS.items())
@@ -30,6 +32,22 @@ def composed(*arguments: str) -> DictConfig:
 def test_an_earlier_name_is_an_error_with_the_new_name(earlier: str, name: str, before: str) -> None:
     with pytest.raises(SettingsError, match=rf"^{earlier} was renamed to {name}: use {name}=3$"):
         check_config(composed(f"{before}{earlier}=3"), Machine(cores=2), None)
+
+
+@pytest.mark.parametrize(("earlier", "name"), RENAMED_IN_SAMPLING.items())
+@pytest.mark.parametrize("before", ["", "+", "++"])
+def test_an_earlier_name_of_sampling_is_an_error_with_the_new_name(earlier: str, name: str, before: str) -> None:
+    assert name in composed(recipe="sample")
+    with pytest.raises(SettingsError, match=rf"^{earlier} was renamed to {name}: use {name}=3$"):
+        check_sampling(composed(f"{before}{earlier}=3", recipe="sample"), Machine(cores=2), None)
+
+
+def test_the_command_line_of_sampling_gets_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "recipes" / "sample.py"), f"hydra.run.dir={tmp_path}/run", "guidance=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "error: guidance was renamed to guidance_scale: use guidance_scale=2\n"
 
 
 @pytest.mark.parametrize("name", RENAMED_SETTINGS.values())

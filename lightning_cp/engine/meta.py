@@ -1,4 +1,4 @@
-"""Create weights on the meta device and allocate them after sharding: no rank ever holds a whole model."""
+"""Create weights on the meta device and allocate only those that this rank holds: no rank ever holds a whole model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_cp.strategies.strategy import class_of
+from lightning_cp.engine.paths import class_of
 
 _LOADER = "_lightning_cp_load"  # attribute of a module: a function that loads its weights after their allocation
 
@@ -35,7 +35,7 @@ def weights_on_meta() -> Iterator[None]:
 
 
 def load_when_allocated(module: nn.Module, load: Callable[[nn.Module], None]) -> None:
-    """Register a function that loads the weights of `module`. Strategies call it once these weights are allocated.
+    """Register a function that loads the weights of `module`. It is called once these weights are allocated.
 
     Args: load: fills the weights, whole or sharded, on each rank; no collectives.
     """
@@ -74,6 +74,32 @@ class DeferredLoads:
         """Load the weights."""
         for module, load in self.loads:
             load(module)
+
+
+def load_deferred(module: nn.Module) -> None:
+    """Allocate in host memory what is on the meta device, and load it, for sampling. Raises: ValueError: bad files."""
+    loads = deferred_loads(module)
+    if loads.names:
+        materialize(module, torch.device("cpu"), sent=loads.names)
+        loads.run()
+        module.eval()
+
+
+@torch.no_grad()
+def free_weights(module: nn.Module) -> None:
+    """Free the memory of all weights and buffers; they have no elements afterwards, also if they were on meta."""
+    for inner in module.modules():
+        for name, parameter in inner.named_parameters(recurse=False):
+            if parameter.is_meta:
+                empty = torch.empty(0, dtype=parameter.dtype)
+                inner.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            else:
+                parameter.data = parameter.new_empty(0)
+        for name, buffer in inner.named_buffers(recurse=False):
+            if buffer.is_meta:
+                inner.register_buffer(name, torch.empty(0, dtype=buffer.dtype))
+            else:
+                buffer.data = buffer.new_empty(0)
 
 
 @torch.no_grad()

@@ -1,0 +1,206 @@
+"""Transfers of results from the last stage to all others, in pieces: one for each forward of a transformer call.
+
+A patch's piece is what this patch completes of the output, which is found out in the first call of a shape. Each piece
+ends with a mark: 1 if a stage has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp.comm.packet import Layout, Piece, pack, unpack
+from lightning_cp.comm.transfer import Pending, exchange
+from lightning_cp.mesh import MeshGroups
+from lightning_cp.pipelines.block_stages import BlockStage
+from lightning_cp.pipelines.forms import Form, form_and_tensors, unpickled_quietly
+from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
+from lightning_cp.pipelines.stage_links import MARK, check_same, empty_packet
+
+
+@dataclass(eq=False)
+class StageResult:
+    """The result of one transformer call, on its way from the last stage to all others.
+
+    Attributes:
+        stage: this rank's stage of the transformer.
+        key: identifies the transformer, and the shapes of the call.
+        pieces: the positions of each piece; empty: the result is sent whole.
+        forwards: number of forwards of the call, each of which gives a piece.
+        learns: True if the positions of its pieces are found out in this call.
+        tensors: the tensors of the whole result, filled piece by piece.
+        incoming: for each piece that this rank has started to receive, the packet and the transfer.
+        outgoing: transfers that this rank has started.
+        taken: number of received pieces in `tensors`.
+        failed: True if a stage has failed in this call, or in an earlier one.
+        known: on the last stage, while positions are found out: for each piece, where each tensor is not NaN.
+    """
+
+    stage: BlockStage
+    key: Hashable
+    pieces: list[Positions]
+    forwards: int
+    learns: bool
+    tensors: list[Tensor] = field(default_factory=list)
+    incoming: list[tuple[Tensor, Pending]] = field(default_factory=list)
+    outgoing: list[Pending] = field(default_factory=list)
+    taken: int = 0
+    failed: bool = False
+    known: list[list[Tensor]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ResultTransfers:
+    """Sends the results of the last stage to all stages. All methods except `take`: all stages call them in order.
+
+    Attributes:
+        groups: the ranks that hold the stages, as a ring, in order.
+        group: a second process group of these ranks: results are not in order with the transfers between stages.
+    """
+
+    groups: MeshGroups
+    group: dist.ProcessGroup
+    _forms: dict[Hashable, Form] = field(default_factory=dict)
+    _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first stage."""
+        return self.groups.context_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """True on the last stage."""
+        return self.groups.context_rank == self._last
+
+    @property
+    def _last(self) -> int:
+        return self.groups.context_size - 1
+
+    def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
+        """Return the positions of each piece of a result; empty if they are not known."""
+        return self._pieces.get((id(stage), key), [])
+
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, *, in_pieces: bool) -> StageResult:
+        """Begin a transformer call.
+
+        Args: forwards: number of its forwards. in_pieces: send a piece after each of them, if its positions are known.
+        """
+        pieces = self.pieces_of(stage, key) if in_pieces else []
+        result = StageResult(
+            stage, (id(stage), key), pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
+        )
+        if result.key in self._forms:
+            result.tensors = [x.zero_() for x in self._forms[result.key].empty()]
+        return result
+
+    def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
+        """Send the piece of a forward, or start to receive it.
+
+        Args:
+            output: on the last stage, the output of the forward; None: a stage has failed.
+            is_whole: the output has all elements; those that are not known yet are NaN.
+        """
+        tensors = [] if output is None else form_and_tensors(output)[1]
+        if result.learns and is_whole:
+            result.known.append([~x.isnan() for x in tensors])
+        if not result.pieces:
+            return
+        positions = result.pieces[number]
+        layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
+        if not self.is_last:
+            self._start_receive(result, layout)
+            return
+        own = iter(tensors)
+        if not tensors:
+            values = []
+        elif is_whole:
+            values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
+        else:
+            values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
+        self._send(result, values, layout)
+
+    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
+        """End a transformer call: send the result, if it is not sent in pieces.
+
+        Args:
+            output: on the last stage, the whole output; None: a stage has failed.
+            samples: number of samples of each forward; None: all samples, of a patch.
+        Returns: form of the result; None if it is not known yet and a stage has failed.
+        """
+        key, stage = result.key, result.stage
+        if key not in self._forms:
+            found = form_and_tensors(output)[0] if self.is_last and stage.error is None else None
+            form = self._broadcast(found)
+            if form is None:
+                return None
+            self._forms[key] = form
+            result.tensors = [x.zero_() for x in form.empty()]
+        form = self._forms[key]
+        if self.is_last and stage.error is None:
+            own_form, tensors = form_and_tensors(output)
+            try:
+                check_same(own_form.layout, form.layout)
+                result.tensors = [x.contiguous() for x in tensors]
+            except Exception as error:
+                stage.error = error
+        if self.is_last:
+            result.failed = result.failed or stage.error is not None
+        if not result.pieces and self.is_last:
+            self._send(result, result.tensors, form.layout)
+        elif not result.pieces:
+            self._start_receive(result, form.layout)
+        if result.learns:
+            parts = (
+                parts_of_samples(form.layout, samples) if samples else self._broadcast(parts_of_patches(result.known))
+            )
+            if parts is not None:
+                self._pieces[key] = positions_of(parts, result.forwards, form.device)
+        return form
+
+    def take(self, result: StageResult, stop: int | None = None) -> bool:
+        """Put the received pieces before number `stop` (None: all) into the result. Returns: True if there were any."""
+        before = result.taken
+        while result.incoming and (stop is None or result.taken < stop):
+            packet, pending = result.incoming.pop(0)
+            pending.wait()
+            positions = result.pieces[result.taken] if result.pieces else None
+            shapes = [tuple(x.shape) for x in (result.tensors if positions is None else positions)]
+            layout = [Piece(shape, x.dtype) for shape, x in zip(shapes, result.tensors, strict=True)]
+            *values, mark = unpack(packet, [*layout, MARK])
+            result.failed = result.failed or bool(mark.item())
+            result.taken += 1
+            for i, value in enumerate([] if result.failed else values):
+                if positions is None:
+                    result.tensors[i].copy_(value)
+                else:
+                    result.tensors[i].view(-1)[positions[i]] = value
+        return result.taken > before
+
+    def _send(self, result: StageResult, tensors: Sequence[Tensor], layout: Layout) -> None:
+        """Send tensors to all other stages, or only the mark if a stage has failed."""
+        result.failed = result.failed or result.stage.error is not None
+        device = self._forms[result.key].device
+        if result.failed:
+            packet = empty_packet([*layout, MARK], device)
+            unpack(packet, [*layout, MARK])[-1].fill_(1)
+        else:
+            packet = pack([*tensors, torch.zeros(1, dtype=torch.uint8, device=device)])
+        peers = range(self._last)
+        result.outgoing.append(exchange([(peer, packet) for peer in peers], [], group=self.group))
+
+    def _start_receive(self, result: StageResult, layout: Layout) -> None:
+        packet = empty_packet([*layout, MARK], self._forms[result.key].device)
+        result.incoming.append((packet, exchange([], [(self._last, packet)], group=self.group)))
+
+    def _broadcast(self, value: Any) -> Any:
+        """Broadcast an object from the last stage."""
+        held = [value]
+        with unpickled_quietly():
+            dist.broadcast_object_list(held, group=self.group, group_src=self._last)
+        return held[0]

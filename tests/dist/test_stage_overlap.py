@@ -1,0 +1,188 @@
+"""Stages of blocks begin a step before the step before is complete everywhere; the result stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import count
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.errors import CallFailedError
+from lightning_cp.patching import intercept_calls, intercept_method
+from lightning_cp.pipelines import parallel_pipeline
+from lightning_cp.pipelines.lazy_tensor import LazyTensor
+from lightning_cp.pipelines.stage_results import StageResults
+from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.harness import RankPool
+
+_STEPS = 8
+_PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
+
+
+def _pipe(name: str, scheduler: str) -> Any:
+    pipe = make_pipe(name)
+    if scheduler:
+        kind = getattr(diffusers, scheduler)
+        more = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"} if name == "wan" else {}
+        pipe.scheduler = kind.from_config(pipe.scheduler.config, **more)
+    return pipe
+
+
+def _results(pipe: Any) -> StageResults:
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    (results,) = {calls.results for calls in state.patch_calls.values()}
+    assert results is not None
+    return results
+
+
+def _swapped(call: Any, args: Any, kwargs: Any) -> Any:
+    """A scheduler's step whose latents depend on two places of the model's output, by views and a concatenation."""
+    output, *others = args
+    half = output.shape[1] // 2
+    return call(torch.cat([output[:, half:], output[:, :half]], dim=1), *others, **kwargs)
+
+
+def _compare(
+    rank: int, world: int, name: str, scheduler: str, degrees: Any, settings: Any, inputs: Any, swaps: bool
+) -> dict[str, Any]:
+    """Errors of three calls against one process with the same patches, and how often the stages waited in the last."""
+    pipes = {where: _pipe(name, scheduler) for where in ("alone", "staged")}
+    if settings.get("patches", 1) > 1:
+        parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=settings["patches"])
+    parallelize_pipeline(pipes["staged"], ContextParallelConfig(**degrees), **settings)
+    if swaps:
+        for pipe in pipes.values():
+            intercept_method(pipe.scheduler, "step", _swapped)
+    inputs = {**inputs, "num_inference_steps": _STEPS}
+    expected, errors = latents_of(pipes["alone"], name, **inputs), []
+    results = _results(pipes["staged"])
+    for _ in range(3):
+        before = results.waits
+        errors.append(error_of(expected, latents_of(pipes["staged"], name, **inputs)))
+    return {"errors": errors, "waits": results.waits - before}
+
+
+# name, scheduler, ranks, degrees, settings, arguments, number of times that the stages wait in a call
+_CASES = {
+    "flux": ("flux", "", 3, {}, {"pipe": 3, "patches": 3}, {}, 2),
+    "wan_unipc": ("wan", "UniPCMultistepScheduler", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "wan_dpm": ("wan", "DPMSolverMultistepScheduler", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "pixart_dpm": ("pixart_alpha", "DPMSolverMultistepScheduler", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
+    "cogvideox_ddim": ("cogvideox", "CogVideoXDDIMScheduler", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
+    "branches": ("flux_true_cfg", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "ring": ("flux", "", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}, {}, 2),
+    "ulysses": ("flux", "", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}, {}, 2),
+    "prompts": ("flux", "", 2, {}, {"pipe": 2}, {"prompt": _PROMPTS}, 1),
+    "sd3": ("sd3", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "qwen": ("qwen_image", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "hunyuan": ("hunyuan_video", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
+    "z_image": ("z_image", "", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
+}
+_DEFAULT = ("flux", "wan_unipc", "prompts")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in _DEFAULT else pytest.mark.full) for case in _CASES]
+)
+def test_stages_do_not_wait_between_steps_and_the_result_is_the_same(run_ranks: RankPool, case: str) -> None:
+    name, scheduler, world, degrees, settings, inputs, waits = _CASES[case]
+    for found in run_ranks(world, _compare, name, scheduler, degrees, settings, inputs, False):
+        assert max(found["errors"]) < 1e-12
+        assert found["waits"] == waits
+
+
+def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool) -> None:
+    for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, True):
+        assert max(found["errors"]) < 1e-12
+        assert found["waits"] == _STEPS
+
+
+def _with_callback(rank: int, world: int) -> dict[str, Any]:
+    """A callback that changes the latents of each step, on stages and in one process; one that raises on one rank."""
+    pipes, seen = {where: make_pipe("flux") for where in ("alone", "staged")}, []
+
+    def change(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        seen.append(isinstance(values["latents"], LazyTensor))
+        return {"latents": values["latents"] * 0.9}
+
+    def fail(pipe: Any, step: int, time: Any, values: dict[str, Any]) -> dict[str, Any]:
+        if step == _STEPS // 2 and rank == 1:
+            raise ValueError("no disk")
+        return values
+
+    parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=3)
+    parallelize_pipeline(pipes["staged"], ContextParallelConfig(), patches=3, pipe=world)
+    settings = {"num_inference_steps": _STEPS, "callback_on_step_end": change}
+    expected = latents_of(pipes["alone"], "flux", **settings)
+    results, errors = _results(pipes["staged"]), []
+    for _ in range(2):
+        before = results.waits
+        errors.append(error_of(expected, latents_of(pipes["staged"], "flux", **settings)))
+    waits = results.waits - before
+    with pytest.raises((ValueError, CallFailedError), match="no disk"):
+        latents_of(pipes["staged"], "flux", num_inference_steps=_STEPS, callback_on_step_end=fail)
+    errors.append(error_of(expected, latents_of(pipes["staged"], "flux", **settings)))
+    return {"errors": errors, "waits": waits, "lazy": any(seen)}
+
+
+def test_a_callback_after_each_step_gets_its_latents_and_may_raise(run_ranks: RankPool) -> None:
+    for found in run_ranks(3, _with_callback):
+        assert max(found["errors"]) < 1e-12
+        assert found["waits"] == _STEPS
+        assert not found["lazy"]
+
+
+class _BlockError(RuntimeError):
+    pass
+
+
+def _fail_at(number: int | None, calls: Iterator[int], call: Any, args: Any, kwargs: Any) -> Any:
+    if next(calls) == number:
+        raise _BlockError("this stage has no memory left")
+    return call(*args, **kwargs)
+
+
+def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int]) -> list[tuple[str, float]]:
+    """Each stage fails in a call whose steps overlap: what is raised, and the error of the next call."""
+    pipe, fresh = make_pipe(name), make_pipe(name)
+    for one in (pipe, fresh):
+        parallelize_pipeline(one, ContextParallelConfig(), pipe=world, **settings)
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    stage = next(iter(state.patch_calls.values())).stage
+    assert stage is not None
+    expected, *_ = (latents_of(x, name, num_inference_steps=_STEPS) for x in (fresh, pipe, pipe, pipe))
+    found = []
+    for forward in at:
+        for failing in range(world):
+            fails_at = forward if rank == failing else None
+            undo = intercept_calls(stage.blocks[stage.own.start], partial(_fail_at, fails_at, count()))
+            with pytest.raises((_BlockError, CallFailedError)) as error:
+                latents_of(pipe, name, num_inference_steps=_STEPS)
+            undo()
+            found.append((str(error.value), error_of(expected, latents_of(pipe, name, num_inference_steps=_STEPS))))
+    assert state.votes.broken is None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "settings", "at"),
+    [
+        pytest.param(3, "flux", {"patches": 3}, [8], id="patches"),  # of 1 + 7 * 3
+        pytest.param(3, "flux", {"patches": 3}, [7, 12, 21], marks=pytest.mark.full, id="other_patches"),
+        pytest.param(2, "flux_true_cfg", {"patches": 3}, [9, 14, 43], marks=pytest.mark.full, id="branches"),
+    ],
+)
+def test_an_error_in_a_step_that_overlaps_ends_the_call_on_all(
+    run_ranks: RankPool, world: int, name: str, settings: Any, at: Sequence[int]
+) -> None:
+    for found in run_ranks(world, _failing, name, settings, at):
+        for text, error in found:
+            assert "this stage has no memory left" in text
+            assert error == 0

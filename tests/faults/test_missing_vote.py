@@ -1,0 +1,55 @@
+"""A rank that takes no part in a vote of a pipeline: the others raise a clear error after the time-out of the group."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from tests.harness import RankPool
+from tests.pipelines import table
+
+_TIMEOUT_S = 5
+
+
+def _call(pipe: Any) -> None:
+    pipe(**table("flux")["flux"].inputs(), generator=torch.Generator().manual_seed(7))
+
+
+def _missing(rank: int, world: int, calls: int) -> tuple[list[str], float]:
+    """What the next two calls raise if rank 1 makes only `calls` calls; seconds of both."""
+    torch.manual_seed(0)
+    pipe = table("flux")["flux"].make()
+    pipe.set_progress_bar_config(disable=True)
+    dist.barrier()
+    _set_timeout(_TIMEOUT_S)  # as with init_process_group(timeout=…), but imports may take longer than that
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    for _ in range(calls):
+        _call(pipe)
+    started, said = time.monotonic(), []
+    if rank == 1:
+        time.sleep(2 * _TIMEOUT_S)
+        return [], 0.0
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            _call(pipe)
+        said.append(str(error.value))
+    return said, time.monotonic() - started
+
+
+def _set_timeout(seconds: float) -> None:
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("calls", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_rank_without_a_vote_ends_the_others_in_time(run_ranks: RankPool, calls: int) -> None:
+    first, _, last = run_ranks(3, _missing, calls)
+    for (said, again), seconds in (first, last):
+        assert said.startswith("another rank did not take part in an exchange before the time-out of the process group")
+        assert "this FluxPipeline can make no further call" in again
+        assert _TIMEOUT_S <= seconds < 2 * _TIMEOUT_S
