@@ -10,18 +10,18 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
-from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
+from lightning_cp.patching import Undo, intercept_calls, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
 from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
+from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.patch_setup import check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
 from lightning_cp.pipelines.placement import (
@@ -124,8 +124,6 @@ def parallelize_pipeline(
     refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
-    if ranks.control is not None and dist.get_backend(ranks.control) != "fake":
-        take_default_timeout(ranks.control)  # a vote must not wait longer for a rank than other collectives
     votes = Votes(type(pipeline).__name__, ranks.control)
     staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
 
@@ -139,12 +137,13 @@ def parallelize_pipeline(
     sharded = next((name for name in layers if name in found), None)
     chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
     undo: list[Undo] = []
+    in_patches: dict[str, PatchCalls] = {}
     try:
         installed = {}
         for name, module in found.items():
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        calls, clock, scheduler = BranchCalls(type(pipeline).__name__, ranks), StepClock(), components.get("scheduler")
+        calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock()
         in_patches = make_patch_calls(installed, ranks, votes, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
         for one in in_patches.values():
             undo += one.install()
@@ -157,11 +156,9 @@ def parallelize_pipeline(
         ]
         adaptable = (*found.values(), *controlnets.values())
         undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
-        if in_patches and hasattr(scheduler, "step"):
-            undo.append(intercept_method(scheduler, "step", clock.before_step))
-        shares_branches = any(x.ranks.cfg > 1 for x in chosen.values())
-        if shares_branches and hasattr(scheduler, "step"):  # callbacks after the step get real tensors
-            undo.append(intercept_method(scheduler, "step", with_resolved_tensors))
+        around_step = [clock.before_step] if in_patches else []
+        if any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks after the step get real tensors
+            around_step.append(with_resolved_tensors)
         decoders = share_decoders(components, vae, ranks, undo)
         undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
         if staged is not None:
@@ -177,6 +174,7 @@ def parallelize_pipeline(
             shard=tuple(layers),
             stages=staged,
             patch_calls=in_patches,
+            around_step=around_step,
             undo=undo,
         )
         undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))

@@ -32,6 +32,10 @@ _aten = torch.ops.aten
 _COPIES = (aten("_to_copy"), _aten.clone, _aten.repeat, _aten.cat, _aten.stack, _aten.bmm)
 _REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
 _DEFERRED = frozenset((*_COPIES, *_REDUCTIONS))
+# Elementwise operators whose result may be a number if an argument is NaN: the trial of step_overlap.py looks for NaN.
+_HIDE_NAN = frozenset(
+    (_aten.copysign, _aten.fmax, _aten.fmin, _aten.heaviside, _aten.nan_to_num, _aten.sgn, _aten.sign)
+)
 
 
 @dataclass(eq=False)
@@ -80,9 +84,9 @@ class StageResults(LazyResults):
 
     @override
     def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
-        return is_functional(function) and (
-            torch.Tag.pointwise in function.tags or function.overloadpacket in _DEFERRED
-        )
+        packet = function.overloadpacket
+        is_pointwise = torch.Tag.pointwise in function.tags and packet not in _HIDE_NAN
+        return is_functional(function) and (is_pointwise or packet in _DEFERRED)
 
     @override
     def defer(self, held: Tensor, function: partial[Tensor]) -> None:
@@ -130,7 +134,7 @@ class StageResults(LazyResults):
         is_new_step, pieces = after > self.started, self.transfers.pieces_of(stage, key)
         steps = self.steps[-1:] if is_new_step else self.steps[-2:]
         results, later = steps[0].results, [x for step in steps for x in step.later]
-        if not self.overlaps or not pieces or not have_pieces(results, len(pieces)):
+        if not self.overlaps or not pieces or not have_pieces(results, later, len(pieces)):
             self.flush()
             return
         transition = (id(stage), key, describe(lazy, results, later))

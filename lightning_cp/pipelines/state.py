@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Undo
+from lightning_cp.patching import Around, Undo
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.patch_calls import PatchCalls
@@ -36,6 +36,7 @@ class ParallelPipeline:
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
         controlnets: installed ControlNets, by component name.
+        around_step: wrappers of the scheduler's `step` during a call.
         undo: functions that restore the pipeline, to be called last to first.
     """
 
@@ -51,6 +52,7 @@ class ParallelPipeline:
     controlnets: dict[str, Installed] = field(default_factory=dict)
     undo: list[Undo] = field(default_factory=list)
     patch_calls: dict[str, PatchCalls] = field(default_factory=dict)
+    around_step: Sequence[Around] = ()
 
 
 def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:

@@ -7,7 +7,7 @@ out, all other pieces are set to NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,9 @@ from lightning_cp.pipelines.result_transfers import StageResult
 ComputeStart = Callable[[int], "list[Tensor] | None"]
 
 
-def have_pieces(results: Sequence[StageResult], count: int) -> bool:
-    """Return True if all results arrive in `count` pieces, of tensors that can hold NaN."""
-    tensors = [x for result in results for x in result.tensors]
+def have_pieces(results: Sequence[StageResult], later: Sequence[Deferred], count: int) -> bool:
+    """Return True if all results arrive in `count` pieces, and all tensors computed from them can hold NaN."""
+    tensors = [*(x for result in results for x in result.tensors), *(held for held, _ in later)]
     return all(len(x.pieces) == count for x in results) and all(x.is_floating_point() for x in tensors)
 
 
@@ -31,15 +31,22 @@ def describe(lazy: Sequence[LazyTensor], results: Sequence[StageResult], later: 
     """Return how lazy tensors are computed from results, without the values of tensors and real numbers."""
     known = [*(x for result in results for x in result.tensors), *(held for held, _ in later)]
     numbers = {x.untyped_storage().data_ptr(): i for i, x in enumerate(known)}
-    views = ((numbers.get(x.held.untyped_storage().data_ptr()), x.held) for x in lazy)
-    origins = [(number, tuple(x.shape), x.stride(), x.storage_offset()) for number, x in views]
-    return tuple(origins), tuple(result.key for result in results), tuple(map(_describe_operator, later))
+    keys = tuple(result.key for result in results)
+    return keys, *(_describe(x.held, numbers) for x in lazy), *(_describe_operator(x, numbers) for x in later)
 
 
-def _describe_operator(deferred: Deferred) -> Hashable:
+def _describe_operator(deferred: Deferred, numbers: Mapping[int, int]) -> str:
     held, function = deferred
-    plain = [x for x in of_type(object, (function.args, function.keywords)) if not isinstance(x, (Tensor, float))]
-    return str(function.func), tuple(held.shape), repr(plain)
+    arguments = of_type(object, (function.args, function.keywords))
+    return repr([str(function.func), *(_describe(x, numbers) for x in (held, *arguments))])
+
+
+def _describe(value: object, numbers: Mapping[int, int]) -> str:
+    """Describe an argument; a view of a tensor in `numbers` (by address of the storage) with its place in it."""
+    if isinstance(value, Tensor):
+        place = (numbers.get(value.untyped_storage().data_ptr()), value.stride(), value.storage_offset())
+        return repr((tuple(value.shape), place))
+    return "float" if isinstance(value, float) else repr(value)
 
 
 def is_independent(

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
-from lightning_cp.patching import Around, Undo, intercept_method
+from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
@@ -92,15 +92,23 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             for one in in_patches:
                 one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
+            undo = _watch_steps(pipe, state)
             try:
                 with nullcontext() if stages is None else stages.call(given):
                     return resolve_all(call(*args, **kwargs))
             finally:
+                undo_all(undo)
                 calls.end()
                 for one in in_patches:
                     one.end()
 
     return around
+
+
+def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
+    """Wrap the `step` of the scheduler that this call uses: it may be exchanged between calls."""
+    scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
+    return [intercept_method(scheduler, "step", around) for around in state.around_step if hasattr(scheduler, "step")]
 
 
 def _empty_caches(state: ParallelPipeline) -> None:

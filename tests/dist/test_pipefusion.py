@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import GuidanceError, PlanError
+from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.block_stages import divide_blocks
 from tests.dist.pipefusion import STEPS
@@ -114,6 +116,27 @@ def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
 def test_bad_settings_raise(settings: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         parallelize_pipeline(_pipe("flux"), ContextParallelConfig(), **settings)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize(("name", "scheduler"), [("pixart_alpha", "DDIMScheduler"), ("longcat_audio", "")])
+def test_the_step_of_any_scheduler_ends_a_step(name: str, scheduler: str) -> None:
+    """A scheduler that is exchanged after `parallelize_pipeline`, and one that is no component of its pipeline."""
+    pipe = _pipe(name)
+    parallelize_pipeline(pipe, ContextParallelConfig(), patches=2)
+    if scheduler:
+        pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config)
+    state, counts = parallel_pipeline(pipe), []
+    assert state is not None
+    (calls,) = state.patch_calls.values()
+    intercept_method(
+        calls,
+        "_branch",
+        lambda call, *_: counts.append(len(calls.branches)) or call(),  # type: ignore[func-returns-value]
+    )
+    _latents(pipe, name)
+    assert len(counts) >= STEPS
+    assert max(counts) <= 2
 
 
 def test_a_class_that_is_not_proven_is_refused() -> None:

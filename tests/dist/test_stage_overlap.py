@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError
@@ -41,24 +42,34 @@ def _results(pipe: Any) -> StageResults:
     return results
 
 
-def _swapped(call: Any, args: Any, kwargs: Any) -> Any:
-    """A scheduler's step whose latents depend on two places of the model's output, by views and a concatenation."""
-    output, *others = args
-    half = output.shape[1] // 2
-    return call(torch.cat([output[:, half:], output[:, :half]], dim=1), *others, **kwargs)
+# Changes of the model's output after which each patch depends on all of it.
+_MIXING: dict[str, Callable[[Tensor], Tensor]] = {
+    "views": lambda x: torch.cat([x[:, x.shape[1] // 2 :], x[:, : x.shape[1] // 2]], dim=1),
+    "comparison": lambda x: x * (x > 0).to(x.dtype).mean(),  # False for NaN
+    "nan_to_num": lambda x: x * x.nan_to_num().mean(dim=1, keepdim=True),
+    "sign": lambda x: x * x.sign().mean(dim=1, keepdim=True),  # 0 for NaN
+}
+
+
+def _change_output(pipe: Any, change: Callable[[Tensor], Tensor]) -> None:
+    def around(call: Any, args: Any, kwargs: Any) -> Any:
+        output, *others = args
+        return call(change(output), *others, **kwargs)
+
+    intercept_method(pipe.scheduler, "step", around)
 
 
 def _compare(
-    rank: int, world: int, name: str, scheduler: str, degrees: Any, settings: Any, inputs: Any, swaps: bool
+    rank: int, world: int, name: str, scheduler: str, degrees: Any, settings: Any, inputs: Any, mixing: str
 ) -> dict[str, Any]:
     """Errors of three calls against one process with the same patches, and how often the stages waited in the last."""
     pipes = {where: _pipe(name, scheduler) for where in ("alone", "staged")}
     if settings.get("patches", 1) > 1:
         parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=settings["patches"])
     parallelize_pipeline(pipes["staged"], ContextParallelConfig(**degrees), **settings)
-    if swaps:
+    if mixing:
         for pipe in pipes.values():
-            intercept_method(pipe.scheduler, "step", _swapped)
+            _change_output(pipe, _MIXING[mixing])
     inputs = {**inputs, "num_inference_steps": _STEPS}
     expected, errors = latents_of(pipes["alone"], name, **inputs), []
     results = _results(pipes["staged"])
@@ -92,15 +103,43 @@ _DEFAULT = ("flux", "wan_unipc", "prompts")
 )
 def test_stages_do_not_wait_between_steps_and_the_result_is_the_same(run_ranks: RankPool, case: str) -> None:
     name, scheduler, world, degrees, settings, inputs, waits = _CASES[case]
-    for found in run_ranks(world, _compare, name, scheduler, degrees, settings, inputs, False):
+    for found in run_ranks(world, _compare, name, scheduler, degrees, settings, inputs, ""):
         assert max(found["errors"]) < 1e-12
         assert found["waits"] == waits
 
 
-def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool) -> None:
-    for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, True):
+@pytest.mark.parametrize(
+    "mixing", [pytest.param(name, marks=() if name in ("views", "sign") else pytest.mark.full) for name in _MIXING]
+)
+def test_stages_wait_if_a_scheduler_mixes_patches(run_ranks: RankPool, mixing: str) -> None:
+    for found in run_ranks(3, _compare, "flux", "", {}, {"pipe": 3, "patches": 3}, {}, mixing):
         assert max(found["errors"]) < 1e-12
         assert found["waits"] == _STEPS
+
+
+def _same_operators(rank: int, world: int) -> list[float]:
+    """Errors of calls whose schedulers have the same operators, on other views from the third call on."""
+    pipes, swaps = {where: make_pipe("flux") for where in ("alone", "staged")}, [False]
+
+    def change(x: Tensor) -> Tensor:
+        third = x.shape[1] // 3
+        first, second = x[:, :third], x[:, third : 2 * third]
+        return torch.cat([second, first, x[:, 2 * third :]] if swaps[0] else [first, second, x[:, 2 * third :]], dim=1)
+
+    parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=3)
+    parallelize_pipeline(pipes["staged"], ContextParallelConfig(), patches=3, pipe=world)
+    for pipe in pipes.values():
+        _change_output(pipe, change)
+    errors = []
+    for swaps[0] in (False, False, True):
+        expected = latents_of(pipes["alone"], "flux", num_inference_steps=_STEPS)
+        errors.append(error_of(expected, latents_of(pipes["staged"], "flux", num_inference_steps=_STEPS)))
+    return errors
+
+
+def test_a_scheduler_with_the_same_operators_on_other_views_is_tried_again(run_ranks: RankPool) -> None:
+    for errors in run_ranks(3, _same_operators):
+        assert max(errors) < 1e-12
 
 
 def _with_callback(rank: int, world: int) -> dict[str, Any]:
