@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups, as_ring, cached, connect, groups_for
 
@@ -138,4 +139,6 @@ def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.Process
     """Create a group for each row of `ranks` [..., n], and return this rank's."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]
     found: dist.ProcessGroup = group
+    if dist.get_backend() != "fake":
+        take_default_timeout(found)  # torch gives it to the world only
     return found

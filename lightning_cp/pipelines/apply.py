@@ -10,7 +10,6 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from lightning_cp.compat.check import check_private_uses
-from lightning_cp.compat.torch_names import take_default_timeout
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.meta import load_deferred
@@ -125,8 +124,6 @@ def parallelize_pipeline(
     refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
-    if ranks.control is not None and dist.get_backend(ranks.control) != "fake":
-        take_default_timeout(ranks.control)  # a vote must not wait longer for a rank than other collectives
     votes = Votes(type(pipeline).__name__, ranks.control)
     staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
 

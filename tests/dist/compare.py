@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+_T = TypeVar("_T")
+
+
+def of_first_rank(compute: Callable[[], _T]) -> _T:
+    """Compute what one process would on rank 0 only, and send it to the others: the ranks share a few cores."""
+    found = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return cast("_T", found[0])
 
 
 @contextmanager

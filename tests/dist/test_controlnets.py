@@ -13,6 +13,7 @@ from lightning_cp import apply_context_parallel, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines import use_degrees
 from tests import features
+from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.controlnets import TINY as CONTROLNETS
 from tests.models.modes import MODES
@@ -38,7 +39,7 @@ def _shared(
 ) -> list[tuple[float, list[int]]]:
     """For each of the degrees: the error, and the image tokens in the blocks of this rank's ControlNets."""
     pipe = _pipe(name)
-    alone = _latents(pipe, name)
+    alone = of_first_rank(lambda: _latents(pipe, name))
     parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg, degrees=degrees, shard=shard)
     counts: list[int] = []
 
@@ -124,7 +125,7 @@ def test_tokens_of_controlnets_follow_the_shares(
 def _failed(rank: int, world: int) -> tuple[str, float]:
     """What is raised if rank 1 fails before the first call of the ControlNet; the error of the next call."""
     pipe = _pipe("flux_controlnet")
-    alone = _latents(pipe, "flux_controlnet")
+    alone = of_first_rank(lambda: _latents(pipe, "flux_controlnet"))
     parallelize_pipeline(pipe, MODES["ring"](world))
     prepare = pipe.prepare_latents
     if rank == 1:

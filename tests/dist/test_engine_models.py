@@ -20,7 +20,7 @@ from lightning_cp import (
     remove_context_parallel,
 )
 from lightning_cp.errors import InterceptionError, PeerMismatchError, PlanError
-from tests.dist.compare import averaged, outcome, worst
+from tests.dist.compare import averaged, of_first_rank, outcome, worst
 from tests.dist.models import THEIR_PLANS
 from tests.dist.plain import PLAIN_PLAN, Block, Plain
 from tests.harness import RankPool
@@ -47,7 +47,7 @@ def _compare(rank: int, world: int, name: str, theirs: bool, text: int | None = 
     model, arguments = tiny.build(), tiny.arguments()
     if text is not None:
         arguments = with_short_text(arguments, text)
-    expected, gradients = outcome(model, arguments)
+    expected, gradients = of_first_rank(lambda: outcome(model, arguments))
     attributes, state = set(model.__dict__), list(model.state_dict())
     plan = type(model)._cp_plan if theirs else None
     results = []

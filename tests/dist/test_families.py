@@ -51,7 +51,7 @@ def _topology(rank: int, world: int, given: Prepared, ring: int, ulysses: int) -
     return proof.error, proof.found
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [(2, 1), (3, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(("ring", "ulysses"), [pytest.param(2, 1, marks=pytest.mark.full), (3, 1), (1, 2), (2, 2)])
 def test_loss_and_gradients_are_those_of_one_process(
     ring: int, ulysses: int, flux: Prepared, run_ranks: RankPool
 ) -> None:
@@ -107,7 +107,7 @@ def _fit(rank: int, world: int, given: Prepared, strategy: Any) -> tuple[list[fl
 @pytest.mark.parametrize(
     ("kind", "degrees"),
     [
-        (ContextParallelStrategy, {"ring": 2}),
+        pytest.param(ContextParallelStrategy, {"ring": 2}, marks=pytest.mark.full),
         (ContextParallelStrategy, {"ring": 3}),
         (ContextParallelStrategy, {"ulysses": 2}),
         (ContextParallelStrategy, {"ring": 2, "ulysses": 2}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -18,6 +19,7 @@ from lightning_cp.engine.attention_patch import AttentionPatch, release
 from lightning_cp.errors import InterceptionError, PlanError
 from lightning_cp.pipelines import parallel_pipeline
 from tests import features
+from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -88,10 +90,10 @@ def _output(pipe: Any, name: str) -> Tensor:
 def _tried(rank: int, world: int, name: str, mode: str, cfg: int) -> dict[str, tuple[float, float, int]]:
     """Return by guider: the error, the difference from plain guidance, and the number of distributed calls."""
     found = {}
-    plain = _output(_pipe(name, _guider("plain")), name)
+    plain = of_first_rank(lambda: _output(_pipe(name, _guider("plain")), name))
     for guider in TRIED[name]:
         pipe = _pipe(name, _guider(guider))
-        alone = _output(pipe, name)
+        alone = of_first_rank(partial(_output, pipe, name))
         parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg)
         together = _output(pipe, name)
         installed = parallel_pipeline(pipe)
@@ -128,7 +130,8 @@ def test_guiders_give_one_process_images(run_ranks: RankPool, name: str, world: 
 def _with_shards(rank: int, world: int, name: str, guider: str) -> tuple[float, float]:
     """Return the error with sharded weights, and the difference from plain guidance."""
     pipe = _pipe(name, _guider(guider))
-    alone, plain = _output(pipe, name), _output(_pipe(name, _guider("plain")), name)
+    alone = of_first_rank(lambda: _output(pipe, name))
+    plain = of_first_rank(lambda: _output(_pipe(name, _guider("plain")), name))
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), shard=["transformer"], vae=False)
     found = [_output(pipe, name) for _ in range(2)]
     assert any(isinstance(x, DTensor) for x in pipe.transformer.parameters())

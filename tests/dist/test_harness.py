@@ -73,7 +73,7 @@ def test_workers_are_reused_but_a_call_leaves_no_state_to_the_next(run_ranks: Ra
     ("function", "limit_s", "expected"),
     [
         (_one_raises, 30, r"rank 1 failed:(.|\n)*the cause"),
-        (_one_hangs, 5, r"rank 2 hung(.|\n)*_wait_for_nothing"),
+        (_one_hangs, 3, r"rank 2 hung(.|\n)*_wait_for_nothing"),
         (_one_dies, 30, r"rank 0 failed:\n.*exit code 7"),
         (_warns, 30, r"UserWarning: careless"),
         (_leaves_a_thread, 30, r"left a thread behind"),

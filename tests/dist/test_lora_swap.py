@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import PeerMismatchError, PlanError
 from tests import features
+from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.pipelines import table
 
@@ -88,6 +90,11 @@ def _changed(rank: int, world: int, settings: dict[str, Any], compiled: str, bef
     """
     dtype = torch.float64
     one, pipe = _pipe(dtype), _pipe(dtype)
+
+    def changed(change: Callable[[Any], None]) -> Tensor:
+        _change(one, change)
+        return _latents(one)
+
     for _, change in CHANGES[:before]:
         _change(pipe, change)
     if compiled == "before":
@@ -95,14 +102,14 @@ def _changed(rank: int, world: int, settings: dict[str, Any], compiled: str, bef
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
     if compiled == "after":
         _compile(pipe)
-    found, last = {}, _latents(one)
+    found, last = {}, of_first_rank(lambda: _latents(one))
     for i, (name, change) in enumerate(CHANGES):
-        _change(one, change)
+        expected = of_first_rank(partial(changed, change))
         if i >= before:
             _change(pipe, change)
         if i + 1 < before:
             continue
-        expected, latents = _latents(one), _latents(pipe)
+        latents = _latents(pipe)
         error = float((latents - expected).abs().max() / expected.abs().max())
         found[name] = error, float((expected - last).abs().max() / expected.abs().max())
         last = expected

@@ -18,7 +18,7 @@ from lightning_cp.attention import gathered
 from lightning_cp.comm.buffers import BUFFERS
 from tests.harness import RankPool
 
-TOKENS, HEADS, HEAD_DIM = 4096, 8, 32
+TOKENS, HEADS, HEAD_DIM = 2048, 8, 32
 UNIT = TOKENS * HEADS * HEAD_DIM * 4  # bytes of q, of k, of v, of the result, of the whole sequence
 DEGREES = [2, pytest.param(4, marks=pytest.mark.full), pytest.param(8, marks=pytest.mark.full)]
 

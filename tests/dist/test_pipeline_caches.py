@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import GuidanceError, PlanError
 from lightning_cp.pipelines import sample_prompts
+from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -87,7 +89,7 @@ def _count(pipe: Any, name: str) -> list[int]:
 def _tried(rank: int, world: int, name: str, cache: str, ways: list[str]) -> list[tuple[float, float, int, int]]:
     """In each way, for two calls in a row: the error, the cache's effect, blocks run here and in one process."""
     pipe = _pipe(name)
-    exact = _sample(pipe, name)
+    exact = of_first_rank(lambda: _sample(pipe, name))
     for transformer in _transformers(name, pipe):
         transformer.enable_cache(_config(cache, pipe))
     counts = _count(pipe, name)
@@ -155,7 +157,7 @@ def _failed(rank: int, world: int) -> float:
     """The error of a call after one that failed in a callback, at its third step."""
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
-    alone = _sample(pipe, "flux")
+    alone = of_first_rank(partial(_sample, pipe, "flux"))
     pipe = _pipe("flux")
     parallelize_pipeline(pipe, MODES["ring"](world))
     pipe.transformer.enable_cache(_config("first_block", pipe))
@@ -226,7 +228,7 @@ def test_caches_that_cannot_be_exact_are_refused_by_name(run_ranks: RankPool) ->
 def _sharded(rank: int, world: int) -> float:
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
-    alone = _sample(pipe, "flux")
+    alone = of_first_rank(partial(_sample, pipe, "flux"))
     pipe = _pipe("flux")
     pipe.transformer.enable_cache(_config("first_block", pipe))
     parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import PlanError
 from tests import features
+from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
 from tests.pipelines import table
@@ -125,10 +127,10 @@ def _tried(
     rank: int, world: int, name: str, feature: str, when: str, ways: list[str], others: dict[str, Any]
 ) -> list[tuple[float, float]]:
     """In each way: the error, and how much the feature changes."""
-    plain = _output(_pipe(name), name)
+    plain = of_first_rank(lambda: _output(_pipe(name), name))
     pipe = _pipe(name)
     WORKS[feature](pipe)
-    alone = _output(pipe, name, **others)
+    alone = of_first_rank(partial(_output, pipe, name, **others))
     found = []
     for way in ways:
         mode, ranks, cfg = WAYS[way]
@@ -175,7 +177,7 @@ def _tried_with_shards(
     """The error, and whether the weights of blocks are still spread after the call."""
     pipe = _pipe(name)
     WORKS[feature](pipe)
-    alone = _output(pipe, name, **others)
+    alone = of_first_rank(partial(_output, pipe, name, **others))
     pipe = _pipe(name)
     if when == BEFORE:
         WORKS[feature](pipe)

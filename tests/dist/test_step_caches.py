@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from lightning_cp import apply_context_parallel, remove_context_parallel
 from lightning_cp.compat.diffusers_hooks import hooks_of
 from lightning_cp.errors import PeerMismatchError, ShapeError
 from lightning_cp.pipelines import cfg_merge, cfg_rows, cfg_split, sampling_ranks
+from tests.dist.compare import of_first_rank
 from tests.dist.step_caches import STEPS, Clock, config, loop, shorter
 from tests.harness import RankPool
 from tests.models.modes import MODES
@@ -48,7 +50,8 @@ def _trials(
     _enable(model, cache, clock)
     alone = []
     for steps in SAMPLES:
-        alone.append(loop(model, arguments, clock, contexts=_contexts(cache), steps=steps))
+        run_alone = partial(loop, model, arguments, clock, contexts=_contexts(cache), steps=steps)
+        alone.append(of_first_rank(run_alone))
         model._reset_stateful_cache()
     model, arguments = _model(name)
     if before:

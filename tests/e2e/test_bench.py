@@ -23,31 +23,58 @@ def _bench(folder: Path, *settings: str, cold: bool = False) -> subprocess.Compl
     return warm.run(command, cwd=ROOT, timeout=300)
 
 
-@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def _rows(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    """Rows of the table, by workload and subject."""
+    with (folder / "bench.csv").open() as file:
+        return {(row["workload"], row["subject"]): row for row in csv.DictReader(file)}
+
+
+def _assert_measured(workload: str, by_name: dict[tuple[str, str], dict[str, str]], folder: Path) -> None:
+    one = by_name[workload, "one process, one thread"]
+    for mode in ("ring allgather", "ring alltoall", "Ulysses"):
+        row = by_name[workload, mode]
+        assert float(row["ratio"]) == pytest.approx(2 * float(row["best_s"]) / float(one["best_s"]))
+        assert float(row["best_s"]) <= float(row["median_s"])
+        assert int(row["sent_bytes"]) > 0
+        assert 0 <= float(row["waited"]) < 1
+    assert not by_name[workload, "diffusers Ulysses"]["refused"]
+    assert one["sent_bytes"] == ""
+    assert (folder / f"bench_{workload}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _assert_attention_sends_what_it_should(by_name: dict[tuple[str, str], dict[str, str]], folder: Path) -> None:
+    # K and V once forward and once backward, and their gradients
+    assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
+    page = (folder / "page.md").read_text()
+    assert "## Attention, 128 tokens, 2 ranks" in page
+    assert "python recipes/bench.py bench=quick repeats=2" in page
+    trace = json.loads((folder / "traces" / "attention_128_2" / "ring_alltoall.json").read_text())
+    names = {event["name"].rpartition(" ")[0] for event in trace["traceEvents"]}
+    assert {"lightning_cp::exchange", "lightning_cp::wait"} <= names
+
+
+def test_attention_is_measured_in_every_mode(tmp_path: Path) -> None:
+    done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", "workloads=[attention]")
+    assert done.returncode == 0, done.stderr
+    by_name = _rows(tmp_path)
+    _assert_measured("attention", by_name, tmp_path)
+    _assert_attention_sends_what_it_should(by_name, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cold", [False, True])
 def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> None:
     done = _bench(tmp_path, f"page={tmp_path / 'page.md'}", cold=cold)
     assert done.returncode == 0, done.stderr
-    with (tmp_path / "bench.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    by_name = {(row["workload"], row["subject"]): row for row in rows}
+    by_name = _rows(tmp_path)
     for workload in ("attention", "training", "sampling"):
-        one = by_name[workload, "one process, one thread"]
-        for mode in ("ring allgather", "ring alltoall", "Ulysses"):
-            row = by_name[workload, mode]
-            assert float(row["ratio"]) == pytest.approx(2 * float(row["best_s"]) / float(one["best_s"]))
-            assert float(row["best_s"]) <= float(row["median_s"])
-            assert int(row["sent_bytes"]) > 0
-            assert 0 <= float(row["waited"]) < 1
-        assert not by_name[workload, "diffusers Ulysses"]["refused"]
-        assert one["sent_bytes"] == ""
-        assert (tmp_path / f"bench_{workload}.png").read_bytes().startswith(b"\x89PNG")
+        _assert_measured(workload, by_name, tmp_path)
     for subject in ("one call: its queries", "one call: its heads", "ring allgather", "ring alltoall", "Ulysses"):
         assert by_name["one_rank", subject]["ranks"] == "2"
     alone, together = by_name["one_rank", "Ulysses"], by_name["attention", "Ulysses"]
     assert alone["sent_bytes"] == together["sent_bytes"], "it does what a rank does"
     assert "return_lse" in by_name["training", "diffusers ring"]["refused"], "a refusal is reported"
-    # K and V once forward and once backward, and their gradients
-    assert int(by_name["attention", "ring alltoall"]["sent_bytes"]) == 3 * 2 * 64 * 8 * 64 * 4
+    _assert_attention_sends_what_it_should(by_name, tmp_path)
     for subject in (
         "training steps, 0 workers",
         "training steps, 2 workers",
@@ -60,12 +87,6 @@ def test_every_subject_is_measured_in_one_run(cold: bool, tmp_path: Path) -> Non
         assert float(row["samples_per_s"]) == pytest.approx(1 / float(row["median_s"])), "one sample or file at a time"
     assert float(by_name["data", "precompute, captions"]["samples_per_s"]) > 0
     assert (tmp_path / "bench_data.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "page.md").read_text()
-    assert "## Attention, 128 tokens, 2 ranks" in page
-    assert "python recipes/bench.py bench=quick repeats=2" in page
-    trace = json.loads((tmp_path / "traces" / "attention_128_2" / "ring_alltoall.json").read_text())
-    names = {event["name"].rpartition(" ")[0] for event in trace["traceEvents"]}
-    assert {"lightning_cp::exchange", "lightning_cp::wait"} <= names
 
 
 def test_a_wrong_setting_is_one_error(tmp_path: Path) -> None:

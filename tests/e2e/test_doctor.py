@@ -41,10 +41,10 @@ def _sleepy(folder: Path, addition: str = "") -> Path:
 
 
 def test_a_doctor_whose_time_runs_out_gives_no_verdict(tmp_path: Path) -> None:
-    told = _ran(_sleepy(tmp_path), "timeout=2")
+    told = _ran(_sleepy(tmp_path), "timeout=1")
     assert told.returncode == 3, told.stdout + told.stderr
     assert "something fails" not in told.stdout
-    assert told.stdout.count("ranks were still running after timeout=2 seconds") == 2
+    assert told.stdout.count("ranks were still running after timeout=1 seconds") == 2
     assert "On a busy machine use timeout=120" in told.stdout
 
 

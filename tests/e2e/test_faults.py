@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 
 from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import latest_checkpoint, read_manifest
-from tests.e2e.recipe import ROOT, SMALL, ranks_of, run, started
+from tests.e2e.recipe import RECIPE, ROOT, SMALL, ranks_of, run, started
+from tests.harness import warm
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 ENDLESS = (*SMALL, "strategy=cp", "ring=2", "max_steps=100000", "checkpoint_every=2")
@@ -161,7 +163,8 @@ def test_a_rank_that_raises_ends_the_job_with_its_own_error_first(rank: int, tra
     assert 1 <= len(finished.rows) <= 2
 
 
-@pytest.mark.parametrize("trainer", ["fabric", pytest.param("lightning", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("trainer", ["fabric", "lightning"])
 def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) -> None:
     settings = (*SMALL, f"trainer={trainer}", "strategy=cp", "ring=2", "max_steps=2")
     finished = run(*settings, folder=tmp_path / "run", launcher=TORCHRUN)
@@ -170,9 +173,19 @@ def test_torchrun_starts_the_ranks_just_as_well(trainer: str, tmp_path: Path) ->
     assert finished.stdout.count("recognises") == 1
 
 
+def test_ranks_with_the_variables_of_torchrun_train(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = (*SMALL, "strategy=cp", "ring=2", "max_steps=2", f"hydra.run.dir={folder}")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "warm"}
+    ended = warm.run_ranks(2, [sys.executable, str(RECIPE), *settings], timeout=150, env=environment, cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert len(read_metrics(folder / "metrics.csv")) == 2
+    assert ended.stdout.count("recognises") == 1
+
+
 def test_an_error_under_torchrun_is_printed_once_even_if_rank_zero_is_late(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
-        'import os, time\nif os.environ.get("RANK") == "0":\n    time.sleep(4)\n', encoding="utf-8"
+        'import os, time\nif os.environ.get("RANK") == "0":\n    time.sleep(1.5)\n', encoding="utf-8"
     )
     late = {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
     refused = run("strategy=cp", "ring=3", folder=tmp_path / "run", launcher=TORCHRUN, environment=late)

@@ -36,7 +36,7 @@ def _tune(made: Path, name: str, *overrides: str) -> Finished:
 @pytest.mark.parametrize(
     "options",
     [
-        ("strategy=cp", "ring=2"),
+        pytest.param(("strategy=cp", "ring=2"), marks=pytest.mark.full),  # tests/dist/test_prompt_sampler.py by default
         pytest.param(("trainer=lightning", "strategy=cp", "ulysses=3"), marks=pytest.mark.full),
         pytest.param(("strategy=cp_fsdp", "ring=2", "data_parallel=2"), marks=pytest.mark.full),
         pytest.param(("trainer=lightning", "strategy=cp_fsdp", "ring=2"), marks=pytest.mark.full),

@@ -21,7 +21,7 @@ STRATEGY = ("strategy=cp", "ring=2", "strategy.stall_s=1", "progress=false")
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["ours", "torchrun"])
 def test_the_warning_says_where_a_peer_outside_of_collectives_is(launcher: tuple[str, ...], tmp_path: Path) -> None:
-    nap = ("model._target_=tests.e2e.failing.NappingDenoiser", "+model.nap_s=4", "max_steps=4")
+    nap = ("model._target_=tests.e2e.failing.NappingDenoiser", "+model.nap_s=3", "max_steps=3")
     with started(*SMALL, *STRATEGY, *nap, folder=tmp_path / "run", launcher=launcher) as process:
         _, stderr = process.communicate(timeout=120)
     assert process.returncode == 0, stderr

@@ -7,6 +7,7 @@ import threading
 import time
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
 
 import psutil
 import torch.distributed as dist
@@ -72,8 +73,26 @@ def _children() -> frozenset[int]:
         getattr(resource_tracker._resource_tracker, "_pid", None),
         warm.server_pid(),
     }
-    return frozenset(
-        child.pid
-        for child in psutil.Process().children()
-        if child.pid not in harness and child.status() != psutil.STATUS_ZOMBIE
-    )
+    return frozenset(pid for pid in _child_pids() - harness if _runs(pid))
+
+
+def _child_pids() -> set[int]:
+    """Return the ids of all direct children. Linux lists them; psutil looks at every process of the machine."""
+    lists = list(Path("/proc/self/task").glob("*/children"))
+    if not lists:
+        return {child.pid for child in psutil.Process().children()}
+    return {int(pid) for path in lists for pid in _text(path).split()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # the thread has ended; its children are those of another one
+        return ""
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import lightning_cp
@@ -11,8 +12,13 @@ import lightning_cp
 PACKAGE = Path(lightning_cp.__file__).parent
 
 
-def imported_modules() -> Iterator[tuple[Path, int, str]]:
-    """Yield the file (relative to the package), the line and the full name of every module that the package imports."""
+@cache
+def imported_modules() -> tuple[tuple[Path, int, str], ...]:
+    """Return file (relative to the package), line and full name of every module that the package imports."""
+    return tuple(_imported_modules())
+
+
+def _imported_modules() -> Iterator[tuple[Path, int, str]]:
     for file in sorted(PACKAGE.rglob("*.py")):
         path = file.relative_to(PACKAGE)
         for node in ast.walk(ast.parse(file.read_text())):

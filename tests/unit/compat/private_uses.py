@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import lightning_cp
@@ -20,8 +21,13 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not (name.startswith("__") and name.endswith("__")) and name != "_"
 
 
-def sources() -> Iterator[tuple[str, ast.Module]]:
-    """Yield the path and the syntax tree of every file of the package outside of `compat`, and of every recipe."""
+@cache
+def sources() -> tuple[tuple[str, ast.Module], ...]:
+    """Return the path and the syntax tree of every file of the package outside of `compat`, and of every recipe."""
+    return tuple(_sources())
+
+
+def _sources() -> Iterator[tuple[str, ast.Module]]:
     for folder in (PACKAGE, RECIPES):
         for file in sorted(folder.rglob("*.py")):
             path = file.relative_to(PACKAGE.parent)

@@ -49,10 +49,11 @@ class Unspeakable(RuntimeError):
 
 
 def end_on_one(config: DictConfig) -> None:
-    """Ends rank `rank` in the way `how`; the others raise as soon as the kernel has closed its connection to them."""
+    """Ends rank `rank` in the way `how`; the others raise `later_s` after their connection is closed."""
     if config.rank != RANK:
         with _connected(config, RANK) as connection:
             connection.read()
+        time.sleep(config.get("later_s", 0))
         raise ConnectionError("Connection closed by peer")
     for rank in set(range(int(os.environ["WORLD_SIZE"]))) - {RANK}:
         _connections.append(_connected(config, rank))

@@ -17,12 +17,15 @@ from lightning_cp.launch.processes import Event, Processes
 from tests.harness.cases import full_unless
 
 TARGETS = Path(__file__).with_name("targets.py")
+PATIENT, IMPATIENT = LocalLauncher(), LocalLauncher(grace_s=0.5, terminate_s=0.5)  # for ranks that end, or do not
 
 
-def launch(function: str, folder: Path, *, ranks: int = 3, **settings: object) -> Result:
+def launch(
+    function: str, folder: Path, *, ranks: int = 3, launcher: LocalLauncher = PATIENT, **settings: object
+) -> Result:
     OmegaConf.save(OmegaConf.create({"folder": str(folder), **settings}), folder / "config.yaml")
     job = Job(f"{TARGETS}:{function}", folder / "config.yaml", ranks, folder / "logs", threads=2)
-    return LocalLauncher().launch(job)
+    return launcher.launch(job)
 
 
 def failure_of(result: Result) -> Failure:
@@ -107,10 +110,14 @@ ENDINGS = {  # how a rank ends -> the failure that is reported: its kind, messag
     full_unless(lambda how, rank: rank == 2 * (list(ENDINGS).index(how) % 2), list(product(ENDINGS, (0, 2)))),
 )
 def test_the_rank_that_ended_first_is_named(how: str, rank: int, tmp_path: Path) -> None:
+    assert_named(how, rank, tmp_path)
+
+
+def assert_named(how: str, rank: int, folder: Path, *, later_s: float = 0.0) -> None:
     kind, message, code = ENDINGS[how]
     for other in {0, 1, 2} - {rank}:
-        os.mkfifo(tmp_path / f"to_{other}")
-    result = launch("end_on_one", tmp_path, rank=rank, how=how)
+        os.mkfifo(folder / f"to_{other}")
+    result = launch("end_on_one", folder, rank=rank, how=how, later_s=later_s)
     failure = failure_of(result)
     assert (failure.rank, failure.kind) == (rank, kind), failure
     assert failure.message.startswith(message.format(rank))
@@ -146,10 +153,13 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
     """Everything has happened before the launcher reads it."""
     os.mkfifo(tmp_path / "to_0")
     os.mkfifo(tmp_path / "to_1")
-    wait, slept = Processes.wait, []
+    wait = Processes.wait
 
     def wait_late(ranks: Processes, timeout_s: float) -> list[Event]:
-        slept.append(time.sleep(0 if slept else 4))
+        deadline = time.monotonic() + 30
+        while any(_runs(pid) for pid in ranks.pids()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         return wait(ranks, timeout_s)
 
     monkeypatch.setattr(Processes, "wait", wait_late)
@@ -158,12 +168,12 @@ def test_the_order_is_known_after_a_pause_of_the_launcher(tmp_path: Path, monkey
 
 
 def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pidfds, as on macOS or where a sandbox forbids pidfds."""
+    """Without pidfds, as on macOS or where a sandbox forbids pidfds: ends are in order if a polling interval apart."""
     monkeypatch.delattr(os, "pidfd_open")
     for number, how in enumerate(("_exit 7", "signal 9", "_exit 0", "raise", "return")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        test_the_rank_that_ended_first_is_named(how, 2 * (number % 2), folder)
+        assert_named(how, 2 * (number % 2), folder, later_s=0.3)
     assert launch("write_environment", tmp_path).exit_code == 0
 
 
@@ -172,11 +182,11 @@ def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.M
         raise PermissionError(pid)
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
-    test_the_rank_that_ended_first_is_named("_exit 0", 0, tmp_path)
+    assert_named("_exit 0", 0, tmp_path, later_s=0.3)
 
 
 def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
-    result = launch("leave", tmp_path)
+    result = launch("leave", tmp_path, launcher=IMPATIENT)
     assert failure_of(result).describe() == "rank 1 ended with exit code 7"
     assert result.exit_code == 7
 
@@ -206,12 +216,12 @@ def test_ranks_may_all_leave_by_exit(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_by_exit_long_before_the_others_fails_the_job(tmp_path: Path) -> None:
-    failure = failure_of(launch("exit_apart", tmp_path, ranks=2, later_s=30))
+    failure = failure_of(launch("exit_apart", tmp_path, ranks=2, launcher=IMPATIENT, later_s=30))
     assert (failure.rank, failure.kind) == (1, FailureKind.EARLY)
 
 
 def test_ranks_may_return_at_any_time(tmp_path: Path) -> None:
-    assert launch("return_apart", tmp_path, ranks=2, later_s=3).exit_code == 0
+    assert launch("return_apart", tmp_path, ranks=2, launcher=IMPATIENT, later_s=1).exit_code == 0
 
 
 def test_an_error_after_the_others_have_returned_is_its_own_cause(tmp_path: Path) -> None:
@@ -224,7 +234,8 @@ _FULL_DISKS = (
     "import json, resource, sys; sys.path[:] = json.loads(sys.argv[1]); from pathlib import Path\n"
     "from lightning_cp.launch import Job, LocalLauncher\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); d = Path(sys.argv[2])\n"
-    "r = LocalLauncher().launch(Job(sys.argv[3] + ':write_nothing', d / 'config.yaml', 3, d / 'logs'))\n"
+    "job = Job(sys.argv[3] + ':write_nothing', d / 'config.yaml', 3, d / 'logs')\n"
+    "r = LocalLauncher(grace_s=0.5, terminate_s=0.5).launch(job)\n"
     "print(r.failure.describe())"
 )
 
@@ -241,7 +252,7 @@ def test_a_failure_is_reported_when_no_file_can_be_written(tmp_path: Path) -> No
 
 
 def test_what_ranks_started_ends_too_even_if_deaf_to_termination(tmp_path: Path) -> None:
-    failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, fail=True))
+    failure = failure_of(launch("start_and_wait", tmp_path, ranks=2, launcher=IMPATIENT, fail=True))
     assert failure.message == "RuntimeError: gone wrong"
     assert_gone(tmp_path, 4)
 
@@ -252,7 +263,8 @@ def test_ranks_end_with_their_launcher(number: int, tmp_path: Path) -> None:
     code = (
         f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from pathlib import Path\n"
         f"from lightning_cp.launch import Job, LocalLauncher; d = Path({str(tmp_path)!r})\n"
-        f"r = LocalLauncher().launch(Job({str(TARGETS)!r} + ':start_and_wait', d / 'config.yaml', 2, d / 'logs'))\n"
+        f"launcher = LocalLauncher(confirm_stop_s=1, terminate_s=0.5)\n"
+        f"r = launcher.launch(Job({str(TARGETS)!r} + ':start_and_wait', d / 'config.yaml', 2, d / 'logs'))\n"
         f"print(r.failure.describe()); sys.exit(r.exit_code)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code, json.dumps(sys.path)], stdout=subprocess.PIPE, text=True)
