@@ -197,6 +197,10 @@ class LazyTensor(Tensor):
     # These methods read memory without passing through the dispatcher.
 
     @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.resolved().clone()
+
+    @override
     def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
         return self.resolved().numpy(force=force)
 

@@ -28,7 +28,7 @@ def checksum(x: Tensor) -> int:
     chunk = _CHUNK if x.device.type == "cpu" else _CHUNK_ON_GPU
     total = torch.full((), len(flat), dtype=torch.int64, device=x.device)
     start = 0
-    for part in (*words.view(torch.int64).split(chunk), rest.view(torch.int64)):
+    for part in (*torch.split(words.view(torch.int64), chunk), rest.view(torch.int64)):
         if len(part):
             position = torch.arange(start, start + len(part), dtype=torch.int64, device=x.device)
             total += _mixed(position.mul_(_ODD[0]).add_(part)).sum()
