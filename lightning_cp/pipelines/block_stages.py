@@ -29,7 +29,11 @@ from lightning_cp.pipelines.stage_links import StageFailedError, StageLinks, zer
 
 def blocks_of(installed: Installed) -> list[str]:
     """Return the paths of a transformer's blocks, in the order of its forward."""
-    return [path for rule in installed.rules.arguments if rule.is_block for path in rule.paths]
+    lists = [rule.paths for rule in installed.rules.arguments if rule.is_block]
+    plan = installed.rules.patches
+    if plan is not None and plan.alternate:
+        return [path for paths in zip(*lists, strict=True) for path in paths]
+    return [path for paths in lists for path in paths]
 
 
 def divide_blocks(costs: Sequence[int], stages: int) -> list[range]:

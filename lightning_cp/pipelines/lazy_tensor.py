@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_cp.comm.packet import layout_of
 from lightning_cp.comm.packets import all_gather_tensors
-from lightning_cp.compat.torch_names import aten, make_wrapper_subclass
+from lightning_cp.compat.torch_names import aten, is_functional, make_wrapper_subclass
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import of_type, replace
 
@@ -42,6 +42,10 @@ class LazyResults(ABC):
     @abstractmethod
     def is_waiting(self) -> bool:
         """Return True while there are results that have not arrived."""
+
+    def is_computed(self, lazy: Sequence[LazyTensor]) -> bool:
+        """Return True if lazy tensors have their values, although other results have not arrived."""
+        return False
 
     @abstractmethod
     def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
@@ -172,6 +176,9 @@ class LazyTensor(Tensor):
             if func.is_view and len(lazy) == 1:
                 args, kwargs = held_tensors((args, kwargs))
                 return replace(Tensor, lambda x: LazyTensor(x, pending, lazy[0].after), func(*args, **kwargs))
+            if is_functional(func) and pending.is_computed(lazy):
+                args, kwargs = held_tensors((args, kwargs))
+                return func(*args, **kwargs)
             held = _empty_result(func, args, kwargs) if pending.can_defer(func, lazy) else None
             if held is not None:
                 args, kwargs = replace(Tensor, _snapshot, (args, kwargs))

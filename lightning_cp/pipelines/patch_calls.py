@@ -6,6 +6,7 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from lightning_cp.patching import Undo, intercept_calls, intercept_method
 from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, release_others
 from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.buffer_memory import check_buffers_fit
+from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.pipelines.lazy_tensor import held_tensors
 from lightning_cp.pipelines.run_once import run_once
@@ -115,7 +117,7 @@ class PatchCalls:
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
-        key = key_of((args, kwargs))
+        key = self._key(args, kwargs)
         branch = self._branch() if self.patches > 1 else None  # with one patch, no keys are kept
         forwards = self._forwards(branch, args, kwargs, key)
         if self.stage is not None and self.results is not None:
@@ -130,6 +132,14 @@ class PatchCalls:
             if branch is not None:
                 branch.evaluation.end()
                 branch.done += 1
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
+        plan = self.installed.rules.patches
+        assert plan is not None, "parallelize_pipeline refuses other classes"
+        given = arguments_by_name(inspect.signature(type(self.installed.module).forward), args, kwargs)
+        masks = of_type(torch.Tensor, [given.get(name) for name in plan.masks])
+        return key_of((args, kwargs)), tuple(tuple(mask.sum(-1).flatten().tolist()) for mask in masks)
 
     def _refuse_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises: PlanError: a weight or an argument requires a gradient."""
@@ -149,7 +159,7 @@ class PatchCalls:
             plan = self.installed.rules.patches
             most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
             batches = micro_batches(self.installed.module, args, kwargs, most)
-            return [_Forward(*batch, None, (key_of(batch), i)) for i, batch in enumerate(batches)]
+            return [_Forward(*batch, None, (self._key(*batch), i)) for i, batch in enumerate(batches)]
         if branch.done < self.warmup:
             return [_Forward(args, kwargs, None, key)]
         return [_Forward(args, kwargs, patch, (key, patch)) for patch in range(self.patches)]

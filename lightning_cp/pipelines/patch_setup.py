@@ -49,8 +49,8 @@ def make_patch_calls(
             )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(
-                f"pipe={ranks.pipe}: the blocks of {kind} need outputs of other blocks than the one before, so they "
-                "cannot be divided into stages: use pipe=1"
+                f"pipe={ranks.pipe}: {kind} needs outputs or weights of other blocks than the one before, so its "
+                "blocks cannot be divided into stages: use pipe=1"
             )
         refuse_caches(installed)
         for path in blocks_of(installed):

@@ -83,6 +83,10 @@ class StageResults(LazyResults):
         return any(step.results for step in self.steps)
 
     @override
+    def is_computed(self, lazy: Sequence[LazyTensor]) -> bool:
+        return all(x.after <= self.complete for x in lazy)
+
+    @override
     def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
         packet = function.overloadpacket
         is_pointwise = torch.Tag.pointwise in function.tags and packet not in _HIDE_NAN
@@ -184,6 +188,7 @@ class StageResults(LazyResults):
         """Begin a step while the results of the step before arrive, and complete those of the step before that."""
         if len(self.steps) > 1:
             self._complete([self.steps.pop(0)])
+            compute(self.steps[0].later)  # some may depend on this step only
             for stage in self._stages:
                 stage.links.finish(newest=2 * pieces)
         self.steps.append(_Step())

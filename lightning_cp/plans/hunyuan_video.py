@@ -44,7 +44,7 @@ PLANS = {
         gather={"single_transformer_blocks.-1": (split(1, "image"), None)},
         needed=("text",),
         pads=_TEXT,
-        patches=patches("image", "text", once=_REFINER),
+        patches=patches("image", "text", once=_REFINER, masks=("encoder_attention_mask",)),
     ),
     "HunyuanVideo15Transformer3DModel": Plan(
         blocks={

@@ -15,6 +15,6 @@ PLANS = {
         attention={"temporal_transformer_blocks.attn1": LOCAL, "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
         unused=("temporal_transformer_blocks.*",),
-        patches=patches("image", once=("caption_projection",)),
+        patches=patches("image", once=("caption_projection",), alternate=True),
     ),
 }

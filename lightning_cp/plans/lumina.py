@@ -15,7 +15,7 @@ PLANS = {
     "Lumina2Transformer2DModel": Plan(
         blocks={"layers": _ARGUMENTS},
         gather={"norm_out": split(1, "image")},
-        patches=patches("image", once=("context_refiner.*", "noise_refiner.*")),
+        patches=patches("image", once=("context_refiner.*", "noise_refiner.*"), masks=("encoder_attention_mask",)),
     ),
     "LuminaNextDiT2DModel": Plan(
         blocks={"layers": _ARGUMENTS},

@@ -13,6 +13,6 @@ PLANS = {
     "DiTTransformer2DModel": Plan(
         blocks={"transformer_blocks": {"hidden_states": split(1, "image")}},
         gather={"proj_out_2": split(1, "image")},
-        patches=patches("image"),
+        patches=patches("image", stages=False),  # the final layer uses the time embedding of block 0
     ),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Union
+from typing import Any, Literal, Union
 
 Modalities = tuple[str, ...]
 
@@ -164,22 +164,28 @@ class Patches:
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
-        stages: False: a block needs outputs of other blocks than the one before it, so all blocks run on every rank.
+        stages: False: the model needs outputs or weights of other blocks than the one before a block, so all blocks
+            run on every rank.
         samples: False: arguments cannot be divided by samples, so stages compute a batch whole, and `cfg` above 1 is
             refused for pipelines that compute the branches of guidance in one batch.
         once: modules before the blocks that get whole tokens (`*` allowed; those that a model lacks are ignored). They
             run once for all patches, because the arguments of the model are the same.
+        masks: arguments with the number of tokens that the blocks get, for models that drop padding. Stages then
+            receive tensors of this size.
+        alternate: the lists of blocks take turns in the forward.
     """
 
     order: Modalities
     stages: bool = True
     samples: bool = True
     once: tuple[str, ...] = ()
+    masks: tuple[str, ...] = ()
+    alternate: bool = False
 
 
-def patches(*order: str, stages: bool = True, samples: bool = True, once: tuple[str, ...] = ()) -> Patches:
+def patches(*order: str, **others: Any) -> Patches:
     """Short form of `Patches(order, …)`."""
-    return Patches(order, stages, samples, once)
+    return Patches(order, **others)
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ _CASES = {
     "pixart": ("pixart_alpha", 2, {}, {"pipe": 2, "patches": 3}),
     "cogvideox": ("cogvideox", 2, {}, {"pipe": 2, "patches": 3}),
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
+    "drops_padding": ("framepack", 2, {}, {"pipe": 2, "patches": 2}),
+    "alternating_blocks": ("latte", 3, {}, {"pipe": 3, "patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
 _DEFAULT = ("flux_stages3", "flux_cfg", "flux_ulysses")

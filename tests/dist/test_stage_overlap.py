@@ -142,6 +142,29 @@ def test_a_scheduler_with_the_same_operators_on_other_views_is_tried_again(run_r
         assert max(errors) < 1e-12
 
 
+def _operator_for_each_branch(rank: int, world: int) -> list[float]:
+    """Errors of pipelines that apply an operator to the latents before each branch's call of the transformer."""
+
+    def halved(call: Any, args: Any, kwargs: Any) -> Any:
+        return call(*args, **{**kwargs, "hidden_states": kwargs["hidden_states"] * 0.5})
+
+    errors = []
+    for patches in (1, 3):
+        alone, staged = make_pipe("flux_true_cfg"), make_pipe("flux_true_cfg")
+        parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=patches)
+        parallelize_pipeline(staged, ContextParallelConfig(), patches=patches, pipe=world)
+        for pipe in (alone, staged):
+            intercept_calls(pipe.transformer, halved)
+        expected = latents_of(alone, "flux_true_cfg")
+        errors += [error_of(expected, latents_of(staged, "flux_true_cfg")) for _ in range(2)]
+    return errors
+
+
+def test_operators_between_the_branches_of_a_step_are_computed_before_they_are_read(run_ranks: RankPool) -> None:
+    for errors in run_ranks(3, _operator_for_each_branch):
+        assert max(errors) < 1e-12
+
+
 def _with_callback(rank: int, world: int) -> dict[str, Any]:
     """A callback that changes the latents of each step, on stages and in one process; one that raises on one rank."""
     pipes, seen = {where: make_pipe("flux") for where in ("alone", "staged")}, []

@@ -193,7 +193,8 @@ def _table() -> str:
     for name in sorted(REGISTERED):
         patches = REGISTERED[name].patches
         if patches is not None:
-            stages = "yes" if patches.stages else "no (`pipe=1`): blocks need outputs of several earlier blocks"
+            alone = "no (`pipe=1`): needs outputs or weights of other blocks than the one before"
+            stages = "yes" if patches.stages else alone
             rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
     return "".join([*rows, "\n"])
 
