@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {x for layer in _adapted(module) for x in _own_parameters(layer)}
 
 
-def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_state(components: Mapping[str, Any], divided: Collection[str] = ()) -> dict[str, Any]:
     """Describe the adapters for a comparison between ranks: state and norms of the weights, for each component.
 
-    Weights that accelerate has moved away are left out.
+    Weights that accelerate has moved away are left out, and all weights of the components in `divided`: there, each
+    rank has those of its stage of blocks.
     """
     found = {}
     for name, component in components.items():
@@ -29,6 +30,7 @@ def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
         if layers:
             described = dict.fromkeys(_described(layer) for layer in layers)
             weights = [x.detach() for layer in layers for x in _own_parameters(layer) if not x.is_meta]
+            weights = [] if name in divided else weights
             norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in weights]
             state = {"state": " ".join(described), "weights": torch.stack(norms) if norms else None}
             found[f"adapters of {name}"] = state
@@ -47,6 +49,25 @@ def allow_hotswap(module: nn.Module) -> Undo:
                 module.__dict__["_compiled_call_impl"] = wrapped
 
     return intercept_method(module, "load_lora_adapter", around)
+
+
+def refuse_new_adapters(pipeline: Any, module: nn.Module, pipe: object) -> Iterator[Undo]:
+    """Refuse to load or fuse adapters after this rank has freed the blocks of other stages (pipe above 1)."""
+
+    def refuse(name: str) -> Around:
+        def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            raise PlanError(
+                f"{name}: with pipe={pipe}, this rank has only the blocks of its stage: call it before "
+                "parallelize_pipeline"
+            )
+
+        return around
+
+    for owner, names in (
+        (pipeline, ("load_lora_weights",)),
+        (module, ("load_lora_adapter", "add_adapter", "fuse_lora")),
+    ):
+        yield from (intercept_method(owner, name, refuse(name)) for name in names if hasattr(owner, name))
 
 
 def adapt_shards(name: str, module: nn.Module) -> None:

@@ -79,13 +79,14 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
     """
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
+    divided = [name for name, one in state.patch_calls.items() if one.stage is not None]
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         with votes.call():
             check()
             _empty_caches(state)
-            common = {"use_degrees": state.chosen, **adapter_state(pipe.components)}
+            common = {"use_degrees": state.chosen, **_cache_settings(state), **adapter_state(pipe.components, divided)}
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 _use(state, state.degrees[state.chosen])
@@ -119,6 +120,12 @@ def _empty_caches(state: ParallelPipeline) -> None:
         else:
             installed.caches.follow()
             installed.caches.reset()
+
+
+def _cache_settings(state: ParallelPipeline) -> dict[str, Any]:
+    """Describe the step caches for a comparison between ranks."""
+    installed = {**state.transformers, **state.controlnets}
+    return {f"step caches of {name}": one.caches.settings() for name, one in installed.items()}
 
 
 def _use(state: ParallelPipeline, degrees: Degrees) -> None:

@@ -19,8 +19,9 @@ from diffusers import (
 from torch import Tensor, nn
 
 from lightning_cp import parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.errors import GuidanceError, PlanError
+from lightning_cp.errors import GuidanceError, PeerMismatchError, PlanError
 from lightning_cp.pipelines import sample_prompts
+from tests import features
 from tests.dist.compare import of_first_rank
 from tests.harness import RankPool
 from tests.models.modes import MODES
@@ -145,6 +146,7 @@ def test_latents_are_those_of_one_process_with_the_cache(
         for error, change, _, _ in found:
             assert error < 1e-4
             assert change > 100 * error, "the cache changes nothing"
+            features.compared("step caches", error)
     for call in zip(*by_rank, strict=True):
         ran, expected = [count for _, _, count, _ in call], call[0][3]
         if name in ("cogvideox", "flux"):  # one call a step, for all branches
@@ -219,10 +221,51 @@ def _refusals(rank: int, world: int) -> list[str]:
 
 
 def test_caches_that_cannot_be_exact_are_refused_by_name(run_ranks: RankPool) -> None:
+    features.refused("step caches that share one state between branches, with `cfg=2`; SeaCache with sharded weights")
     for broadcast, faster, sea in run_ranks(2, _refusals, timeout_s=120):
         assert "PyramidAttentionBroadcast keeps one state for all branches" in broadcast
         assert "FasterCache computes the unconditional branch from the conditional one, but cfg=2" in faster
         assert "SeaCache on WanPipeline.transformer computes every step if weights are sharded" in sea
+
+
+def _unlike(rank: int, world: int) -> tuple[list[str], float]:
+    """What is said where rank 1 has another cache, other settings or other modules; then the error with equal ones."""
+    pipe, said = _pipe("flux"), []
+    pipe.transformer.enable_cache(_config("first_block", pipe))
+    alone = _sample(pipe, "flux")
+    pipe = _pipe("flux")
+    parallelize_pipeline(pipe, MODES["ring"](world))
+    attention = {"cache_interval": 2, "disable_cache_before_step": 1}
+    for own, others in (
+        (None, FirstBlockCacheConfig(threshold=0.5)),
+        (FirstBlockCacheConfig(threshold=0.5), FirstBlockCacheConfig(threshold=0.4)),
+        (
+            TaylorSeerCacheConfig(cache_identifiers=[r"transformer_blocks\.0\.attn"], **attention),
+            TaylorSeerCacheConfig(cache_identifiers=[r"transformer_blocks\.1\.attn"], **attention),
+        ),
+    ):
+        config = own if rank == 1 else others
+        if config is not None:
+            pipe.transformer.enable_cache(config)
+        with pytest.raises(PeerMismatchError) as caught:
+            _sample(pipe, "flux")
+        said.append(str(caught.value))
+        if config is not None:
+            pipe.transformer.disable_cache()
+    pipe.transformer.enable_cache(_config("first_block", pipe))
+    together = _sample(pipe, "flux")
+    return said, float((together - alone).abs().max() / alone.abs().max())
+
+
+def test_ranks_with_other_settings_of_a_cache_are_refused_on_all_ranks(run_ranks: RankPool) -> None:
+    for (one, threshold, modules), error in run_ranks(3, _unlike, timeout_s=120):
+        assert "step caches of transformer['FBCHeadBlockHook(threshold=0.5)'] was given to one of them only" in one
+        assert (
+            "step caches of transformer['FBCHeadBlockHook(threshold=0.4)'] was given to one of them only" in threshold
+        )
+        assert "step caches of transformer['TaylorSeerCacheHook(cache_interval=2" in modules
+        assert "1 modules" in modules
+        assert error < 1e-4
 
 
 def _sharded(rank: int, world: int) -> float:

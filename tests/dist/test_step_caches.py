@@ -232,6 +232,11 @@ def _refusals(rank: int, world: int) -> list[str]:
     with pytest.raises(PeerMismatchError) as error:
         loop(model, arguments, clock, steps=(2,))
     said.append(str(error.value))
+    model.disable_cache()
+    model.enable_cache(FirstBlockCacheConfig(threshold=0.1 + rank % 2))
+    with pytest.raises(PeerMismatchError) as error:
+        loop(model, arguments, clock, steps=(0,))
+    said.append(str(error.value))
     # Each cache, on other shards of the last rank only: 7 + 7 + 6 tokens, then 7 + 7 + 7.
     larger = {**arguments, "hidden_states": torch.randn(2, 4, 1, 6, 14, dtype=torch.float64)}
     for cache in ("first_block", "mag", "taylorseer", "broadcast"):
@@ -247,7 +252,8 @@ def _refusals(rank: int, world: int) -> list[str]:
 def test_what_one_process_could_not_continue_is_an_error_on_every_rank(run_ranks: RankPool) -> None:
     for said in run_ranks(3, _refusals):
         assert "FirstBlockCache of the ranks that share a sample are at different steps" in said[0]
-        for text, name in zip(said[1:], ("FirstBlockCache", "MagCache", "TaylorSeer", "PyramidAttention"), strict=True):
+        assert "FirstBlockCache of the ranks that share a sample have different settings" in said[1]
+        for text, name in zip(said[2:], ("FirstBlockCache", "MagCache", "TaylorSeer", "PyramidAttention"), strict=True):
             assert text.startswith(name)
             assert "keeps results for {'image': 20} tokens, but this step has {'image': 21}" in text
 

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_cp.comm.transfer import all_gather_ints
@@ -18,6 +19,7 @@ from lightning_cp.engine.session import Session
 from lightning_cp.errors import PeerMismatchError, PlanError
 
 _CACHE_DIT = "_is_cached"  # set by the package cache-dit on a transformer
+_SETTINGS = (bool, int, float, str, tuple, list, torch.dtype, Tensor)
 _UNNAMED = "inference"  # the context that some caches of diffusers set if the pipeline names none
 
 
@@ -37,6 +39,7 @@ class StepCaches:
         self.hooks: list[WatchedHook] = []
         self._module, self._session = module, session
         self._on_model: list[Any] = []
+        self._settings: dict[str, str] = {}
 
     def __bool__(self) -> bool:
         return bool(self.hooks)
@@ -45,6 +48,14 @@ class StepCaches:
     def kinds(self) -> list[Cache]:
         """Return the caches that are on."""
         return list(dict.fromkeys(watched.cache for watched in self.hooks))
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings of each kind of hook, and the modules it is on, as texts that ranks can compare."""
+        names = {module: name for name, module in self._module.named_modules()}
+        found: dict[str, list[str]] = {}
+        for watched in self.hooks:
+            found.setdefault(_settings(watched.hook), []).append(names.get(watched.module, ""))
+        return {text: f"{len(on)} modules ({_checksum(on):x})" for text, on in found.items()}
 
     @property
     def context(self) -> str | None:
@@ -71,7 +82,7 @@ class StepCaches:
         self.hooks = [known.pop(id(hook)) if id(hook) in known else self._watch(module, hook) for module, hook in found]
         for gone in known.values():
             gone.uninstall()
-        self._on_model = _hooks_on(self._module)
+        self._on_model, self._settings = _hooks_on(self._module), self.settings()
 
     def release(self) -> None:
         """Stop watching the hooks, and drop the shards that the caches keep."""
@@ -107,12 +118,18 @@ class StepCaches:
     def _compare(self) -> None:
         group = self._session.sample.context
         assert group is not None, "the caller has checked it"
-        digest = hashlib.blake2b(repr(list(_progress(self.hooks))).encode(), digest_size=8).digest()
-        by_rank = all_gather_ints([int.from_bytes(digest, "big", signed=True)], group=group)
+        own = [_checksum(self._settings.items()), _checksum(_progress(self.hooks))]
+        by_rank = all_gather_ints(own, group=group)
+        names = ", ".join(kind.name for kind in self.kinds)
+        if any(settings != by_rank[0][0] for settings, _ in by_rank):
+            raise PeerMismatchError(
+                f"the {names} of the ranks that share a sample have different settings, here "
+                f"{', '.join(self._settings)}: enable the same step caches on every rank"
+            )
         if any(other != by_rank[0] for other in by_rank):
             raise PeerMismatchError(
-                f"the {', '.join(kind.name for kind in self.kinds)} of the ranks that share a sample are at different "
-                "steps, for example because a call was interrupted on some of them: empty the cache on every rank "
+                f"the {names} of the ranks that share a sample are at different steps, for example "
+                "because a call was interrupted on some of them: empty the cache on every rank "
                 "(transformer._reset_stateful_cache())"
             )
 
@@ -142,6 +159,21 @@ class StepCaches:
 
 def _hooks_on(module: nn.Module) -> list[Any]:
     return [hook for kind, hook in hooks_of(module) if kind == "cache"]
+
+
+def _settings(hook: Any) -> str:
+    """Describe a hook's settings. Functions, such as the one that returns the timestep, are left out."""
+    states = getattr(hook, "state_manager", None)
+    given = {**vars(hook), **getattr(states, "_init_kwargs", {})}
+    if hasattr(hook, "config"):
+        given |= vars(hook.config)
+    shown = (f"{name}={x!r}" for name, x in sorted(given.items()) if isinstance(x, _SETTINGS) and name[0] != "_")
+    return f"{type(hook).__name__}({', '.join(shown)})"
+
+
+def _checksum(values: Iterable[object]) -> int:
+    digest = hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
 
 
 def _progress(hooks: Iterable[WatchedHook]) -> Iterator[object]:

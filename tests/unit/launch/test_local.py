@@ -173,7 +173,7 @@ def test_without_pidfds_the_same_ranks_are_named(tmp_path: Path, monkeypatch: py
     for number, how in enumerate(("_exit 7", "signal 9", "_exit 0", "raise", "return")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        assert_named(how, 2 * (number % 2), folder, later_s=0.3)
+        assert_named(how, 2 * (number % 2), folder, later_s=1.0)
     assert launch("write_environment", tmp_path).exit_code == 0
 
 
@@ -182,7 +182,7 @@ def test_a_forbidden_pidfd_is_done_without(tmp_path: Path, monkeypatch: pytest.M
         raise PermissionError(pid)
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
-    assert_named("_exit 0", 0, tmp_path, later_s=0.3)
+    assert_named("_exit 0", 0, tmp_path, later_s=1.0)
 
 
 def test_an_exit_code_is_passed_on(tmp_path: Path) -> None:
