@@ -36,6 +36,8 @@ def declared_degrees(
         sharded: name of a transformer with sharded weights.
     Ranks: the whole world. Raises: ValueError, TypeError: invalid degrees, or another number of ranks than the default.
     """
+    if not isinstance(declared, Mapping):
+        raise TypeError(f"degrees={declared!r} must be a mapping from names to degrees")
     if declared and config.mesh is not None:
         raise ValueError(f"degrees={sorted(declared)} cannot be combined with a mesh: leave mesh out of the config")
     sizes = {name: _sizes(name, given) for name, given in declared.items()}

@@ -55,7 +55,7 @@ def sample_prompts(
     Ranks: the whole world.
     Raises: CallFailedError: another rank has failed; its data group stops, the others finish their prompts first.
         ValueError: no prompts; an argument that the pipeline does not take, or not with per_call > 1; a pipeline
-        that is not parallel; a result without one entry per prompt.
+        that is not parallel; a result without one entry per prompt. TypeError: the seed is no integer.
     """
     installed = parallel_pipeline(pipe)
     if installed is None:
@@ -92,6 +92,8 @@ def _sampled(
     """
     ranks = installed.ranks
     with installed.votes.call():
+        if not isinstance(seed, int):
+            raise TypeError(f"seed={seed!r} must be an integer")
         prompt_argument = _check_inputs(pipe, inputs)
         texts = read_prompts(prompts)
         inputs = {**inputs, **_lyrics(pipe, inputs, len(texts))}

@@ -196,6 +196,8 @@ def _refusals(rank: int, world: int) -> list[str]:
             parallelize_pipeline(pipe, config, degrees=degrees, **others)
         assert parallel_pipeline(pipe) is None
         said.append(str(caught.value))
+    with pytest.raises(TypeError, match="must be a mapping from names to degrees"):
+        parallelize_pipeline(pipe, config, degrees=[("ulysses", {"ulysses": world})])  # type: ignore[arg-type]
     parallelize_pipeline(pipe, config, degrees={"ulysses": {"ulysses": world}})
     with (
         pytest.raises(ValueError, match="'cfg' is not one of the declared degrees, default, ulysses"),
