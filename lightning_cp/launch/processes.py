@@ -93,9 +93,8 @@ class Processes:
         while True:
             events = [event for descriptor in self._ready(deadline) for event in self._events(descriptor)]
             if self._has_polling():
-                # Polling does not give the order within one interval: put ended ranks before messages of other ranks.
                 events += [event for rank in range(len(self._ranks)) for event in self._look_at(rank)]
-                events.sort(key=lambda event: event.kind is EventKind.MESSAGE)
+                events = _ended_first(events)
             if events or time.monotonic() >= deadline:
                 return events
 
@@ -199,6 +198,16 @@ class Processes:
         del self._owners[descriptor]
         (self._epoll or self._poll).unregister(descriptor)
         os.close(descriptor)
+
+
+def _ended_first(events: Sequence[Event]) -> list[Event]:
+    """Order the events of one polling interval, whose order is unknown: ended ranks come before messages of others.
+
+    Among these, ranks without a message come first. A rank's own events stay in their order.
+    """
+    ended = {event.rank for event in events if event.kind is not EventKind.MESSAGE}
+    speaking = {event.rank for event in events if event.kind is EventKind.MESSAGE}
+    return sorted(events, key=lambda event: (event.rank not in ended, event.rank in speaking))
 
 
 def _signal_group(process: subprocess.Popen[bytes], number: int) -> None:

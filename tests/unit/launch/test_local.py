@@ -13,7 +13,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.launch import Failure, FailureKind, Job, LocalLauncher, Result
-from lightning_cp.launch.processes import Event, Processes
+from lightning_cp.launch.processes import Event, EventKind, Processes, _ended_first
 from tests.harness.cases import full_unless
 
 TARGETS = Path(__file__).with_name("targets.py")
@@ -286,3 +286,10 @@ def test_the_launcher_imports_no_torch() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code, json.dumps(sys.path)], capture_output=True, text=True, timeout=60)
     assert run.stdout.strip() == "[]", run.stdout + run.stderr
+
+
+def test_events_of_one_polling_interval_are_in_the_order_of_causes() -> None:
+    """A rank that ended without a message comes first; a rank's report comes before its end."""
+    report, closed, ended = Event(1, EventKind.MESSAGE), Event(1, EventKind.CLOSED), Event(1, EventKind.ENDED)
+    of_another, silent = Event(2, EventKind.MESSAGE), Event(0, EventKind.ENDED)
+    assert _ended_first([of_another, report, closed, ended, silent]) == [silent, report, closed, ended, of_another]
