@@ -92,7 +92,7 @@ _MODEL = [
         original_forward="put the engine inside wrappers of a forward",
     ),
     *_uses("model", "diffusers.hooks.hooks:ModelHook", fn_ref="find out whether a step cache skips a module"),
-    *_uses("model", "diffusers.hooks.hooks:StateManager", _state_cache=_CACHES, _context=_CACHES),
+    *_uses("model", "diffusers.hooks.hooks:StateManager", _state_cache=_CACHES, _context=_CACHES, _init_kwargs=_CACHES),
     *_uses(
         "model",
         "diffusers.hooks.first_block_cache:FBCHeadBlockHook",
