@@ -49,9 +49,8 @@ class StepMetrics(Callback):
         seconds = time.perf_counter() - self._ended
         values = {"step_time_s": seconds, "peak_memory_gib": peak_memory_bytes(trainer.strategy.root_device) / 2**30}
         if self._tokens is not None:
-            fraction = min(
-                1.0, self._batches / trainer.accumulate_grad_batches
-            )  # the last step of an epoch may have less
+            # The last step of an epoch may have fewer batches.
+            fraction = min(1.0, self._batches / trainer.accumulate_grad_batches)
             values["tokens_per_s"] = self._tokens * fraction / seconds
         pl_module.log_dict(values)
         self._start_step(trainer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -96,13 +95,12 @@ def process_groups() -> list[Any]:
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
-def take_default_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
-    """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups; return it."""
+def take_default_timeout(group: torch.distributed.ProcessGroup) -> None:
+    """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups."""
     c10d = torch.distributed.distributed_c10d
     world = c10d._get_default_group()
-    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    timeout = world._get_backend(world._device_types[0]).options._timeout
     c10d._set_pg_timeout(timeout, group)
-    return timeout
 
 
 def fake_store() -> Any:

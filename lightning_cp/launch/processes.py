@@ -201,9 +201,10 @@ class Processes:
 
 
 def _ended_first(events: Sequence[Event]) -> list[Event]:
-    """Order the events of one polling interval, whose order is unknown: ended ranks come before messages of others.
+    """Sort the events of one polling interval, whose order in time is unknown.
 
-    Among these, ranks without a message come first. A rank's own events stay in their order.
+    Ranks that have ended without a message come first, then ranks that have ended with one, then ranks that only sent
+    messages. The events of each rank stay in their order.
     """
     ended = {event.rank for event in events if event.kind is not EventKind.MESSAGE}
     speaking = {event.rank for event in events if event.kind is EventKind.MESSAGE}

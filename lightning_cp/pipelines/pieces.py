@@ -1,4 +1,4 @@
-"""Which elements of a transformer's result belong to which piece: to a patch, or to some of the samples."""
+"""Divide the elements of a transformer's result into pieces, one for each patch or each group of samples."""
 
 from __future__ import annotations
 

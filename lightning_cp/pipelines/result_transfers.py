@@ -10,17 +10,17 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, Piece, pack, unpack
+from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
 from lightning_cp.pipelines.forms import Form, form_and_tensors, unpickled_quietly
+from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
-from lightning_cp.pipelines.stage_links import MARK, check_same, empty_packet
+from lightning_cp.pipelines.stage_links import check_same
 
 
 @dataclass(eq=False)
@@ -172,8 +172,8 @@ class ResultTransfers:
             positions = result.pieces[result.taken] if result.pieces else None
             shapes = [tuple(x.shape) for x in (result.tensors if positions is None else positions)]
             layout = [Piece(shape, x.dtype) for shape, x in zip(shapes, result.tensors, strict=True)]
-            *values, mark = unpack(packet, [*layout, MARK])
-            result.failed = result.failed or bool(mark.item())
+            values, has_failed = read_packet(packet, layout)
+            result.failed = result.failed or has_failed
             result.taken += 1
             for i, value in enumerate([] if result.failed else values):
                 if positions is None:
@@ -186,16 +186,12 @@ class ResultTransfers:
         """Send tensors to all other stages, or only the mark if a stage has failed."""
         result.failed = result.failed or result.stage.error is not None
         device = self._forms[result.key].device
-        if result.failed:
-            packet = empty_packet([*layout, MARK], device)
-            unpack(packet, [*layout, MARK])[-1].fill_(1)
-        else:
-            packet = pack([*tensors, torch.zeros(1, dtype=torch.uint8, device=device)])
+        packet = failure_packet(layout, device) if result.failed else packet_of(tensors, device)
         peers = range(self._last)
         result.outgoing.append(exchange([(peer, packet) for peer in peers], [], group=self.group))
 
     def _start_receive(self, result: StageResult, layout: Layout) -> None:
-        packet = empty_packet([*layout, MARK], self._forms[result.key].device)
+        packet = empty_packet(layout, self._forms[result.key].device)
         result.incoming.append((packet, exchange([], [(self._last, packet)], group=self.group)))
 
     def _broadcast(self, value: Any) -> Any:

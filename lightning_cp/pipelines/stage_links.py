@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
+from lightning_cp.comm.packet import Layout
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.forms import Form, unpickled_quietly
-
-MARK = Piece((1,), torch.uint8)  # 1: a stage has failed
+from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 
 
 class StageFailedError(Exception):
@@ -65,8 +64,8 @@ class StageLinks:
         buffer, pending = self._incoming.pop(key) if key in self._incoming else self._start_receive(key)
         pending.wait()
         *earlier, last = self.forms[key]
-        *tensors, mark = unpack(buffer, [*last.layout, MARK])
-        if mark.item():
+        tensors, has_failed = read_packet(buffer, last.layout)
+        if has_failed:
             raise StageFailedError
         return [*map(zeros, earlier), last.filled(tensors)]
 
@@ -82,7 +81,7 @@ class StageLinks:
         else:
             self.sent_forms[key] = forms
             self._send_object(forms)
-        self._start_send(pack([*tensors, torch.zeros(1, dtype=torch.uint8, device=forms[-1].device)]))
+        self._start_send(packet_of(tensors, forms[-1].device))
 
     def send_failure(self, key: Hashable) -> None:
         """Send a mark in place of the outputs."""
@@ -90,9 +89,7 @@ class StageLinks:
             self._send_object(None)
             return
         form = self.sent_forms[key][-1]
-        packet = empty_packet([*form.layout, MARK], form.device)
-        unpack(packet, [*form.layout, MARK])[-1].fill_(1)
-        self._start_send(packet)
+        self._start_send(failure_packet(form.layout, form.device))
 
     def finish(self, *, newest: int = 0) -> None:
         """Wait until everything is sent, except the `newest` transfers. Ranks: the next stage receives it."""
@@ -107,7 +104,7 @@ class StageLinks:
 
     def _start_receive(self, key: Hashable) -> tuple[Tensor, Pending]:
         form = self.forms[key][-1]
-        buffer = empty_packet([*form.layout, MARK], form.device)
+        buffer = empty_packet(form.layout, form.device)
         return buffer, exchange([], [(self.groups.context_rank - 1, buffer)], group=self.group)
 
     def _start_send(self, packet: Tensor) -> None:
@@ -121,11 +118,6 @@ class StageLinks:
         with unpickled_quietly():
             dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
         return received[0]
-
-
-def empty_packet(layout: Layout, device: torch.device) -> Tensor:
-    """Allocate a packet for tensors of this layout."""
-    return torch.empty(packet_bytes(layout), dtype=torch.uint8, device=device)
 
 
 def check_same(found: Layout, expected: Layout) -> None:

@@ -54,7 +54,7 @@ class StageResults(LazyResults):
         transfers: sends the results to all stages.
         votes: the pipeline's votes, through which a stage's error reaches the others.
         is_lazy: False: results are exchanged at once.
-        overlaps: True in a pipeline call whose steps may overlap.
+        overlaps: True if the steps of the current pipeline call may overlap.
         waits: number of times that all stages have waited for each other.
         steps: the steps with results that are not complete on all stages.
         count: number of results in this call of the pipeline.
