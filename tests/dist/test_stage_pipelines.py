@@ -21,11 +21,10 @@ _STEPS = 5
 
 
 def _compare(rank: int, world: int, name: str, patches: int) -> list[float]:
+    """Errors of three calls. tests/pipelines compares the reference, which has the engine but no stages, with none."""
     alone, staged = make_pipe(name), make_pipe(name)
-    settings = {"patches": patches} if patches > 1 else {}
-    if settings:
-        parallelize_pipeline(alone, ContextParallelConfig(mesh=None), **settings)
-    parallelize_pipeline(staged, ContextParallelConfig(), pipe=world, vae=False, **settings)
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=patches, vae=False)
+    parallelize_pipeline(staged, ContextParallelConfig(), patches=patches, pipe=world, vae=False)
     inputs: dict[str, Any] = {"num_inference_steps": _STEPS}
     expected = latents_of(alone, name, **inputs)
     return [error_of(expected, latents_of(staged, name, **inputs)) for _ in range(3)]
