@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from itertools import count
 from operator import is_, itemgetter
 from typing import Any
@@ -59,7 +60,8 @@ class Structure:
         self._kinds = [type(x) for x in self._objects]
         originals = {type(original_processor(processor)) for _, processor in self._processors}
         self._functions = [x for kind in dict.fromkeys([*self._kinds, *originals]) for x in _functions(kind)]
-        held = [x for module in modules for x in _held(module)]
+        held_by_module = {module: _held(module) for module in modules}
+        held = [x for found in held_by_module.values() for x in found]
         self._lists = list(lists_in(held))
         self._items = [list(x) for x in self._lists]
         helpers = list(helpers_in(held))
@@ -76,7 +78,7 @@ class Structure:
                 self._add_attribute(module.__dict__, name)
         for attributes, name, _ in held:
             self._add_attribute(attributes, name)
-        self._parts = list(_parts(model))
+        self._parts = list(_parts(model, held_by_module))
         self.hidden = next(_hidden(model, rules), "")
         self._name = f"structure {next(_NUMBERS)}"  # an int that changes would become dynamic in a graph
         _STRUCTURES[self._name] = self
@@ -152,21 +154,26 @@ def _is_unchanged_at_trace_time(name: str) -> bool:
     return structure is not None and structure.is_unchanged_eagerly()
 
 
-def _parts(model: nn.Module) -> Iterator[object]:
+def _parts(model: nn.Module, held_by_module: Mapping[nn.Module, list[Attribute]]) -> Iterator[object]:
     """Yield all modules but wrappers, their processors, and the functions that run when these are called."""
+
+    @cache
+    def functions(kind: type) -> list[object]:
+        return [function for _, _, function in _functions(kind)]
+
     for module in model.modules():
         if unwrapped(module) is not module:
             continue
         yield module
         yield None if module is model else decorated_function(module)
         yield from (module.__dict__.get(name) for name in _method_names(module))
-        yield from (function for _, _, function in _functions(type(module)))
+        yield from functions(type(module))
         for where in _holding_processor(module):
             processor = where["processor"]
             yield processor
             for kind in (type(processor), type(original_processor(processor))):
-                yield from (function for _, _, function in _functions(kind))
-        held = _held(module)
+                yield from functions(kind)
+        held = held_by_module[module]
         yield from (value for _, _, value in held if value is not None)
         yield from (item for items in lists_in(held) for item in items)
         for kind in dict.fromkeys(map(type, helpers_in(held))):
