@@ -25,7 +25,8 @@ class SampleGroups:
         sample: all ranks that share a sample (cfg x pipe x ring x ulysses), as a ring.
         data_rank, data_size: index of this sample, and number of samples computed at a time.
         pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
-        pipe_results: a second process group of the ranks in `pipe_groups`; None for one stage.
+        pipe_results: for each branch, a process group in which its last stage sends results: the ranks that hold the
+            same tokens, of all branches and stages (in this order). Empty for one stage.
         control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
     """
 
@@ -35,7 +36,7 @@ class SampleGroups:
     data_rank: int
     data_size: int
     pipe_groups: MeshGroups
-    pipe_results: dist.ProcessGroup | None = None
+    pipe_results: tuple[dist.ProcessGroup, ...] = ()
     control: dist.ProcessGroup | None = None
 
     @property
@@ -102,14 +103,16 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
     others = [axis for axis in range(mesh.ndim) if axis not in inner]
     ranks = mesh.mesh.permute(*others, *inner).reshape(-1, cfg, pipe, groups.context_size)
     data_rank, cfg_rank, pipe_rank, context_rank = (ranks == dist.get_rank()).nonzero()[0].tolist()
-    sample, by_branch, by_stage, results = groups.context, None, None, None
+    sample, by_branch, by_stage = groups.context, None, None
+    results: list[dist.ProcessGroup] = []
     if cfg > 1:  # collective: every rank creates all groups in the same order
         by_branch = _new_groups(ranks.permute(0, 2, 3, 1))
     if pipe > 1:
-        by_stage, results = (_new_groups(ranks.permute(0, 1, 3, 2)) for _ in range(2))
+        by_stage = _new_groups(ranks.permute(0, 1, 3, 2))
+        results = [_new_groups(ranks.permute(0, 3, 1, 2).flatten(2)) for _ in range(cfg)]
     if cfg > 1 or pipe > 1:
         sample = _new_groups(ranks.flatten(1))
-        connect(by_branch, by_stage, results, sample)
+        connect(by_branch, by_stage, *results, sample)
     control = None
     if cfg * pipe * groups.context_size > 1:
         simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
@@ -130,7 +133,7 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
         data_rank=data_rank,
         data_size=len(ranks),
         pipe_groups=as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
-        pipe_results=results,
+        pipe_results=tuple(results),
         control=control,
     )
 

@@ -106,10 +106,7 @@ def _lookup(owner: object, name: str) -> Method | None:
     own = {} if isinstance(owner, type) else getattr(owner, "__dict__", {})
     of_class = name not in own
     kind = owner if isinstance(owner, type) else type(owner)
-    if of_class:
-        stored = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-    else:
-        stored = own[name]
+    stored = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None) if of_class else own[name]
     if isinstance(stored, types.BuiltinFunctionType):
         return Method(name, stored, of_class)
     method = Method(name, stored, of_class)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Mapping
-from functools import cache
 from itertools import count
 from operator import is_, itemgetter
 from typing import Any
@@ -156,10 +155,12 @@ def _is_unchanged_at_trace_time(name: str) -> bool:
 
 def _parts(model: nn.Module, held_by_module: Mapping[nn.Module, list[Attribute]]) -> Iterator[object]:
     """Yield all modules but wrappers, their processors, and the functions that run when these are called."""
+    found: dict[type, list[object]] = {}
 
-    @cache
     def functions(kind: type) -> list[object]:
-        return [function for _, _, function in _functions(kind)]
+        if kind not in found:
+            found[kind] = [function for _, _, function in _functions(kind)]
+        return found[kind]
 
     for module in model.modules():
         if unwrapped(module) is not module:

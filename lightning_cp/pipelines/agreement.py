@@ -43,20 +43,31 @@ def sync_rng_and_check_inputs(
         "states": [x.get_state() for x in generators] if is_first else None,
         "default": _default_states() if is_first else None,
     }
+    hint = ". To sample many different prompts, use lightning_cp.pipelines.sample_prompts"
+    first = _gather_equal("the pipeline", local, sample, hint)
+    for generator, random_state in zip(generators, first["states"], strict=True):
+        generator.set_state(random_state)
+    _set_default_states(first["default"])
+
+
+def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> None:
+    """Refuse unequal arguments of a call of `name`. Other arguments and errors: see `sync_rng_and_check_inputs`."""
+    _gather_equal(name, {"arguments": dict(_digests("", arguments)), "generators": []}, sample)
+
+
+def _gather_equal(name: str, local: dict[str, Any], sample: MeshGroups, hint: str = "") -> dict[str, Any]:
+    """Gather what ranks call something with, and compare it. Returns: that of the first rank."""
     gathered: list[Any] = [None] * sample.context_size
     dist.all_gather_object(gathered, local, group=sample.context)
-    first = gathered[0]
+    first: dict[str, Any] = gathered[0]
     for rank, other in enumerate(gathered):
         different = _difference(first, other)
         if different:
             raise PeerMismatchError(
-                f"ranks that share a sample must call the pipeline with equal arguments, but {different} (rank {rank} "
-                "of this group, compared with its rank 0): pass the same arguments on these ranks. To sample many "
-                "different prompts, use lightning_cp.pipelines.sample_prompts"
+                f"ranks that share a sample must call {name} with equal arguments, but {different} (rank {rank} of "
+                f"this group, compared with its rank 0): pass the same arguments on these ranks{hint}"
             )
-    for generator, random_state in zip(generators, first["states"], strict=True):
-        generator.set_state(random_state)
-    _set_default_states(first["default"])
+    return first
 
 
 def _difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:

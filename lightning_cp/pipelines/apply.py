@@ -143,8 +143,17 @@ def parallelize_pipeline(
         for name, module in found.items():
             installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
             undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock()
-        in_patches = make_patch_calls(installed, ranks, votes, pipe=pipe, patches=patches, warmup=warmup, clock=clock)
+        calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock(must_be_equal=patches > 1)
+        in_patches = make_patch_calls(
+            installed,
+            ranks,
+            votes,
+            pipe=pipe,
+            patches=patches,
+            warmup=warmup,
+            clock=clock,
+            on_step=calls.count_calls,
+        )
         for one in in_patches.values():
             undo += one.install()
         calls.pending.before_flush = votes.check
@@ -159,7 +168,7 @@ def parallelize_pipeline(
         for name in in_patches if num_stages > 1 else ():
             undo += refuse_new_adapters(pipeline, found[name], pipe)
         around_step = [clock.before_step] if in_patches else []
-        if any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks after the step get real tensors
+        if num_stages == 1 and any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks get real tensors
             around_step.append(with_resolved_tensors)
         decoders = share_decoders(components, vae, ranks, undo)
         undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.shards import shard_range
 from lightning_cp.comm.transforms import refuse_tangents
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.caches import StepCaches
@@ -24,8 +25,8 @@ from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, is_repeated, samples_of_branch
 from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
-from lightning_cp.pipelines.lazy_tensor import PendingGathers, resolve_all
-from lightning_cp.pipelines.samples import main_argument, select_from_call
+from lightning_cp.pipelines.lazy_tensor import PendingGathers, held_tensors, resolve_all
+from lightning_cp.pipelines.samples import join_samples, main_argument, select_from_call
 from lightning_cp.sample_groups import SampleGroups
 
 _MAX_INCOMPLETE_EXCHANGES = 2
@@ -45,6 +46,7 @@ class BranchCalls:
         shared: number of calls that were distributed over branches.
         is_active: True during a call of the pipeline.
         may_start_late: True if guidance may start after the first step.
+        repeats: by (module, shapes of arguments), True if the latents of a call have several branches.
     """
 
     name: str
@@ -56,36 +58,60 @@ class BranchCalls:
     shared: int = 0
     is_active: bool = False
     may_start_late: bool = False
+    repeats: dict[Any, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.pending = PendingGathers(self.ranks.cfg_groups, self._count_exchange)
+        self.pending = PendingGathers(self.ranks.cfg_groups, self.count_calls)
 
     def call(
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run one transformer call, split or assigned to one branch. Ranks: all branches, with equal arguments."""
         module = installed.module
-        if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
-            raise GuidanceError(
-                f"cfg={self.ranks.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
-                "enabled: use torch.no_grad(), or cfg=1"
-            )
-        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
         args, kwargs = resolve_all((args, kwargs))
-        refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
+        self._refuse_arguments(installed, args, kwargs)
         main = main_argument(module, args, kwargs)
         if not is_repeated(main):
             return self._assign_to_branch(installed, compute, args, kwargs)
-        if len(main) < self.ranks.cfg:
-            raise self._too_many(len(main))
-        refuse_caches_of_both_branches(installed.caches, self.ranks.cfg)
-        refuse_packed_samples(installed, self.ranks.cfg)
-        self.shared += 1
+        self._share_samples(installed, len(main))
         own_args, own_kwargs = select_from_call(
             module, args, kwargs, len(main), samples_of_branch(main, self.ranks), of_lists=not isinstance(main, Tensor)
         )
         with cfg_rows(module, self.ranks):
             return cfg_merge(compute(*own_args, **own_kwargs), self.ranks, like=main)
+
+    def call_in_stages(
+        self,
+        installed: Installed,
+        compute: Callable[[tuple[Any, ...], dict[str, Any], int | None], Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run one transformer call, split or assigned to one branch, with stages of blocks.
+
+        Results stay lazy, and reach the other branches in pieces (`stage_results.py`).
+
+        Args: compute: gets arguments, and the branch that computes the call (None: branches take turns); returns lazy
+            tensors.
+        Ranks: all branches, with equal arguments.
+        """
+        module = installed.module
+        held = held_tensors((args, kwargs))
+        self._refuse_arguments(installed, *held)
+        main, key = main_argument(module, args, kwargs), (id(module), key_of(held))
+        if key not in self.repeats:  # not again: it reads the latents, so that the stages wait for each other
+            self.repeats[key] = is_repeated(resolve_all(main))
+        if not self.repeats[key]:
+            return compute(args, kwargs, None)
+        self._share_samples(installed, len(main))
+        shares = [shard_range(len(main), self.ranks.cfg, branch) for branch in range(self.ranks.cfg)]
+        results = []
+        for branch, share in enumerate(shares):
+            chosen, of_lists = slice(share.start, share.stop), not isinstance(main, Tensor)
+            results.append(
+                compute(*select_from_call(module, args, kwargs, len(main), chosen, of_lists=of_lists), branch)
+            )
+        return join_samples(results, [len(share) for share in shares])
 
     def use(self, ranks: SampleGroups) -> None:
         """Distribute the following calls over other groups."""
@@ -95,12 +121,32 @@ class BranchCalls:
         """Reset the counters before a call of the pipeline."""
         self.incomplete_exchanges = self.shared = 0
         self.owners.clear()
+        self.repeats.clear()
         self.is_active, self.may_start_late = True, may_start_late
 
     def end(self) -> None:
         """Drop pending results after a call of the pipeline, also if it raised."""
         self.pending.drop()
         self.is_active = False
+
+    def _refuse_arguments(self, installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises: GuidanceError: gradients are enabled. ForwardADError, ShapeError: what branches cannot share."""
+        module = installed.module
+        if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
+            raise GuidanceError(
+                f"cfg={self.ranks.cfg} is for sampling only, but {type(module).__name__} is called with gradients "
+                "enabled: use torch.no_grad(), or cfg=1"
+            )
+        refuse_tangents(f"a pipeline with cfg={self.ranks.cfg}", *_tensors((args, kwargs)))
+        refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
+
+    def _share_samples(self, installed: Installed, samples: int) -> None:
+        """Count a call whose samples the branches share. Raises: GuidanceError: they cannot."""
+        if samples < self.ranks.cfg:
+            raise self._too_many(samples)
+        refuse_caches_of_both_branches(installed.caches, self.ranks.cfg)
+        refuse_packed_samples(installed, self.ranks.cfg)
+        self.shared += 1
 
     def _assign_to_branch(
         self, installed: Installed, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -128,7 +174,13 @@ class BranchCalls:
             self.owners[context] = min(range(self.ranks.cfg), key=taken.count)
         return self.owners[context]
 
-    def _count_exchange(self, calls: int) -> None:
+    def count_calls(self, calls: int) -> None:
+        """Count the transformer calls whose results were exchanged together.
+
+        Raises: GuidanceError: fewer than branches, so that some ranks have nothing to compute.
+        """
+        if not calls:
+            return
         if calls >= self.ranks.cfg:
             self.shared += calls
         self.incomplete_exchanges = 0 if calls >= self.ranks.cfg else self.incomplete_exchanges + 1

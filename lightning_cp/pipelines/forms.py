@@ -26,6 +26,8 @@ class Form:
         device: device of the tensors.
         rest: all leaves, with None in place of a tensor.
         is_tensor: for each leaf, True if it is a tensor.
+
+    A form that another rank has sent has this rank's device of the same type.
     """
 
     spec: TreeSpec
@@ -33,6 +35,9 @@ class Form:
     device: torch.device
     rest: list[Any]
     is_tensor: list[bool]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _form_of_another_rank, (self.spec, self.layout, self.device.type, self.rest, self.is_tensor)
 
     def filled(self, tensors: Sequence[Tensor]) -> Any:
         """Build a result of this form from `tensors`."""
@@ -43,6 +48,14 @@ class Form:
     def empty(self) -> list[Tensor]:
         """Allocate tensors of this form."""
         return [torch.empty(piece.shape, dtype=piece.dtype, device=self.device) for piece in self.layout]
+
+
+def _form_of_another_rank(
+    spec: TreeSpec, layout: Layout, device_type: str, rest: list[Any], is_tensor: list[bool]
+) -> Form:
+    is_cuda = device_type == "cuda"
+    device = torch.device(device_type, torch.cuda.current_device()) if is_cuda else torch.device(device_type)
+    return Form(spec, layout, device, rest, is_tensor)
 
 
 @contextmanager

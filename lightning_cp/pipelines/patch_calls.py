@@ -39,9 +39,10 @@ _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the sta
 
 @dataclass(eq=False)
 class _Branch:
-    """State of one branch of guidance: number of evaluations so far, and the buffers."""
+    """State of one branch of guidance: its buffers, the CFG rank that computes it, and its number of evaluations."""
 
     evaluation: Evaluation
+    owner: int = 0
     done: int = 0
 
 
@@ -54,6 +55,11 @@ class _Forward(NamedTuple):
     key: Hashable
 
 
+def _knows_all(number: int) -> list[Tensor]:
+    """Return what `PatchCalls._compute_start` does if no argument is NaN: another branch computes this call."""
+    return []
+
+
 @dataclass(eq=False)
 class PatchCalls:
     """Computes the calls of one transformer in patches.
@@ -63,6 +69,7 @@ class PatchCalls:
         clock: distinguishes the branches of guidance.
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
         results: shares the results of the last stage; None: all blocks are on this rank.
+        cfg: number of CFG branches whose ranks make these calls together; 1 without stages.
         branches: state of each branch, by name or index; forgotten before each call of the pipeline.
     """
 
@@ -72,6 +79,7 @@ class PatchCalls:
     clock: StepClock
     stage: BlockStage | None = None
     results: StageResults | None = None
+    cfg: int = 1
     branches: dict[Any, _Branch] = field(default_factory=dict)
     _context: str | None = None
 
@@ -110,28 +118,33 @@ class PatchCalls:
         if self.stage is not None:
             release_others(self.stage)
 
-    def call(self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Evaluate the transformer once. Ranks: all stages, with equal arguments; all of each context group."""
+    def call(
+        self, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], owner: int | None = None
+    ) -> Any:
+        """Evaluate the transformer once.
+
+        Args: owner: the CFG branch that computes this call; None: branches take turns.
+        Ranks: all stages of all CFG branches, with equal arguments; all of each context group.
+        """
         given = (args, kwargs)
         args, kwargs = held_tensors(given)
         refuse_kept_keys(self.installed, args, kwargs, "with stages of blocks or patches")
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = self._key(args, kwargs)
-        branch = self._branch() if self.patches > 1 else None  # with one patch, no keys are kept
+        branch = self._branch(owner)
         forwards = self._forwards(branch, args, kwargs, key)
-        if self.stage is not None and self.results is not None:
-            start = partial(self._compute_start, compute, forwards)
-            self.results.enter(self.stage, (key, len(forwards)), given, start)
-        session = self.installed.session
-        session.evaluation = None if branch is None else branch.evaluation
-        try:
-            return self._run(compute, forwards, key)
-        finally:
-            session.evaluation = None
-            if branch is not None:
-                branch.evaluation.end()
-                branch.done += 1
+        if self.results is None:
+            return self._run_in(branch, partial(self._run, compute, forwards))
+        assert self.stage is not None, "several stages have results"
+        is_own = branch.owner == self.results.transfers.branch
+        start = partial(self._compute_start, compute, forwards) if is_own else _knows_all
+        self.results.enter(self.stage, (key, len(forwards)), branch.owner, given, start)
+        if is_own:
+            return self._run_in(branch, partial(self._run_stage, compute, forwards, key, branch.owner))
+        branch.done += 1
+        samples = self._samples(forwards)
+        return self.results.receive(self.stage, (key, len(forwards)), len(forwards), branch.owner, samples)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
@@ -150,11 +163,9 @@ class PatchCalls:
                 "gradients enabled: use torch.no_grad()"
             )
 
-    def _forwards(
-        self, branch: _Branch | None, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any
-    ) -> list[_Forward]:
+    def _forwards(self, branch: _Branch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
         """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
-        if branch is None:
+        if self.patches == 1:
             assert self.stage is not None, "there are stages or patches"
             plan = self.installed.rules.patches
             most = _MICRO_BATCHES_PER_STAGE * self.stage.count if plan is not None and plan.samples else 1
@@ -164,20 +175,39 @@ class PatchCalls:
             return [_Forward(args, kwargs, None, key)]
         return [_Forward(args, kwargs, patch, (key, patch)) for patch in range(self.patches)]
 
-    def _run(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any) -> Any:
-        """Run the forwards of a call. So all stages have work at the same time."""
+    def _samples(self, forwards: list[_Forward]) -> list[int] | None:
+        """Return the number of samples of each forward; None if a forward computes all samples."""
+        if self.patches > 1 or len(forwards) == 1:
+            return None
+        return [len(main_argument(self.installed.module, x.args, x.kwargs)) for x in forwards]
+
+    def _run_in(self, branch: _Branch, run: Callable[[], Any]) -> Any:
+        """Run an evaluation of a branch, with its buffers. With one patch, no keys are kept."""
+        session = self.installed.session
+        session.evaluation = branch.evaluation if self.patches > 1 else None
+        try:
+            return run()
+        finally:
+            session.evaluation = None
+            branch.evaluation.end()
+            branch.done += 1
+
+    def _run(self, compute: Callable[..., Any], forwards: list[_Forward]) -> Any:
+        """Run the forwards of a call, all blocks on this rank."""
+        output, evaluation = None, self.installed.session.evaluation
+        for forward in forwards:
+            if evaluation is not None:
+                evaluation.begin(forward.patch)
+            output = compute(*forward.args, **forward.kwargs)
+        return output  # the last patch completes it
+
+    def _run_stage(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any, owner: int) -> Any:
+        """Run this stage of the forwards of a call. So all stages have work at the same time."""
         stage, results, evaluation = self.stage, self.results, self.installed.session.evaluation
-        if stage is None or results is None:
-            output = None
-            for forward in forwards:
-                if evaluation is not None:
-                    evaluation.begin(forward.patch)
-                output = compute(*forward.args, **forward.kwargs)
-            return output  # the last patch completes it
-        result = results.begin(stage, (key, len(forwards)), len(forwards))
-        module, samples = self.installed.module, None
-        if evaluation is None and len(forwards) > 1:
-            samples = [len(main_argument(module, x.args, x.kwargs)) for x in forwards]
+        assert stage is not None, "there are several stages"
+        assert results is not None, "there are several stages"
+        result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
+        samples = self._samples(forwards)
         found = []
         for i, forward in enumerate(forwards):
             stage.links.expect([x.key for x in forwards[i : i + 2]])
@@ -224,12 +254,14 @@ class PatchCalls:
             check_buffers_fit(self.installed, own, evaluation.buffers[before:], patches=self.patches)
         return result
 
-    def _branch(self) -> _Branch:
+    def _branch(self, owner: int | None = None) -> _Branch:
+        """Return the branch of guidance of this call. The same CFG branch computes it in all steps."""
         name = self._context if self._context is not None else self.clock.next_call(self.installed.module)
         if name not in self.branches:
             plan = self.installed.rules.patches
             assert plan is not None, "parallelize_pipeline refuses other classes"
-            self.branches[name] = _Branch(Evaluation(self.patches, plan.order))
+            turn = len(self.branches) % self.cfg if owner is None else owner
+            self.branches[name] = _Branch(Evaluation(self.patches, plan.order), turn)
         return self.branches[name]
 
     def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

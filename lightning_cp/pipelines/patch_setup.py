@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
@@ -26,20 +26,20 @@ def make_patch_calls(
     patches: int,
     warmup: int,
     clock: StepClock,
+    on_step: Callable[[int], None] = lambda calls: None,
 ) -> dict[str, PatchCalls]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
+    Args: on_step: with stages, called with the number of transformer calls of each step.
     Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
         than blocks.
     """
     if ranks.pipe == patches == 1:
         return {}
     found = {}
-    # With CFG parallelism, `BranchCalls` makes the results lazy.
     results = None
     if ranks.pipe > 1:
-        assert ranks.pipe_results is not None, "there are several stages"
-        results = StageResults(ResultTransfers(ranks.pipe_groups, ranks.pipe_results), votes, is_lazy=ranks.cfg == 1)
+        results = StageResults(ResultTransfers(ranks.pipe_groups, ranks.pipe_results, ranks.cfg_rank), votes, on_step)
     for name, installed in transformers.items():
         kind, plan = type(installed.module).__name__, installed.rules.patches
         if plan is None:
@@ -60,7 +60,9 @@ def make_patch_calls(
                 )
         counts = None if isinstance(pipe, int) else pipe
         stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
-        found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
+        found[name] = PatchCalls(
+            installed, patches, warmup, clock, stage, results, cfg=1 if results is None else ranks.cfg
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""Transfers of results from the last stage to all others, in pieces: one for each forward of a transformer call.
+"""Transfers of results from the last stage to all other ranks, in pieces: one for each forward of a transformer call.
 
 A patch's piece is what this patch completes of the output, which is found out in the first call of a shape. Each piece
 ends with a mark: 1 if a stage has failed.
@@ -25,11 +25,12 @@ from lightning_cp.pipelines.stage_links import check_same
 
 @dataclass(eq=False)
 class StageResult:
-    """The result of one transformer call, on its way from the last stage to all others.
+    """The result of one transformer call, on its way from the last stage to all other ranks.
 
     Attributes:
         stage: this rank's stage of the transformer.
         key: identifies the transformer, and the shapes of the call.
+        owner: the CFG branch that computes the call.
         pieces: the positions of each piece; empty: the result is sent whole.
         forwards: number of forwards of the call, each of which gives a piece.
         learns: True if the positions of its pieces are found out in this call.
@@ -43,6 +44,7 @@ class StageResult:
 
     stage: BlockStage
     key: Hashable
+    owner: int
     pieces: list[Positions]
     forwards: int
     learns: bool
@@ -56,15 +58,20 @@ class StageResult:
 
 @dataclass(eq=False)
 class ResultTransfers:
-    """Sends the results of the last stage to all stages. All methods except `take`: all stages call them in order.
+    """Sends the results of the last stage to all stages, of all CFG branches.
+
+    All these ranks call the methods in order, except `take`.
 
     Attributes:
-        groups: the ranks that hold the stages, as a ring, in order.
-        group: a second process group of these ranks: results are not in order with the transfers between stages.
+        groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
+        results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
+            send waits for another one (with NCCL, a rank sends and receives in order).
+        branch: this rank's CFG branch.
     """
 
     groups: MeshGroups
-    group: dist.ProcessGroup
+    results: Sequence[dist.ProcessGroup]
+    branch: int = 0
     _forms: dict[Hashable, Form] = field(default_factory=dict)
     _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
 
@@ -73,27 +80,29 @@ class ResultTransfers:
         """True on the first stage."""
         return self.groups.context_rank == 0
 
-    @property
-    def is_last(self) -> bool:
-        """True on the last stage."""
-        return self.groups.context_rank == self._last
+    def is_source(self, result: StageResult) -> bool:
+        """Return True on the rank that computes a result: the last stage of its branch."""
+        return self.branch == result.owner and self.groups.context_rank == self.groups.context_size - 1
 
-    @property
-    def _last(self) -> int:
-        return self.groups.context_size - 1
+    def _source(self, result: StageResult) -> int:
+        """Return the rank in `group` that computes a result."""
+        return (result.owner + 1) * self.groups.context_size - 1
 
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
         """Return the positions of each piece of a result; empty if they are not known."""
         return self._pieces.get((id(stage), key), [])
 
-    def begin(self, stage: BlockStage, key: Hashable, forwards: int, *, in_pieces: bool) -> StageResult:
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int, *, in_pieces: bool) -> StageResult:
         """Begin a transformer call.
 
-        Args: forwards: number of its forwards. in_pieces: send a piece after each of them, if its positions are known.
+        Args:
+            forwards: number of its forwards.
+            owner: the CFG branch that computes it.
+            in_pieces: send a piece after each forward, if its positions are known.
         """
         pieces = self.pieces_of(stage, key) if in_pieces else []
         result = StageResult(
-            stage, (id(stage), key), pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
+            stage, (id(stage), key), owner, pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
         )
         if result.key in self._forms:
             result.tensors = [x.zero_() for x in self._forms[result.key].empty()]
@@ -103,7 +112,7 @@ class ResultTransfers:
         """Send the piece of a forward, or start to receive it.
 
         Args:
-            output: on the last stage, the output of the forward; None: a stage has failed.
+            output: on the rank that computes it, the output of the forward; None: a stage has failed.
             is_whole: the output has all elements; those that are not known yet are NaN.
         """
         tensors = [] if output is None else form_and_tensors(output)[1]
@@ -113,7 +122,7 @@ class ResultTransfers:
             return
         positions = result.pieces[number]
         layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
-        if not self.is_last:
+        if not self.is_source(result):
             self._start_receive(result, layout)
             return
         own = iter(tensors)
@@ -129,35 +138,37 @@ class ResultTransfers:
         """End a transformer call: send the result, if it is not sent in pieces.
 
         Args:
-            output: on the last stage, the whole output; None: a stage has failed.
+            output: on the rank that computes it, the whole output; None: a stage has failed.
             samples: number of samples of each forward; None: all samples, of a patch.
         Returns: form of the result; None if it is not known yet and a stage has failed.
         """
-        key, stage = result.key, result.stage
+        key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
-            found = form_and_tensors(output)[0] if self.is_last and stage.error is None else None
-            form = self._broadcast(found)
+            found = form_and_tensors(output)[0] if is_source and stage.error is None else None
+            form = self._broadcast(found, result)
             if form is None:
                 return None
             self._forms[key] = form
             result.tensors = [x.zero_() for x in form.empty()]
         form = self._forms[key]
-        if self.is_last and stage.error is None:
+        if is_source and stage.error is None:
             own_form, tensors = form_and_tensors(output)
             try:
                 check_same(own_form.layout, form.layout)
                 result.tensors = [x.contiguous() for x in tensors]
             except Exception as error:
                 stage.error = error
-        if self.is_last:
+        if is_source:
             result.failed = result.failed or stage.error is not None
-        if not result.pieces and self.is_last:
+        if not result.pieces and is_source:
             self._send(result, result.tensors, form.layout)
         elif not result.pieces:
             self._start_receive(result, form.layout)
         if result.learns:
             parts = (
-                parts_of_samples(form.layout, samples) if samples else self._broadcast(parts_of_patches(result.known))
+                parts_of_samples(form.layout, samples)
+                if samples
+                else self._broadcast(parts_of_patches(result.known), result)
             )
             if parts is not None:
                 self._pieces[key] = positions_of(parts, result.forwards, form.device)
@@ -183,20 +194,23 @@ class ResultTransfers:
         return result.taken > before
 
     def _send(self, result: StageResult, tensors: Sequence[Tensor], layout: Layout) -> None:
-        """Send tensors to all other stages, or only the mark if a stage has failed."""
+        """Send tensors to all other ranks, or only the mark if a stage has failed."""
         result.failed = result.failed or result.stage.error is not None
         device = self._forms[result.key].device
         packet = failure_packet(layout, device) if result.failed else packet_of(tensors, device)
-        peers = range(self._last)
-        result.outgoing.append(exchange([(peer, packet) for peer in peers], [], group=self.group))
+        own, group = self._source(result), self.results[result.owner]
+        sends = [(peer, packet) for peer in range(group.size()) if peer != own]
+        result.outgoing.append(exchange(sends, [], group=group))
 
     def _start_receive(self, result: StageResult, layout: Layout) -> None:
         packet = empty_packet(layout, self._forms[result.key].device)
-        result.incoming.append((packet, exchange([], [(self._last, packet)], group=self.group)))
+        result.incoming.append(
+            (packet, exchange([], [(self._source(result), packet)], group=self.results[result.owner]))
+        )
 
-    def _broadcast(self, value: Any) -> Any:
-        """Broadcast an object from the last stage."""
+    def _broadcast(self, value: Any, result: StageResult) -> Any:
+        """Broadcast an object from the rank that computes a result."""
         held = [value]
         with unpickled_quietly():
-            dist.broadcast_object_list(held, group=self.group, group_src=self._last)
+            dist.broadcast_object_list(held, group=self.results[result.owner], group_src=self._source(result))
         return held[0]

@@ -1,9 +1,11 @@
-"""Results of the last stage for all stages: lazy tensors, so that no stage waits for the others between steps.
+"""Results of the last stage for all other ranks: lazy tensors, so that no stage waits for the others between steps.
 
 The operators of guidance and of the scheduler are deferred until something reads a value. If each patch (or
 micro-batch) of a step depends on the same one of the step before (`step_overlap.py`), the first stage computes a patch
 when this piece of the results has arrived. The other stages do not need the latents: they get the outputs of the stage
 before. They complete the results of a step two steps later.
+
+With CFG parallelism, the ranks of a branch get the results of the other branches in the same way.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from lightning_cp.compat.torch_names import aten, is_functional
 from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute, resolve_all
+from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
 from lightning_cp.pipelines.result_transfers import ResultTransfers, StageResult
 from lightning_cp.pipelines.step_overlap import ComputeStart, describe, have_pieces, is_independent
 from lightning_cp.pipelines.votes import Votes
@@ -51,9 +53,9 @@ class StageResults(LazyResults):
     """The results of a pipeline's transformers on this stage.
 
     Attributes:
-        transfers: sends the results to all stages.
+        transfers: sends the results to all stages, of all CFG branches.
         votes: the pipeline's votes, through which a stage's error reaches the others.
-        is_lazy: False: results are exchanged at once.
+        on_step: called with the number of transformer calls of each step, or of each part of a step if the stages wait.
         overlaps: True if the steps of the current pipeline call may overlap.
         waits: number of times that all stages have waited for each other.
         steps: the steps with results that are not complete on all stages.
@@ -63,7 +65,7 @@ class StageResults(LazyResults):
 
     transfers: ResultTransfers
     votes: Votes
-    is_lazy: bool
+    on_step: Callable[[int], None] = lambda calls: None
     overlaps: bool = False
     waits: int = 0
     steps: list[_Step] = field(default_factory=lambda: [_Step()])
@@ -75,8 +77,7 @@ class StageResults(LazyResults):
     _unread: list[Pending] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        if self.is_lazy:  # else no vote: the exchange is inside a transformer call, which other CFG ranks may not make
-            self.votes.has_pending = self.is_waiting
+        self.votes.has_pending = self.is_waiting
 
     @override
     def is_waiting(self) -> bool:
@@ -101,11 +102,11 @@ class StageResults(LazyResults):
         if self.is_waiting():
             self._wait()
 
-    def begin(self, stage: BlockStage, key: Hashable, forwards: int) -> StageResult:
-        """Begin a transformer call of so many forwards. Ranks: all stages."""
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int) -> StageResult:
+        """Begin a transformer call of so many forwards, which the branch `owner` computes. Ranks: all stages."""
         if stage not in self._stages:
             self._stages.append(stage)
-        result = self.transfers.begin(stage, key, forwards, in_pieces=self.overlaps)
+        result = self.transfers.begin(stage, key, forwards, owner, in_pieces=self.overlaps)
         self.steps[-1].results.append(result)
         self.count += 1
         return result
@@ -119,16 +120,25 @@ class StageResults(LazyResults):
         form = self.transfers.finish(result, output, samples)
         if form is None:
             self._raise_error()
-        lazy = form.filled([LazyTensor(x, self, self.count) for x in result.tensors])
-        if self.is_lazy:
-            return lazy
-        self.flush()
-        return resolve_all(lazy)
+        return form.filled([LazyTensor(x, self, self.count) for x in result.tensors])
 
-    def enter(self, stage: BlockStage, key: Hashable, values: Any, compute_start: ComputeStart) -> None:
+    def receive(
+        self, stage: BlockStage, key: Hashable, forwards: int, owner: int, samples: Sequence[int] | None
+    ) -> Any:
+        """Return the result of a transformer call that another branch computes, as lazy tensors."""
+        result = self.begin(stage, key, forwards, owner)
+        for number in range(forwards):
+            self.transfers.put(result, number, None, is_whole=samples is None)
+        return self.finish(result, None, samples)
+
+    def enter(self, stage: BlockStage, key: Hashable, owner: int, values: Any, compute_start: ComputeStart) -> None:
         """Wait for the results that a transformer call depends on, unless this step can overlap with the step before.
 
-        Args: key: identifies the shapes of the arguments. values: the arguments, a nest with lazy tensors.
+        Args:
+            key: identifies the shapes of the arguments.
+            owner: the branch that computes the call.
+            values: the arguments, a nest with lazy tensors.
+            compute_start: see `step_overlap.is_independent`.
         Ranks: all stages.
         """
         lazy = list(of_type(LazyTensor, values))
@@ -141,7 +151,7 @@ class StageResults(LazyResults):
         if not self.overlaps or not pieces or not have_pieces(results, later, len(pieces)):
             self.flush()
             return
-        transition = (id(stage), key, describe(lazy, results, later))
+        transition = (id(stage), key, owner, describe(lazy, results, later))
         if transition not in self._independent:
             first = self.transfers.is_first
             trial = partial(is_independent, results, later, pieces, compute_start, is_first=first)
@@ -173,7 +183,7 @@ class StageResults(LazyResults):
         self.reset()
         for pending in self._unread:  # of a call that failed on all stages
             pending.wait()
-        self._unread, self.overlaps = [], overlaps and self.is_lazy
+        self._unread, self.overlaps = [], overlaps
 
     def reset(self) -> None:
         """Forget the results of a call of the pipeline, also if it failed."""
@@ -191,8 +201,10 @@ class StageResults(LazyResults):
             compute(self.steps[0].later)  # some may depend on this step only
             for stage in self._stages:
                 stage.links.finish(newest=2 * pieces)
+        calls = len(self.steps[-1].results)
         self.steps.append(_Step())
         self.started = self.count
+        self.on_step(calls)
 
     def _wait(self, trial: Callable[[], bool] | None = None) -> bool:
         """Complete all results. Ranks: all stages.
@@ -200,17 +212,17 @@ class StageResults(LazyResults):
         Args: trial: called before the operators since the results are forgotten.
         Returns: True if the trial has succeeded on all ranks.
         """
-        if self.is_lazy:
-            self.votes.check()
+        self.votes.check()
         self._complete(self.steps)
         succeeded = trial is not None and self.votes.agree(trial())
         for stage in self._stages:
             stage.links.finish()
+        calls = len(self.steps[-1].results)
         self._stages, self.steps = [], [_Step()]
         self.started = self.complete = self.count
         self.waits += 1
-        if self.is_lazy:
-            self.votes.end_exchanges()
+        self.votes.end_exchanges()
+        self.on_step(calls)
         return succeeded
 
     def _complete(self, steps: Sequence[_Step]) -> None:

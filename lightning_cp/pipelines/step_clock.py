@@ -20,11 +20,13 @@ class StepClock:
         calls: calls of each transformer in this step that have no cache context.
         before: their number in the previous step with calls.
         resolves: True if the scheduler gets real tensors, because a callback after its step may read them.
+        must_be_equal: True if each step must have the same number of calls, because branches keep keys between steps.
     """
 
     calls: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
     resolves: bool = True
+    must_be_equal: bool = True
 
     def next_call(self, module: nn.Module) -> int:
         """Return the index of the next call of a transformer in this step."""
@@ -33,10 +35,13 @@ class StepClock:
         return index
 
     def end_step(self) -> None:
-        """End the step. Raises: GuidanceError: a transformer had another number of calls in the step before."""
+        """End the step.
+
+        Raises: GuidanceError: a transformer had another number of calls in the step before, and it must be equal.
+        """
         for module, calls in self.calls.items():
             known = self.before.setdefault(module, calls)
-            if known != calls:
+            if known != calls and self.must_be_equal:
                 raise GuidanceError(
                     f"this pipeline calls its transformer {calls} times in this step and {known} times before, without "
                     "naming the branches of guidance (cache_context), so their keys cannot be distinguished: "

@@ -11,7 +11,7 @@ from typing import Any
 from lightning_cp.engine.apply import Installed
 from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
-from lightning_cp.pipelines.agreement import sync_rng_and_check_inputs
+from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
 from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.controlnets import groups_of_all
@@ -31,18 +31,22 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
     """Wrap a transformer's calls. Outside this pipeline's calls the RNG is not synchronised: inputs are compared."""
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if in_patches is not None:
-            call = partial(_in_patches, in_patches, call)
+        compute = call if in_patches is None else partial(_in_patches, in_patches, call)
+        in_stages = in_patches is not None and in_patches.stage is not None
         if not calls.is_active:
             if in_patches is not None:
                 refuse_caches(installed)
                 in_patches.begin()  # a call on its own computes the whole sequence
+            if in_stages and calls.ranks.cfg > 1:  # one branch computes it for all
+                check_equal(f"{type(installed.module).__name__}", {"args": args, **kwargs}, calls.ranks.sample)
             installed.session.peers.compare_next_in_full()
-            return resolve_all(call(*args, **kwargs))
+            return resolve_all(compute(*args, **kwargs))
         with votes.before_exchanges():
-            if calls.ranks.cfg > 1:
-                return calls.call(installed, call, args, kwargs)
-            return call(*args, **kwargs)
+            if calls.ranks.cfg == 1:
+                return compute(*args, **kwargs)
+            if in_patches is not None and in_stages:
+                return calls.call_in_stages(installed, partial(in_patches.call, call), args, kwargs)
+            return calls.call(installed, compute, args, kwargs)
 
     return around
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.errors import CallFailedError
+from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
@@ -23,6 +23,7 @@ from tests.harness import RankPool
 
 _STEPS = 8
 _PROMPTS = ["a red cat", "a small dog in the snow", "a house"]
+_BOTH = {"prompt": _PROMPTS, "negative_prompt": _PROMPTS}
 
 
 def _pipe(name: str, scheduler: str) -> Any:
@@ -62,7 +63,7 @@ def _change_output(pipe: Any, change: Callable[[Tensor], Tensor]) -> None:
 def _compare(
     rank: int, world: int, name: str, scheduler: str, degrees: Any, settings: Any, inputs: Any, mixing: str
 ) -> dict[str, Any]:
-    """Errors of three calls against one process with the same patches, and how often the stages waited in the last."""
+    """Errors of four calls against one process with the same patches, and how often the stages waited in the last."""
     pipes = {where: _pipe(name, scheduler) for where in ("alone", "staged")}
     if settings.get("patches", 1) > 1:
         parallelize_pipeline(pipes["alone"], ContextParallelConfig(mesh=None), patches=settings["patches"])
@@ -73,7 +74,7 @@ def _compare(
     inputs = {**inputs, "num_inference_steps": _STEPS}
     expected, errors = latents_of(pipes["alone"], name, **inputs), []
     results = _results(pipes["staged"])
-    for _ in range(3):
+    for _ in range(4):  # the first ones find out which steps can overlap, one transformer call of a step at a time
         before = results.waits
         errors.append(error_of(expected, latents_of(pipes["staged"], name, **inputs)))
     return {"errors": errors, "waits": results.waits - before}
@@ -94,8 +95,15 @@ _CASES = {
     "qwen": ("qwen_image", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
     "hunyuan": ("hunyuan_video", "", 2, {}, {"pipe": 2, "patches": 3}, {}, 2),
     "z_image": ("z_image", "", 2, {}, {"pipe": 2, "patches": 2}, {}, 2),
+    "cfg_calls": ("flux_true_cfg", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
+    "cfg_batch": ("sd3", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
+    "cfg_unipc": ("wan", "UniPCMultistepScheduler", 4, {}, {"pipe": 2, "cfg": 2, "patches": 3}, {}, 2),
+    "cfg_prompts": ("flux_true_cfg", "", 4, {}, {"pipe": 2, "cfg": 2}, _BOTH, 1),
+    "cfg_batch_of_prompts": ("sd3", "", 4, {}, {"pipe": 2, "cfg": 2}, {"prompt": _PROMPTS}, 1),
+    "cfg_list": ("z_image", "", 4, {}, {"pipe": 2, "cfg": 2, "patches": 2}, {}, 2),
+    "cfg_three_stages": ("flux_true_cfg", "", 6, {}, {"pipe": 3, "cfg": 2, "patches": 3}, {}, 2),
 }
-_DEFAULT = ("flux", "wan_unipc", "prompts")
+_DEFAULT = ("flux", "wan_unipc", "prompts", "cfg_calls")
 
 
 @pytest.mark.parametrize(
@@ -214,12 +222,12 @@ def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int])
     """Each stage fails in a call whose steps overlap: what is raised, and the error of the next call."""
     pipe, fresh = make_pipe(name), make_pipe(name)
     for one in (pipe, fresh):
-        parallelize_pipeline(one, ContextParallelConfig(), pipe=world, **settings)
+        parallelize_pipeline(one, ContextParallelConfig(), **{"pipe": world, **settings})
     state = parallel_pipeline(pipe)
     assert state is not None
     stage = next(iter(state.patch_calls.values())).stage
     assert stage is not None
-    expected, *_ = (latents_of(x, name, num_inference_steps=_STEPS) for x in (fresh, pipe, pipe, pipe))
+    expected, *_ = (latents_of(x, name, num_inference_steps=_STEPS) for x in (fresh, pipe, pipe, pipe, pipe))
     found = []
     for forward in at:
         for failing in range(world):
@@ -239,6 +247,8 @@ def _failing(rank: int, world: int, name: str, settings: Any, at: Sequence[int])
         pytest.param(3, "flux", {"patches": 3}, [8], id="patches"),  # of 1 + 7 * 3
         pytest.param(3, "flux", {"patches": 3}, [7, 12, 21], marks=pytest.mark.full, id="other_patches"),
         pytest.param(2, "flux_true_cfg", {"patches": 3}, [9, 14, 43], marks=pytest.mark.full, id="branches"),
+        pytest.param(4, "flux_true_cfg", {"pipe": 2, "cfg": 2, "patches": 3}, [8], id="cfg"),
+        pytest.param(4, "sd3", {"pipe": 2, "cfg": 2, "patches": 3}, [7, 21], marks=pytest.mark.full, id="cfg_batch"),
     ],
 )
 def test_an_error_in_a_step_that_overlaps_ends_the_call_on_all(
@@ -248,3 +258,29 @@ def test_an_error_in_a_step_that_overlaps_ends_the_call_on_all(
         for text, error in found:
             assert "this stage has no memory left" in text
             assert error == 0
+
+
+def _outside(rank: int, world: int) -> tuple[float, str]:
+    """Calls of the transformer outside of a call of its pipeline: the error, and what unequal arguments raise."""
+    pipes, calls = {where: make_pipe("flux") for where in ("alone", "staged")}, list[dict[str, Any]]()
+
+    def record(call: Any, args: Any, kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return call(*args, **kwargs)
+
+    undo = intercept_calls(pipes["alone"].transformer, record)
+    latents_of(pipes["alone"], "flux")
+    undo()
+    parallelize_pipeline(pipes["staged"], ContextParallelConfig(), pipe=2, cfg=2)
+    arguments = calls[0]
+    with torch.no_grad():
+        expected, found = (pipe.transformer(**arguments)[0] for pipe in pipes.values())
+        with pytest.raises(PeerMismatchError) as error:
+            pipes["staged"].transformer(**{**arguments, "timestep": arguments["timestep"] + rank // 2})
+    return error_of(expected, found), str(error.value)
+
+
+def test_a_call_outside_of_the_pipeline_is_computed_by_one_branch_from_equal_arguments(run_ranks: RankPool) -> None:
+    for error, text in run_ranks(4, _outside):
+        assert error < 1e-12
+        assert "must call FluxTransformer2DModel with equal arguments, but the contents of timestep differ" in text
