@@ -1,9 +1,13 @@
-"""Before a pipeline call, compare its arguments between the ranks that share a sample, and make their RNGs equal."""
+"""Compare the settings of a pipeline between all ranks, and the arguments of a call between those that share a sample.
+
+Before a call, their random states are made equal too.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.engine.peers import Digest, difference, digest
-from lightning_cp.errors import PeerMismatchError
+from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.mesh import MeshGroups
 
 _RANDOM = "generator"
@@ -48,6 +52,38 @@ def sync_rng_and_check_inputs(
     for generator, random_state in zip(generators, first["states"], strict=True):
         generator.set_state(random_state)
     _set_default_states(first["default"])
+
+
+@contextmanager
+def agreed_settings(name: str, settings: Mapping[str, Any]) -> Iterator[None]:
+    """Run the checks of one rank in this context, then compare settings: before groups are built, which may hang.
+
+    Args: name: what has the settings, for errors. settings: by name.
+    Ranks: the whole world, if there are several ranks.
+    Raises: PeerMismatchError: the settings of another rank differ. CallFailedError: a check has failed on another rank.
+    """
+    found: tuple[str | None, dict[str, str]] = (None, {key: repr(value) for key, value in settings.items()})
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    gathered: list[Any] = [found] * (dist.get_world_size() if several else 1)
+    try:
+        yield
+    except Exception as error:
+        if several:
+            dist.all_gather_object(gathered, (f"{type(error).__name__}: {error}", {}))
+        raise
+    if several:
+        dist.all_gather_object(gathered, found)
+    for rank, (error_text, _) in enumerate(gathered):
+        if error_text is not None:
+            raise CallFailedError(f"rank {rank} cannot make the {name} parallel: {error_text}")
+    _, first = gathered[0]
+    for rank, (_, other) in enumerate(gathered):
+        for key, value in first.items():
+            if other[key] != value:
+                raise PeerMismatchError(
+                    f"all ranks must make the {name} parallel with equal settings, but rank 0 has {key}={value} and "
+                    f"rank {rank} has {key}={other[key]}: give all ranks the same value"
+                )
 
 
 def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
 from lightning_cp.patching import Undo, intercept_calls, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap, refuse_new_adapters
+from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
@@ -105,23 +107,31 @@ def parallelize_pipeline(
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
             context groups use the same. None: equal.
     Ranks: the whole world.
-    Raises: ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
-        unless layers were already sharded: it then raises at every call.
+    Raises:
+        ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
+            unless layers were already sharded: it then raises at every call.
+        PeerMismatchError: ranks have different settings.
+        CallFailedError: another rank has raised an error.
     """
     check_private_uses("pipeline")
-    components = components_of(pipeline)
-    if parallel_pipeline(pipeline) is not None:
-        raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
-    _check_started()
-    config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
-    num_stages = check_patches(pipe, patches, warmup)
-    found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
-    both = [name for name in shard if name in found]
-    if num_stages > 1 and both:
-        raise ValueError(
-            f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
-        )
-    refuse_processor_swaps(pipeline)
+    common = {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
+    is_alone = all(degree in (None, 1) for degree in common.values())
+    common |= {"degrees": degrees, "patches": patches, "warmup": warmup, "vae": vae, "shard": shard, "stages": stages}
+    common |= {"check_peers": check_peers, "shares": shares}
+    with nullcontext() if is_alone else agreed_settings(type(pipeline).__name__, common):
+        components = components_of(pipeline)
+        if parallel_pipeline(pipeline) is not None:
+            raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
+        _check_started()
+        config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
+        num_stages = check_patches(pipe, patches, warmup)
+        found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
+        both = [name for name in shard if name in found]
+        if num_stages > 1 and both:
+            raise ValueError(
+                f"shard={both} and pipe={pipe}: a rank holds its stage's blocks whole, so leave one of them out"
+            )
+        refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     layers = layers_to_shard(components, shard, found, ranks)
     votes = Votes(type(pipeline).__name__, ranks.control)
@@ -223,6 +233,17 @@ def unparallelize_pipeline(pipe: Any) -> None:
         )
     undo_all(installed.undo)
     del pipe.__dict__[INSTALLED]
+
+
+def _degrees_of(parallel_config: object) -> dict[str, Any]:
+    """Return the degrees of a configuration of any type that is accepted, and the names of the axes of its mesh."""
+    config = getattr(parallel_config, "context_parallel_config", parallel_config)
+    axes = getattr(getattr(config, "mesh", None), "mesh_dim_names", None)
+    return {
+        "ring": getattr(config, "ring_degree", None),
+        "ulysses": getattr(config, "ulysses_degree", None),
+        "mesh": axes,
+    }
 
 
 def _check_started() -> None:

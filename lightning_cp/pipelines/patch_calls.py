@@ -70,7 +70,8 @@ class PatchCalls:
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
         results: shares the results of the last stage; None: all blocks are on this rank.
         cfg: number of CFG branches whose ranks make these calls together; 1 without stages.
-        branches: state of each branch, by name or index; forgotten before each call of the pipeline.
+        branches: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before
+            each call of the pipeline.
     """
 
     installed: Installed
@@ -256,7 +257,8 @@ class PatchCalls:
 
     def _branch(self, owner: int | None = None) -> _Branch:
         """Return the branch of guidance of this call. The same CFG branch computes it in all steps."""
-        name = self._context if self._context is not None else self.clock.next_call(self.installed.module)
+        context = self._context if self._context is not None else self.clock.next_call(self.installed.module)
+        name = (context, owner)  # two branches in one batch have the same context
         if name not in self.branches:
             plan = self.installed.rules.patches
             assert plan is not None, "parallelize_pipeline refuses other classes"

@@ -96,7 +96,7 @@ def _errors(rank: int, world: int, place: str, given: tuple[Any, ...]) -> tuple[
     raise AssertionError("expected an error")
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("place", ["slow", "load", "memory"])
 def test_an_error_on_one_rank_ends_all_with_that_error(
     place: str, world: int, flux: Path, tmp_path: Path, run_ranks: RankPool

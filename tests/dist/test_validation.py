@@ -118,7 +118,8 @@ TOPOLOGIES = {
 
 
 @pytest.mark.parametrize(
-    "topology", [pytest.param(name, marks=[pytest.mark.full] * (name == "ring2")) for name in TOPOLOGIES]
+    "topology",
+    [pytest.param(name, marks=[pytest.mark.full] * (name in ("ring2", "data3", "data2_ring2"))) for name in TOPOLOGIES],
 )
 def test_the_losses_are_those_of_one_process(topology: str, flux: Given, alone: Losses, run_ranks: RankPool) -> None:
     world, strategy = TOPOLOGIES[topology]
@@ -178,7 +179,10 @@ def _fit(rank: int, world: int, given: Given, strategy: Any, validates: bool) ->
 
 @pytest.mark.parametrize(
     ("world", "strategy"),
-    [(2, (TrainerStrategy, {"ring": 2})), (3, (TrainerFSDPStrategy, {"ring": 3}))],
+    [
+        pytest.param(2, (TrainerStrategy, {"ring": 2}), marks=pytest.mark.full),
+        (3, (TrainerFSDPStrategy, {"ring": 3})),
+    ],
     ids=["ring2", "cp_fsdp_ring3"],
 )
 def test_the_trainer_validates_and_trains_on_unchanged(

@@ -80,14 +80,16 @@ def test_snippets_are_short() -> None:
     assert all(len(code_of(snippet)) <= (30 if snippet is SCRIPT else 5) for snippet in SNIPPETS)
 
 
-def last_loss(script: str, folder: Path) -> str:
-    result = ran(script, folder, cwd=folder)
+def last_loss(script: str, folder: Path, *, cold: bool = True) -> str:
+    result = ran(script, folder, cwd=folder, cold=cold)
     assert result.returncode == 0, result.stderr
     return re.findall(r"last loss (\S+)", result.stdout)[0]
 
 
-def test_the_trainer_script_runs_as_it_stands(tmp_path: Path) -> None:
-    assert 0 < float(last_loss(SCRIPT, tmp_path)) < 10
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_the_trainer_script_runs_as_it_stands(cold: bool, tmp_path: Path) -> None:
+    """Lightning starts the second rank as a new program in both cases."""
+    assert 0 < float(last_loss(SCRIPT, tmp_path, cold=cold)) < 10
 
 
 @pytest.mark.full

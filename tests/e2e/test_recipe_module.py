@@ -116,7 +116,11 @@ def _own_trainer(rank: int, world: int, made: Path, folder: Path) -> tuple[list[
 
 @pytest.mark.parametrize(
     "given",
-    [(), ("trainer=lightning", "micro_batch_size=3"), pytest.param(("trainer=lightning",), marks=pytest.mark.full)],
+    [
+        pytest.param((), marks=pytest.mark.full),
+        ("trainer=lightning", "micro_batch_size=3"),
+        pytest.param(("trainer=lightning",), marks=pytest.mark.full),
+    ],
     ids=" ".join,
 )
 def test_the_recipe_trains_the_module(given: tuple[str, ...], flux: Path, tmp_path: Path, run_ranks: RankPool) -> None:

@@ -55,11 +55,11 @@ def check(ranks: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(
     ("flavour", "kind", "method", "ranks"),
     [
-        ("fabric", "cp", "popen", 2),
         ("fabric", "cp", "fork", 3),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
+                ("fabric", "cp", "popen", 2),
                 ("fabric", "cp_fsdp", "popen", 3),
                 ("fabric", "cp", "spawn", 2),
                 ("fabric", "cp", "forkserver", 2),

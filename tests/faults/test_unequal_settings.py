@@ -1,0 +1,60 @@
+"""Settings of parallelize_pipeline that differ between ranks, or that one rank refuses: an error on all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.errors import CallFailedError, PeerMismatchError
+from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.harness import RankPool
+
+
+def _parallel(pipe: Any, settings: dict[str, Any]) -> None:
+    given = dict(settings)
+    degrees = {name: given.pop(name) for name in ("ring_degree", "ulysses_degree") if name in given}
+    parallelize_pipeline(pipe, ContextParallelConfig(**degrees), **given)
+
+
+def _raised(rank: int, world: int, one: dict[str, Any], other: dict[str, Any]) -> tuple[str, str, float]:
+    """What unequal settings raise, and the error of the next call with equal ones."""
+    pipe = make_pipe("flux")
+    expected = latents_of(pipe, "flux")
+    with pytest.raises((PeerMismatchError, CallFailedError, ValueError, TypeError)) as error:
+        _parallel(pipe, one if rank == world - 1 else other)
+    _parallel(pipe, {"ring_degree": world})
+    found = error_of(expected, latents_of(pipe, "flux"))
+    unparallelize_pipeline(pipe)
+    return type(error.value).__name__, str(error.value), found
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "name", "values"),
+    [
+        ({"ring_degree": 3}, {"ulysses_degree": 3}, "ring", ("1", "3")),
+        ({"pipe": 3}, {"ring_degree": 3}, "ring", ("3", "1")),
+        ({"pipe": 3, "patches": 2}, {"pipe": 3, "patches": 3}, "patches", ("3", "2")),
+        ({"ring_degree": 3, "shard": ["transformer"]}, {"ring_degree": 3}, "shard", ("()", "['transformer']")),
+        ({"ring_degree": 3, "vae": False}, {"ring_degree": 3}, "vae", ("'auto'", "False")),
+    ],
+)
+def test_settings_that_differ_are_named_on_all_ranks(
+    run_ranks: RankPool, one: dict[str, Any], other: dict[str, Any], name: str, values: tuple[str, str]
+) -> None:
+    for kind, text, error in run_ranks(3, _raised, one, other):
+        assert kind == "PeerMismatchError"
+        assert f"rank 0 has {name}={values[0]} and rank 2 has {name}={values[1]}" in text
+        assert error < 1e-12
+
+
+def test_a_setting_that_one_rank_refuses_is_an_error_on_all(run_ranks: RankPool) -> None:
+    *others, (kind, text, error) = run_ranks(3, _raised, {"pipe": 3, "warmup": 0}, {"pipe": 3})
+    assert kind == "ValueError"
+    assert "warmup" in text
+    assert error < 1e-12
+    for kind, text, error in others:
+        assert kind == "CallFailedError"
+        assert "rank 2 cannot make the FluxPipeline parallel: ValueError: warmup" in text
+        assert error < 1e-12
