@@ -72,9 +72,11 @@ def _compare(
         for pipe in pipes.values():
             _change_output(pipe, _MIXING[mixing])
     inputs = {**inputs, "num_inference_steps": _STEPS}
+    torch.manual_seed(5)  # for schedulers that draw noise, if the pipeline gives them no generator
     expected, errors = latents_of(pipes["alone"], name, **inputs), []
     results = _results(pipes["staged"])
     for _ in range(4):  # the first ones find out which steps can overlap, one transformer call of a step at a time
+        torch.manual_seed(5)
         before = results.waits
         errors.append(error_of(expected, latents_of(pipes["staged"], name, **inputs)))
     return {"errors": errors, "waits": results.waits - before}
@@ -114,6 +116,27 @@ def test_stages_do_not_wait_between_steps_and_the_result_is_the_same(run_ranks: 
     for found in run_ranks(world, _compare, name, scheduler, degrees, settings, inputs, ""):
         assert max(found["errors"]) < 1e-12
         assert found["waits"] == waits
+
+
+# Pipeline, and schedulers of diffusers that it runs with in one process.
+_SCHEDULERS = {
+    "pixart_alpha": (
+        *("DDIMScheduler", "DDPMScheduler", "DPMSolverSinglestepScheduler", "EulerDiscreteScheduler"),
+        *("EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler", "LMSDiscreteScheduler", "PNDMScheduler"),
+        *("UniPCMultistepScheduler", "SASolverScheduler", "LCMScheduler", "TCDScheduler", "DDIMParallelScheduler"),
+        *("DDPMParallelScheduler", "EDMEulerScheduler", "EDMDPMSolverMultistepScheduler", "IPNDMScheduler"),
+    ),
+    "wan": ("FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler"),
+}
+_WAIT_IN_EACH_STEP = ("PNDMScheduler", "SASolverScheduler")  # they change results in place
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "scheduler"), [(name, one) for name, ones in _SCHEDULERS.items() for one in ones])
+def test_other_schedulers_give_the_same_result(run_ranks: RankPool, name: str, scheduler: str) -> None:
+    for found in run_ranks(2, _compare, name, scheduler, {}, {"pipe": 2, "patches": 2}, {}, ""):
+        assert max(found["errors"]) < 1e-12
+        assert found["waits"] == (_STEPS if scheduler in _WAIT_IN_EACH_STEP else 2)
 
 
 @pytest.mark.parametrize(
