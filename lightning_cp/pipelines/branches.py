@@ -130,7 +130,7 @@ class BranchCalls:
         self.is_active = False
 
     def _refuse_arguments(self, installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raises: GuidanceError: gradients are enabled. ForwardADError, ShapeError: what branches cannot share."""
+        """Refuse gradients (GuidanceError), tangents (NotImplementedError) and kept keys (ShapeError)."""
         module = installed.module
         if torch.is_grad_enabled() and any(x.requires_grad for x in [*module.parameters(), *_tensors((args, kwargs))]):
             raise GuidanceError(
