@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch.distributed as dist
+from torch import nn
 
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import ContextParallelConfig, check_degree, context_config
@@ -106,7 +107,7 @@ def parallelize_pipeline(
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
             context groups use the same. None: equal.
-    Ranks: the whole world.
+    Ranks: the whole world. (Settings are compared between ranks, except on a rank where all degrees are 1.)
     Raises:
         ValueError, TypeError: invalid settings, or components that cannot be parallel. The pipeline is unchanged,
             unless layers were already sharded: it then raises at every call.
@@ -133,75 +134,77 @@ def parallelize_pipeline(
             )
         refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
-    layers = layers_to_shard(components, shard, found, ranks)
     votes = Votes(type(pipeline).__name__, ranks.control)
-    staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
-
-    def check() -> None:
-        check_placement(pipeline, components, found, shard=layers, stages=stages)
-        check_guiders(pipeline, ranks)
-
-    check()
-    if degrees and (num_stages > 1 or patches > 1 or shares is not None):
-        raise ValueError(f"degrees={sorted(degrees)} cannot be combined with pipe, patches or shares")
-    sharded = next((name for name in layers if name in found), None)
-    chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
     undo: list[Undo] = []
+    layers: dict[str, list[nn.Module]] = {}
     in_patches: dict[str, PatchCalls] = {}
     try:
-        installed = {}
-        for name, module in found.items():
-            installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
-            undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
-        calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock(must_be_equal=patches > 1)
-        in_patches = make_patch_calls(
-            installed,
-            ranks,
-            votes,
-            pipe=pipe,
-            patches=patches,
-            warmup=warmup,
-            clock=clock,
-            on_step=calls.count_calls,
-        )
-        for one in in_patches.values():
-            undo += one.install()
-        calls.pending.before_flush = votes.check
-        settings = {"kernel": kernel, "check_peers": check_peers}
-        steering = parallelize_controlnets(controlnets, config, calls, votes, undo, **settings)
-        undo += [
-            intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
-            for name, one in installed.items()
-        ]
-        adaptable = (*found.values(), *controlnets.values())
-        undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
-        for name in in_patches if num_stages > 1 else ():
-            undo += refuse_new_adapters(pipeline, found[name], pipe)
-        around_step = [clock.before_step] if in_patches else []
-        if num_stages == 1 and any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks get real tensors
-            around_step.append(with_resolved_tensors)
-        decoders = share_decoders(components, vae, ranks, undo)
-        undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
-        if staged is not None:
-            follow_stages(staged, undo)
-        state = ParallelPipeline(
-            ranks,
-            installed,
-            decoders,
-            calls,
-            votes,
-            chosen,
-            controlnets=steering,
-            shard=tuple(layers),
-            stages=staged,
-            patch_calls=in_patches,
-            around_step=around_step,
-            undo=undo,
-        )
-        undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
-        undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
-        shard_layers(layers, components, found, ranks)  # last: this and the next step cannot be undone
-        with votes.call():  # a rank that cannot load its weights ends this on all
+        with votes.call():  # what one rank refuses, or cannot load, ends this on all
+            layers = layers_to_shard(components, shard, found, ranks)
+            staged = make_stages(pipeline, stages, components, found, rank_device(ranks))
+
+            def check() -> None:
+                check_placement(pipeline, components, found, shard=layers, stages=stages)
+                check_guiders(pipeline, ranks)
+
+            check()
+            if degrees and (num_stages > 1 or patches > 1 or shares is not None):
+                raise ValueError(f"degrees={sorted(degrees)} cannot be combined with pipe, patches or shares")
+            sharded = next((name for name in layers if name in found), None)
+            chosen = declared_degrees(degrees or {}, config, ranks, sharded=sharded)
+            installed = {}
+            for name, module in found.items():
+                installed[name] = parallelize(module, config, kernel=kernel, check_peers=check_peers, shares=shares)
+                undo.append(lambda module=module: remove_context_parallel(module))  # type: ignore[misc]
+            calls, clock = BranchCalls(type(pipeline).__name__, ranks), StepClock(must_be_equal=patches > 1)
+            in_patches = make_patch_calls(
+                installed,
+                ranks,
+                votes,
+                pipe=pipe,
+                patches=patches,
+                warmup=warmup,
+                clock=clock,
+                on_step=calls.count_calls,
+            )
+            for one in in_patches.values():
+                undo += one.install()
+            calls.pending.before_flush = votes.check
+            settings = {"kernel": kernel, "check_peers": check_peers}
+            steering = parallelize_controlnets(controlnets, config, calls, votes, undo, **settings)
+            undo += [
+                intercept_calls(found[name], over_branches(calls, votes, one, in_patches.get(name)))
+                for name, one in installed.items()
+            ]
+            adaptable = (*found.values(), *controlnets.values())
+            undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
+            for name in in_patches if num_stages > 1 else ():
+                undo += refuse_new_adapters(pipeline, found[name], pipe)
+            around_step = [clock.before_step] if in_patches else []
+            if num_stages == 1 and any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks get real tensors
+                around_step.append(with_resolved_tensors)
+            decoders = share_decoders(components, vae, ranks, undo)
+            undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
+            if staged is not None:
+                follow_stages(staged, undo)
+            state = ParallelPipeline(
+                ranks,
+                installed,
+                decoders,
+                calls,
+                votes,
+                chosen,
+                controlnets=steering,
+                shard=tuple(layers),
+                stages=staged,
+                patch_calls=in_patches,
+                around_step=around_step,
+                undo=undo,
+            )
+            undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
+            undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
+            votes.check()  # this and the next steps cannot be undone
+            shard_layers(layers, components, found, ranks)
             for one in in_patches.values():
                 one.release()
             for module in found.values():

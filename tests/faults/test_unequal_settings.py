@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from diffusers import FirstBlockCacheConfig
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallFailedError, PeerMismatchError
@@ -57,4 +58,34 @@ def test_a_setting_that_one_rank_refuses_is_an_error_on_all(run_ranks: RankPool)
     for kind, text, error in others:
         assert kind == "CallFailedError"
         assert "rank 2 cannot make the FluxPipeline parallel: ValueError: warmup" in text
+        assert error < 1e-12
+
+
+def _refused_later(rank: int, world: int, what: str) -> tuple[str, str, float]:
+    """What ranks raise if one of them refuses its pipeline after groups were built, and the error of the next call."""
+    pipe, settings = make_pipe("flux"), {"pipe": world}
+    expected = latents_of(pipe, "flux")
+    if rank == 1 and what == "kernel":
+        settings |= {"kernel": "nonsense"}
+    elif rank == 1 and what == "cache":
+        pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
+    elif rank == 1:
+        pipe.transformer.transformer_blocks[0].compile()
+    with pytest.raises((CallFailedError, ValueError)) as error:
+        _parallel(pipe, settings)
+    if rank == 1:
+        pipe.transformer.disable_cache() if what == "cache" else None
+        pipe.transformer.transformer_blocks[0]._compiled_call_impl = None
+    _parallel(pipe, {"ring_degree": world})
+    return type(error.value).__name__, str(error.value), error_of(expected, latents_of(pipe, "flux"))
+
+
+@pytest.mark.parametrize(
+    ("what", "text"), [("kernel", "nonsense"), ("cache", "FirstBlockCache"), ("blocks", "compiled")]
+)
+def test_what_one_rank_refuses_later_is_an_error_on_all(run_ranks: RankPool, what: str, text: str) -> None:
+    for rank, (kind, said, error) in enumerate(run_ranks(3, _refused_later, what)):
+        assert (kind == "CallFailedError") == (rank != 1)
+        assert text in said
+        assert rank == 1 or "rank 1 failed in this call of FluxPipeline" in said
         assert error < 1e-12
