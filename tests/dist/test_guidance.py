@@ -93,7 +93,7 @@ def _reading(rank: int, world: int, how: str) -> tuple[list[float], int, int]:
     return found, model.calls, calls.shared
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 @pytest.mark.parametrize("how", ["untouched", "views", "copies", "arithmetic", "read", "printed", "numpy"])
 def test_a_promise_is_kept_however_it_is_read(run_ranks: RankPool, how: str, world: int) -> None:
     if how in ("read", "printed", "numpy"):

@@ -256,6 +256,7 @@ def _regrouped(rank: int, world: int, folder: str) -> bool:
         dist.destroy_process_group()
         store, patience = f"file://{folder}/{turn}", timedelta(seconds=60)
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=patience)
+        dist.barrier()  # no rank ends while another one still connects
         remove_context_parallel(model)
     return True
 
