@@ -119,7 +119,10 @@ TOPOLOGIES = {
 
 @pytest.mark.parametrize(
     "topology",
-    [pytest.param(name, marks=[pytest.mark.full] * (name in ("ring2", "data3", "data2_ring2"))) for name in TOPOLOGIES],
+    [
+        pytest.param(name, marks=[pytest.mark.full] * (name in ("ring2", "data3", "data2_ring2", "cp_fsdp_data3")))
+        for name in TOPOLOGIES
+    ],
 )
 def test_the_losses_are_those_of_one_process(topology: str, flux: Given, alone: Losses, run_ranks: RankPool) -> None:
     world, strategy = TOPOLOGIES[topology]

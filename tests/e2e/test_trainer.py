@@ -81,7 +81,12 @@ def test_lightning_cli_takes_the_strategy(alone: list[float], tmp_path: Path, so
     script, config = tmp_path / "cli.py", tmp_path / "reader.yaml"
     script.write_text(CLI)
     config.write_text(YAML)
-    strategy = ("strategy=lightning_cp.pytorch.ContextParallelStrategy", "strategy.ring=2", "strategy.kernel=math")
+    strategy = (
+        "strategy=lightning_cp.pytorch.ContextParallelStrategy",
+        "strategy.ring=2",
+        "strategy.kernel=math",
+        "strategy.start_method=fork",
+    )
     options = [f"--trainer.{option}" for option in (*OPTIONS, *strategy)]
     found, said = losses(script, "fit", *(options if source == "command line" else ["--config", str(config)]))
     assert found == pytest.approx(alone, rel=1e-4)

@@ -34,10 +34,16 @@ def _raised(rank: int, world: int, one: dict[str, Any], other: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("one", "other", "name", "values"),
     [
-        ({"ring_degree": 3}, {"ulysses_degree": 3}, "ring", ("1", "3")),
+        pytest.param({"ring_degree": 3}, {"ulysses_degree": 3}, "ring", ("1", "3"), marks=pytest.mark.full),
         ({"pipe": 3}, {"ring_degree": 3}, "ring", ("3", "1")),
         ({"pipe": 3, "patches": 2}, {"pipe": 3, "patches": 3}, "patches", ("3", "2")),
-        ({"ring_degree": 3, "shard": ["transformer"]}, {"ring_degree": 3}, "shard", ("()", "['transformer']")),
+        pytest.param(
+            {"ring_degree": 3, "shard": ["transformer"]},
+            {"ring_degree": 3},
+            "shard",
+            ("()", "['transformer']"),
+            marks=pytest.mark.full,
+        ),
         ({"ring_degree": 3, "vae": False}, {"ring_degree": 3}, "vae", ("'auto'", "False")),
     ],
 )

@@ -86,7 +86,7 @@ def test_cuda_before_a_fork_is_refused_with_what_to_do(monkeypatch: pytest.Monke
         pass
 
 
-@pytest.mark.parametrize("given", [None, "4321"])
+@pytest.mark.parametrize("given", [None, pytest.param("4321", marks=pytest.mark.full)])
 def test_each_launch_uses_a_new_port(monkeypatch: pytest.MonkeyPatch, given: str | None) -> None:
     monkeypatch.setattr(os, "environ", dict(os.environ))
     os.environ.pop("MASTER_PORT", None)
