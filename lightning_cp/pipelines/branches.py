@@ -141,7 +141,7 @@ class BranchCalls:
         refuse_kept_keys(installed, args, kwargs, f"with cfg={self.ranks.cfg}")
 
     def _share_samples(self, installed: Installed, samples: int) -> None:
-        """Count a call whose samples the branches share. Raises: GuidanceError: they cannot."""
+        """Count a call with the samples of several branches. Raises: GuidanceError: the samples cannot be divided."""
         if samples < self.ranks.cfg:
             raise self._too_many(samples)
         refuse_caches_of_both_branches(installed.caches, self.ranks.cfg)
@@ -175,9 +175,9 @@ class BranchCalls:
         return self.owners[context]
 
     def count_calls(self, calls: int) -> None:
-        """Count the transformer calls whose results were exchanged together.
+        """Count transformer calls, after the exchange of their results.
 
-        Raises: GuidanceError: fewer than branches, so that some ranks have nothing to compute.
+        Raises: GuidanceError: there are fewer calls than branches, so that some ranks have nothing to compute.
         """
         if not calls:
             return

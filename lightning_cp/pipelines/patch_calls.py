@@ -69,7 +69,6 @@ class PatchCalls:
         clock: distinguishes the branches of guidance.
         stage: this rank's stage of the blocks; None: all blocks are on this rank.
         results: shares the results of the last stage; None: all blocks are on this rank.
-        cfg: number of CFG branches whose ranks make these calls together; 1 without stages.
         branches: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before
             each call of the pipeline.
     """
@@ -80,7 +79,6 @@ class PatchCalls:
     clock: StepClock
     stage: BlockStage | None = None
     results: StageResults | None = None
-    cfg: int = 1
     branches: dict[Any, _Branch] = field(default_factory=dict)
     _context: str | None = None
 
@@ -262,7 +260,8 @@ class PatchCalls:
         if name not in self.branches:
             plan = self.installed.rules.patches
             assert plan is not None, "parallelize_pipeline refuses other classes"
-            turn = len(self.branches) % self.cfg if owner is None else owner
+            count = 1 if self.results is None else self.results.transfers.branches
+            turn = len(self.branches) % count if owner is None else owner
             self.branches[name] = _Branch(Evaluation(self.patches, plan.order), turn)
         return self.branches[name]
 

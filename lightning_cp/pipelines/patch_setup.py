@@ -60,9 +60,7 @@ def make_patch_calls(
                 )
         counts = None if isinstance(pipe, int) else pipe
         stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
-        found[name] = PatchCalls(
-            installed, patches, warmup, clock, stage, results, cfg=1 if results is None else ranks.cfg
-        )
+        found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
     return found
 
 

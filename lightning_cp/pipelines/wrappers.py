@@ -32,20 +32,20 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
 
     def around(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compute = call if in_patches is None else partial(_in_patches, in_patches, call)
-        in_stages = in_patches is not None and in_patches.stage is not None
+        staged = None if in_patches is None or in_patches.stage is None else in_patches
         if not calls.is_active:
             if in_patches is not None:
                 refuse_caches(installed)
                 in_patches.begin()  # a call on its own computes the whole sequence
-            if in_stages and calls.ranks.cfg > 1:  # one branch computes it for all
-                check_equal(f"{type(installed.module).__name__}", {"args": args, **kwargs}, calls.ranks.sample)
+            if staged is not None and calls.ranks.cfg > 1:  # one branch computes it for all
+                check_equal(type(installed.module).__name__, {"args": args, **kwargs}, calls.ranks.sample)
             installed.session.peers.compare_next_in_full()
             return resolve_all(compute(*args, **kwargs))
         with votes.before_exchanges():
             if calls.ranks.cfg == 1:
                 return compute(*args, **kwargs)
-            if in_patches is not None and in_stages:
-                return calls.call_in_stages(installed, partial(in_patches.call, call), args, kwargs)
+            if staged is not None:
+                return calls.call_in_stages(installed, partial(staged.call, call), args, kwargs)
             return calls.call(installed, compute, args, kwargs)
 
     return around
