@@ -26,7 +26,7 @@ class SampleGroups:
         data_rank, data_size: index of this sample, and number of samples computed at a time.
         pipe_groups: ranks that hold the same tokens of the same branch, one from each stage of blocks, as a ring.
         pipe_results: for each branch, a process group in which its last stage sends results: the ranks that hold the
-            same tokens, of all branches and stages (in this order). Empty for one stage.
+            same tokens, of all branches and stages (in this order). Empty for a single branch and stage.
         control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
     """
 
@@ -107,6 +107,7 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
     results: list[dist.ProcessGroup] = []
     if cfg > 1:  # collective: every rank creates all groups in the same order
         by_branch = _new_groups(ranks.permute(0, 2, 3, 1))
+        results = [by_branch] * cfg
     if pipe > 1:
         by_stage = _new_groups(ranks.permute(0, 1, 3, 2))
         results = [_new_groups(ranks.permute(0, 3, 1, 2).flatten(2)) for _ in range(cfg)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -33,6 +34,7 @@ __all__ = [
     "aten",
     "dynamo_is_imported",
     "fake_store",
+    "fake_tensors",
     "forward_ad_level",
     "function_modes",
     "get_unwrapped",
@@ -108,3 +110,15 @@ def fake_store() -> Any:
     with private_names("torch"):
         from torch.testing._internal.distributed.fake_pg import FakeStore
     return FakeStore()
+
+
+@contextmanager
+def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+    """Context in which tensors have shapes, dtypes and devices, but no storage. Yields a function that makes a copy.
+
+    Reading a value, or a shape that depends on values, raises an exception of torch.
+    """
+    with private_names("torch"):
+        from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode() as mode:
+        yield mode.from_tensor

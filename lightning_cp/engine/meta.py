@@ -34,6 +34,17 @@ def weights_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Create floating-point tensors with this dtype inside the context, unless another one is given."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def load_when_allocated(module: nn.Module, load: Callable[[nn.Module], None]) -> None:
     """Register a function that loads the weights of `module`. It is called once these weights are allocated.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_cp.engine.apply import no_plan_message
-from lightning_cp.engine.meta import load_when_allocated, weights_on_meta
+from lightning_cp.engine.meta import default_dtype, load_when_allocated, weights_on_meta
 from lightning_cp.errors import PlanError
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline, read_json
@@ -140,22 +140,12 @@ def _has_plan(entry: tuple[str, str]) -> bool:
     return kind is not None and registered_plan(kind) is not None
 
 
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def _on_meta(kind: Any, config: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Build a model without storage for its weights, in the dtypes that `from_pretrained` gives them.
 
     Buffers that no file holds (tables of rotary embeddings) are computed, also under the same default dtype.
     """
-    with _default_dtype(dtype), weights_on_meta():
+    with default_dtype(dtype), weights_on_meta():
         model = kind.from_config(dict(config))
     kept = set(kind._keep_in_fp32_modules or ())
 

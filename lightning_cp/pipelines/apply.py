@@ -21,7 +21,7 @@ from lightning_cp.pipelines.adapters import allow_hotswap, refuse_new_adapters
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
-from lightning_cp.pipelines.components import components_of, share_decoders, transformers_of
+from lightning_cp.pipelines.components import components_of, experts_of, share_decoders, transformers_of
 from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.patch_calls import PatchCalls
@@ -165,6 +165,7 @@ def parallelize_pipeline(
                 patches=patches,
                 warmup=warmup,
                 clock=clock,
+                experts=experts_of(pipeline, found),
                 on_step=calls.count_calls,
             )
             for one in in_patches.values():
@@ -229,7 +230,7 @@ def unparallelize_pipeline(pipe: Any) -> None:
             f"shard={list(installed.shard)}: sharded weights cannot be gathered in place: "
             f"load the {type(pipe).__name__} again"
         )
-    if any(one.stage is not None for one in installed.patch_calls.values()):
+    if installed.ranks.pipe > 1:
         raise PlanError(
             f"pipe={installed.ranks.pipe}: this rank has freed the blocks of other stages: load the "
             f"{type(pipe).__name__} again"

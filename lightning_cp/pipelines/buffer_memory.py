@@ -1,39 +1,168 @@
-"""Check, in the first block of the first step, that the keys and values of all blocks fit into free memory."""
+"""Check, before the first evaluation, that the keys and values of all blocks of a rank fit into its free memory.
+
+They are counted in a forward of a new model of the same configuration, on tensors without storage.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from lightning_cp.attention.buffered import KeyBuffer
+from lightning_cp.attention.heads import assign_heads, head_shares
+from lightning_cp.compat.torch_names import fake_tensors
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.meta import default_dtype
+from lightning_cp.engine.patches import Evaluation
+from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError
 from lightning_cp.launch.machine import free_memory_bytes
+from lightning_cp.mesh import SINGLE_RANK, MeshGroups
+from lightning_cp.nest import of_type, replace
+from lightning_cp.pipelines.block_stages import blocks_of
 
 
-def check_buffers_fit(installed: Installed, blocks: Sequence[str], first: Sequence[KeyBuffer], *, patches: int) -> None:
-    """Estimate the buffers of a rank's blocks from those of its first block, and compare with the free memory.
+@dataclass(frozen=True)
+class BufferCounts:
+    """Buffers that one evaluation of a model fills, with the heads of all ranks.
 
-    Args:
-        blocks: paths of the blocks that this rank computes. first: buffers that the first of them has filled.
-        patches: number of patches, for the error.
-    Raises: PlanError: the buffers of the other blocks need more than the free memory.
+    Attributes: blocks: the buffers of each block. others: those of modules outside of the blocks.
     """
-    tensors = [x for buffer in first for x in buffer.tensors]
-    if not tensors:
-        return
-    counts = [_attentions(installed, path) for path in blocks]
-    of_first = sum(x.nbytes for x in tensors)
-    needed = of_first * sum(counts[1:]) // max(counts[0], 1)
-    free = free_bytes(tensors[0].device)
-    if free is not None and needed > free:
-        kind, device = type(installed.module).__name__, tensors[0].device
-        raise PlanError(
-            f"patches={patches}: the keys and values of the {len(blocks)} blocks of {kind} on this rank take "
-            f"{(of_first + needed) / 1e9:,.2f} GB for each branch of guidance, but {device} has {free / 1e9:,.2f} GB "
-            "of free memory: use more stages (pipe), ulysses, cfg=2 or fewer samples"
-        )
+
+    blocks: list[list[KeyBuffer]]
+    others: list[KeyBuffer]
+
+
+def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
+    """Evaluate the whole sequence with a model that is parallel over one rank, and return the buffers."""
+    plan, session = installed.rules.patches, installed.session
+    assert plan is not None, "parallelize_pipeline refuses other classes"
+    evaluation = Evaluation(patches, plan.order)
+    blocks = [submodule(installed.module, path) for path in blocks_of(installed)]
+    starts, stops = [0] * len(blocks), [0] * len(blocks)
+
+    def note(places: list[int], index: int, *_: object) -> None:
+        places[index] = len(evaluation.buffers)
+
+    hooks = [block.register_forward_pre_hook(partial(note, starts, i)) for i, block in enumerate(blocks)]
+    hooks += [block.register_forward_hook(partial(note, stops, i)) for i, block in enumerate(blocks)]
+    session.evaluation = evaluation
+    try:
+        evaluation.begin(None)
+        with torch.no_grad():
+            installed.module(*args, **kwargs)
+    finally:
+        session.evaluation = None
+        for hook in hooks:
+            hook.remove()
+    by_block = [evaluation.buffers[a:b] for a, b in zip(starts, stops, strict=True)]
+    inside = {id(buffer) for buffers in by_block for buffer in buffers}
+    return BufferCounts(by_block, [buffer for buffer in evaluation.buffers if id(buffer) not in inside])
+
+
+def count_without_storage(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
+    """Count the same with a new model of the class, configuration and dtype of `module`, on tensors without storage.
+
+    Args: args, kwargs: of `module.forward`, on one device.
+    Raises: what the model or its forward raises, if it reads the value of a tensor.
+    """
+    device = next(of_type(Tensor, (args, kwargs))).device
+    with fake_tensors() as convert, default_dtype(module.dtype), device:
+        model: nn.Module = type(module).from_config(module.config).eval()
+        new = parallelize(model, ContextParallelConfig(), kernel="math", check_peers="off", groups=SINGLE_RANK)
+        args, kwargs = replace(Tensor, convert, (args, kwargs))
+        return count_buffers(new, args, kwargs, patches=patches)
+
+
+@dataclass(eq=False)
+class BufferMemory:
+    """Compares the buffers of this rank's blocks with the free memory of its device.
+
+    Attributes:
+        own: indices of this rank's blocks; None: all.
+        patches: number of patches, for the error.
+        needed: bytes of the buffers of one branch of guidance, by the shapes of the arguments; None: they cannot be
+            counted, because the model's forward reads the values of tensors.
+    """
+
+    installed: Installed
+    own: range | None
+    patches: int
+    needed: dict[Hashable, int | None] = field(default_factory=dict)
+    _is_checked: bool = False
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths of this rank's blocks."""
+        paths = blocks_of(self.installed)
+        return paths if self.own is None else [paths[i] for i in self.own]
+
+    @property
+    def first_block(self) -> nn.Module:
+        """The first of this rank's blocks, which calls `check_filled`."""
+        return submodule(self.installed.module, self.paths[0])
+
+    def check(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check, before the first evaluation of a branch of guidance, that its buffers fit.
+
+        Args: key: identifies the shapes of the arguments.
+        Ranks: all of the context group. Raises: PlanError: on one of these ranks they do not fit; the same on all.
+        """
+        if key not in self.needed:
+            self.needed[key] = self._count(args, kwargs)
+        needed = self.needed[key]
+        self._is_checked = needed is not None
+        if needed is not None:
+            self._compare(needed, next(of_type(Tensor, (args, kwargs))).device)
+
+    def check_filled(self, first: Sequence[KeyBuffer]) -> None:
+        """Check it in the first evaluation of a branch, if `check` could not.
+
+        Args: first: the buffers that the first of this rank's blocks has filled.
+        Ranks, raises: see `check`.
+        """
+        tensors = [x for buffer in first for x in buffer.tensors]
+        if not tensors or self._is_checked:
+            return
+        counts = [_attentions(self.installed, path) for path in self.paths]
+        others = sum(x.nbytes for x in tensors) * sum(counts[1:]) // max(counts[0], 1)
+        self._compare(others, tensors[0].device)
+
+    def _count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Count the bytes of the buffers on this rank; None if the model does not run without storage."""
+        try:
+            counts = count_without_storage(self.installed.module, args, kwargs, patches=self.patches)
+        except Exception:
+            return None
+        blocks = counts.blocks if self.own is None else [counts.blocks[i] for i in self.own]
+        own = [*counts.others, *(buffer for buffers in blocks for buffer in buffers)]
+        return sum(_bytes_on_rank(buffer, self.installed.session.groups) for buffer in own)
+
+    def _compare(self, needed: int, device: torch.device) -> None:
+        """Compare with the free memory. Ranks, raises: see `check`."""
+        groups, free, text = self.installed.session.groups, free_bytes(device), None
+        if free is not None and needed > free:
+            rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
+            text = (
+                f"patches={self.patches}: the keys and values of {len(self.paths)} blocks of "
+                f"{type(self.installed.module).__name__} on {rank} need {needed / 1e9:,.2f} GB for each branch of "
+                f"guidance, but {device} has {free / 1e9:,.2f} GB of free memory: use more stages (pipe), ulysses, "
+                "cfg=2 or fewer samples"
+            )
+        texts = [text] * groups.context_size
+        if groups.context is not None:
+            dist.all_gather_object(texts, text, group=groups.context)
+        found = next((x for x in texts if x is not None), None)
+        if found is not None:
+            raise PlanError(found)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -47,3 +176,11 @@ def free_bytes(device: torch.device) -> int | None:
 def _attentions(installed: Installed, block: str) -> int:
     """Count the modules of a block that attend across ranks."""
     return sum(path == block or path.startswith(f"{block}.") for path in installed.rules.attention)
+
+
+def _bytes_on_rank(buffer: KeyBuffer, groups: MeshGroups) -> int:
+    """Return the bytes of a buffer on this rank. Args: buffer: with the heads of all ranks."""
+    heads, degree = buffer.tensors[0].shape[1], groups.context_shape[1]
+    queries = heads * -(-degree // heads)  # at least one query head for each rank
+    own = assign_heads(queries, heads, degree, head_shares(groups))[groups.ulysses_rank].num_keys
+    return sum(x.nbytes * own // heads if x.shape[1] == heads else x.nbytes for x in buffer.tensors)

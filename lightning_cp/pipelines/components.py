@@ -110,6 +110,12 @@ def transformers_of(pipe: Any, components: Mapping[str, Any]) -> dict[str, nn.Mo
     return found
 
 
+def experts_of(pipe: Any, transformers: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    """Return the names of a pipeline's transformers if each of them computes some of the steps (both of Wan)."""
+    switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
+    return tuple(transformers) if switches else ()
+
+
 def share_decoders(
     components: Mapping[str, Any], setting: bool | str, ranks: SampleGroups, undo: list[Callable[[], None]]
 ) -> tuple[str, ...]:

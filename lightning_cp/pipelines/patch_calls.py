@@ -18,13 +18,12 @@ from torch import Tensor
 
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
-from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
 from lightning_cp.patching import Undo, intercept_calls, intercept_method
-from lightning_cp.pipelines.block_stages import BlockStage, blocks_of, release_others
+from lightning_cp.pipelines.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.branches import refuse_kept_keys
-from lightning_cp.pipelines.buffer_memory import check_buffers_fit
+from lightning_cp.pipelines.buffer_memory import BufferMemory
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.pipelines.lazy_tensor import held_tensors
@@ -67,8 +66,10 @@ class PatchCalls:
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
         clock: distinguishes the branches of guidance.
-        stage: this rank's stage of the blocks; None: all blocks are on this rank.
-        results: shares the results of the last stage; None: all blocks are on this rank.
+        stage: this rank's stage of the blocks, which may be the only one; None: no other rank needs the results.
+        results: shares the results of the last stage with all stages of all CFG branches; None: see `stage`.
+        experts: the other transformers of the pipeline, if each of them computes some of the steps (both of Wan).
+        memory: checks that the keys and values fit into the free memory.
         branches: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before
             each call of the pipeline.
     """
@@ -79,16 +80,20 @@ class PatchCalls:
     clock: StepClock
     stage: BlockStage | None = None
     results: StageResults | None = None
+    experts: list[PatchCalls] = field(default_factory=list)
+    memory: BufferMemory = field(init=False)
     branches: dict[Any, _Branch] = field(default_factory=dict)
     _context: str | None = None
 
+    def __post_init__(self) -> None:
+        self.memory = BufferMemory(self.installed, None if self.stage is None else self.stage.own, self.patches)
+
     def install(self) -> list[Undo]:
         """Follow the names that a pipeline gives to the branches of guidance (`cache_context`); check the memory."""
-        module, blocks = self.installed.module, blocks_of(self.installed)
+        module = self.installed.module
         undo = [] if self.stage is None else self.stage.install()
         if self.patches > 1:
-            own = blocks if self.stage is None else [blocks[i] for i in self.stage.own]
-            undo.append(intercept_calls(submodule(module, own[0]), partial(self._first_block, own)))
+            undo.append(intercept_calls(self.memory.first_block, self._first_block))
         named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
         return [*undo, *named, *run_once(self.installed)]
 
@@ -98,6 +103,7 @@ class PatchCalls:
         Args: overlaps: the stages may begin a step before the step before is complete on all of them.
         """
         self._forget()
+        overlaps = overlaps and self.stage is not None and self.stage.count > 1
         self.clock.resolves = not overlaps
         if self.results is not None:
             self.results.start(overlaps=overlaps)
@@ -113,8 +119,8 @@ class PatchCalls:
         self.clock.reset()
 
     def release(self) -> None:
-        """Free the weights of the blocks of other stages. This cannot be undone."""
-        if self.stage is not None:
+        """Free the weights of the blocks of other stages, if there are any. This cannot be undone."""
+        if self.stage is not None and self.stage.count > 1:
             release_others(self.stage)
 
     def call(
@@ -132,18 +138,43 @@ class PatchCalls:
             self._refuse_gradients(args, kwargs)
         key = self._key(args, kwargs)
         branch = self._branch(owner)
+        is_own = self.results is None or branch.owner == self.results.transfers.branch
+        if self.patches > 1 and not branch.done:
+            self._begin_branch(key, args, kwargs, is_own=is_own)
         forwards = self._forwards(branch, args, kwargs, key)
         if self.results is None:
             return self._run_in(branch, partial(self._run, compute, forwards))
-        assert self.stage is not None, "several stages have results"
-        is_own = branch.owner == self.results.transfers.branch
-        start = partial(self._compute_start, compute, forwards) if is_own else _knows_all
+        assert self.stage is not None, "only a stage has results"
+        start = partial(self._compute_start, compute, forwards, self._evaluation()) if is_own else _knows_all
         self.results.enter(self.stage, (key, len(forwards)), branch.owner, given, start)
         if is_own:
             return self._run_in(branch, partial(self._run_stage, compute, forwards, key, branch.owner))
         branch.done += 1
         samples = self._samples(forwards)
         return self.results.receive(self.stage, (key, len(forwards)), len(forwards), branch.owner, samples)
+
+    def _begin_branch(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_own: bool) -> None:
+        """Before the first evaluation of a branch: free buffers that are no longer needed, and check the memory.
+
+        With stages, an error of one rank in the first evaluation of a pipeline call is an error on all ranks at once.
+        In later ones, the stages pass it on in their forwards.
+
+        Raises: PlanError: too little memory on a rank of the context group. CallFailedError: on another rank.
+        """
+        for other in self.experts:
+            other.branches = {}
+        stage, results = self.stage, self.results
+        if stage is None or results is None:
+            self.memory.check(key, args, kwargs)
+            return
+        is_first = not results.count
+        if is_own or is_first:  # the branch of this rank has arguments of the same shapes
+            try:
+                self.memory.check(key, args, kwargs)
+            except PlanError as error:
+                stage.error = error
+        if is_first:
+            results.check(stage)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
         """Identify the shapes in a forward: by those of its arguments, and by the numbers of tokens without padding."""
@@ -203,8 +234,8 @@ class PatchCalls:
     def _run_stage(self, compute: Callable[..., Any], forwards: list[_Forward], key: Any, owner: int) -> Any:
         """Run this stage of the forwards of a call. So all stages have work at the same time."""
         stage, results, evaluation = self.stage, self.results, self.installed.session.evaluation
-        assert stage is not None, "there are several stages"
-        assert results is not None, "there are several stages"
+        assert stage is not None, "the caller checks it"
+        assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
         samples = self._samples(forwards)
         found = []
@@ -224,45 +255,51 @@ class PatchCalls:
                 stage.error = error
         return results.finish(result, output, samples)
 
-    def _compute_start(self, compute: Callable[..., Any], forwards: list[_Forward], number: int) -> list[Tensor] | None:
+    def _compute_start(
+        self, compute: Callable[..., Any], forwards: list[_Forward], evaluation: Evaluation, number: int
+    ) -> list[Tensor] | None:
         """Run a forward without the blocks, with zeros in place of their outputs.
 
+        Args: evaluation: the same for all forwards, which are run in order: some modules run in the first one only.
         Returns: on the last stage, the tensors of the output; on other stages, nothing. None: an argument of this
             stage's blocks is NaN.
         """
         session, forward, stage = self.installed.session, forwards[number], self.stage
         assert stage is not None, "the steps of a single stage do not overlap"
-        evaluation, peers = session.evaluation, session.peers
-        plan = self.installed.rules.patches
+        before, peers = session.evaluation, session.peers
         if forward.patch is not None:
-            assert plan is not None, "parallelize_pipeline refuses other classes"
-            session.evaluation = Evaluation(self.patches, plan.order)
-            session.evaluation.begin(forward.patch)
+            session.evaluation = evaluation
+            evaluation.begin(forward.patch)
         session.peers = peers.of_one_rank()
         try:
             return stage.compute_start(compute, forward.args, forward.kwargs, forward.key)
         finally:
-            session.evaluation, session.peers = evaluation, peers
+            session.evaluation, session.peers = before, peers
 
-    def _first_block(self, own: list[str], call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluation(self) -> Evaluation:
+        plan = self.installed.rules.patches
+        assert plan is not None, "parallelize_pipeline refuses other classes"
+        return Evaluation(self.patches, plan.order)
+
+    def _first_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
         evaluation = self.installed.session.evaluation
         before = 0 if evaluation is None else len(evaluation.buffers)
         result = call(*args, **kwargs)
-        if evaluation is not None and evaluation.buffers[before:]:
-            check_buffers_fit(self.installed, own, evaluation.buffers[before:], patches=self.patches)
+        if evaluation is not None:
+            self.memory.check_filled(evaluation.buffers[before:])
         return result
 
     def _branch(self, owner: int | None = None) -> _Branch:
         """Return the branch of guidance of this call. The same CFG branch computes it in all steps."""
-        context = self._context if self._context is not None else self.clock.next_call(self.installed.module)
+        context: str | int | None = self._context
+        if context is None:  # all shares of a batch are one call
+            context = (self.clock.this_call if owner else self.clock.next_call)(self.installed.module)
         name = (context, owner)  # two branches in one batch have the same context
         if name not in self.branches:
-            plan = self.installed.rules.patches
-            assert plan is not None, "parallelize_pipeline refuses other classes"
             count = 1 if self.results is None else self.results.transfers.branches
-            turn = len(self.branches) % count if owner is None else owner
-            self.branches[name] = _Branch(Evaluation(self.patches, plan.order), turn)
+            turn = self.clock.next_branch() % count if owner is None else owner
+            self.branches[name] = _Branch(self._evaluation(), turn)
         return self.branches[name]
 
     def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from lightning_cp.config import check_degree
 from lightning_cp.engine.installed import Installed
@@ -26,11 +26,14 @@ def make_patch_calls(
     patches: int,
     warmup: int,
     clock: StepClock,
+    experts: Collection[str] = (),
     on_step: Callable[[int], None] = lambda calls: None,
 ) -> dict[str, PatchCalls]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
-    Args: on_step: with stages, called with the number of transformer calls of each step.
+    Args:
+        experts: names of transformers of which each computes some of the steps.
+        on_step: with stages, called with the number of transformer calls of each step.
     Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
         than blocks.
     """
@@ -38,7 +41,7 @@ def make_patch_calls(
         return {}
     found = {}
     results = None
-    if ranks.pipe > 1:
+    if ranks.pipe_results:
         results = StageResults(ResultTransfers(ranks.pipe_groups, ranks.pipe_results, ranks.cfg_rank), votes, on_step)
     for name, installed in transformers.items():
         kind, plan = type(installed.module).__name__, installed.rules.patches
@@ -59,8 +62,10 @@ def make_patch_calls(
                     f"{path} of {kind} is compiled, which patches and stages do not support: do not compile it"
                 )
         counts = None if isinstance(pipe, int) else pipe
-        stage = make_stage(installed, ranks.pipe_groups, counts) if ranks.pipe > 1 else None
+        stage = make_stage(installed, ranks.pipe_groups, counts) if results is not None else None
         found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
+    for name in experts:
+        found[name].experts = [found[other] for other in experts if other != name]
     return found
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp.errors import PlanError
 from lightning_cp.nest import of_type, replace
 from lightning_cp.patching import Around, Undo, intercept_calls, intercept_method
+from lightning_cp.pipelines.components import experts_of
 from lightning_cp.pipelines.controlnets import is_controlnet
 from lightning_cp.pipelines.placement import is_vae
 
@@ -155,8 +156,7 @@ def make_stages(
     order = getattr(pipe, "model_cpu_offload_seq", None)
     stages = {name: _stage_of(name, module, transformers, order) for name, module in modules.items()}
     known = {name: stage for name, stage in stages.items() if stage is not None}
-    switches = getattr(getattr(pipe, "config", None), "boundary_ratio", None) is not None
-    return Stages(type(pipe).__name__, setting, at, modules, known, tuple(transformers) if switches else ())
+    return Stages(type(pipe).__name__, setting, at, modules, known, experts_of(pipe, transformers))
 
 
 def _stage_of(name: str, module: nn.Module, transformers: Mapping[str, nn.Module], order: str | None) -> Stage | None:

@@ -21,18 +21,29 @@ class StepClock:
         before: their number in the previous step with calls.
         resolves: True if the scheduler gets real tensors, because a callback after its step may read them.
         must_be_equal: True if each step must have the same number of calls, because branches keep keys between steps.
+        branches: number of branches of guidance so far, over all transformers.
     """
 
     calls: dict[int, int] = field(default_factory=dict)
     before: dict[int, int] = field(default_factory=dict)
     resolves: bool = True
     must_be_equal: bool = True
+    branches: int = 0
 
     def next_call(self, module: nn.Module) -> int:
         """Return the index of the next call of a transformer in this step."""
         index = self.calls.get(id(module), 0)
         self.calls[id(module)] = index + 1
         return index
+
+    def this_call(self, module: nn.Module) -> int:
+        """Return the index of the current call of a transformer in this step."""
+        return self.calls[id(module)] - 1
+
+    def next_branch(self) -> int:
+        """Return the index of the next branch of guidance, over all transformers."""
+        self.branches += 1
+        return self.branches - 1
 
     def end_step(self) -> None:
         """End the step.
@@ -56,4 +67,4 @@ class StepClock:
 
     def reset(self) -> None:
         """Forget all steps, before a call of the pipeline."""
-        self.calls, self.before = {}, {}
+        self.calls, self.before, self.branches = {}, {}, 0

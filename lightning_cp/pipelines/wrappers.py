@@ -83,7 +83,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
     """
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
-    divided = [name for name, one in state.patch_calls.items() if one.stage is not None]
+    divided = list(state.patch_calls) if state.ranks.pipe > 1 else []
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)

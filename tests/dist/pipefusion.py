@@ -13,14 +13,14 @@ PIPES = {name: family for family in names() for name in table(family)}
 STEPS = 4
 
 
-def make_pipe(name: str) -> Any:
+def make_pipe(name: str, dtype: torch.dtype = torch.float64) -> Any:
     """A pipeline with the same weights on every rank."""
     torch.manual_seed(0)
     pipe = table(PIPES[name])[name].make()
     pipe.set_progress_bar_config(disable=True)
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
-            part.double()
+            part.to(dtype)
     return pipe
 
 

@@ -219,26 +219,3 @@ def test_skipped_blocks_are_refused(run_ranks: RankPool) -> None:
     for said, error in run_ranks(2, _skipping):
         assert all("skips blocks in this call" in text for text in said)
         assert error < 1e-12
-
-
-def _full(rank: int, world: int, full: int, patches: int) -> tuple[str, str, float]:
-    """One rank has no free memory in the first call: what is raised there, and the error of the next call."""
-    pipe = make_pipe("flux")
-    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=patches)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == full:
-            patch.setattr("lightning_cp.pipelines.buffer_memory.free_bytes", lambda device: 1000)
-        with pytest.raises((PlanError, CallFailedError)) as error:
-            latents_of(pipe, "flux")
-    latents, fresh = latents_of(pipe, "flux"), make_pipe("flux")
-    parallelize_pipeline(fresh, ContextParallelConfig(), pipe=world, patches=patches)
-    return type(error.value).__name__, str(error.value), error_of(latents_of(fresh, "flux"), latents)
-
-
-def test_buffers_that_do_not_fit_into_memory_are_one_error_before_they_are_filled(run_ranks: RankPool) -> None:
-    for rank, (kind, text, error) in enumerate(run_ranks(2, _full, 1, 3)):
-        assert kind == ("PlanError" if rank == 1 else "CallFailedError")
-        assert re.search(
-            r"patches=3: the keys and values of the 3 blocks of FluxTransformer2DModel .* use more stages", text
-        )
-        assert error == 0

@@ -50,6 +50,8 @@ _CASES = {
     "wan_ring": ("wan", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
     "flux_exact": ("flux", 2, {}, {"pipe": [1, 3], "patches": 1}),
     "flux_cfg": ("flux_true_cfg", 4, {}, {"pipe": 2, "patches": 3, "cfg": 2}),
+    "flux_cfg_alone": ("flux_true_cfg", 2, {}, {"patches": 3, "cfg": 2}),
+    "sd3_cfg_ring": ("sd3", 4, {"ring_degree": 2}, {"patches": 2, "cfg": 2}),
     "flux_ring": ("flux", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
     "flux_ulysses": ("flux", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
     "flux_no_stages": ("flux", 3, {"ring_degree": 3}, {"patches": 3}),
@@ -63,7 +65,7 @@ _CASES = {
     "alternating_blocks": ("latte", 3, {}, {"pipe": 3, "patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
-_DEFAULT = ("flux_stages3", "flux_cfg", "flux_ulysses")
+_DEFAULT = ("flux_stages3", "flux_cfg", "flux_cfg_alone", "flux_ulysses")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ from torch import Tensor, nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import tensors
 from lightning_cp.pipelines.block_stages import blocks_of, divide_blocks
+from lightning_cp.pipelines.buffer_memory import count_buffers
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it
@@ -76,26 +77,25 @@ def count(model: nn.Module, arguments: dict[str, Any], patches: int = _PATCHES) 
     """
     installed = parallelize(model, ContextParallelConfig(), check_peers="off")
     assert installed.rules.patches is not None, f"{type(model).__name__} cannot be computed in patches"
-    evaluation = installed.session.evaluation = Evaluation(patches, installed.rules.patches.order)
+    buffers = count_buffers(installed, (), arguments, patches=patches)
     blocks = [submodule(model, path) for path in blocks_of(installed)]
-    buffers_before, outputs = [0] * (len(blocks) + 1), [0] * len(blocks)
+    outputs = [0] * len(blocks)
 
     def after_block(index: int, output: object) -> None:
-        if evaluation.patch is None:
-            buffers_before[index + 1] = len(evaluation.buffers)
-        else:
-            outputs[index] += _bytes(tensors(output))
+        outputs[index] += _bytes(tensors(output))
 
-    for index, block in enumerate(blocks):
-        block.register_forward_hook(lambda _, __, output, index=index: after_block(index, output))
+    evaluation = installed.session.evaluation = Evaluation(patches, installed.rules.patches.order)
     with torch.no_grad():
-        for patch in (None, *range(patches)):
+        evaluation.begin(None)
+        model(**arguments)
+        for index, block in enumerate(blocks):
+            block.register_forward_hook(lambda _, __, output, index=index: after_block(index, output))
+        for patch in range(patches):
             evaluation.begin(patch)
             model(**arguments)
     weights = [_bytes(block.parameters()) for block in blocks]
-    held = [_bytes(buffer.tensors) for buffer in evaluation.buffers]
-    buffers = [sum(held[i:j]) for i, j in pairwise(buffers_before)]
-    return Counts(weights, buffers, outputs, _bytes(model.parameters()) - sum(weights))
+    held = [sum(_bytes(buffer.tensors) for buffer in of_block) for of_block in buffers.blocks]
+    return Counts(weights, held, outputs, _bytes(model.parameters()) - sum(weights))
 
 
 def table(counts: Counts, size: Size) -> list[str]:
@@ -149,13 +149,8 @@ def _empty(*shape: int) -> Tensor:
 
 
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            return build().eval()
-    finally:
-        torch.set_default_dtype(before)
+    with default_dtype(torch.bfloat16), torch.device("meta"):
+        return build().eval()
 
 
 def _bytes(found: Any) -> int:

@@ -1,0 +1,51 @@
+"""Keys and values counted without storage are those that an evaluation of the model fills."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig
+from lightning_cp.engine.apply import parallelize
+from lightning_cp.mesh import SINGLE_RANK
+from lightning_cp.nest import replace
+from lightning_cp.pipelines.buffer_memory import BufferCounts, count_buffers, count_without_storage
+from lightning_cp.plans import REGISTERED
+from tests.models import TINY
+
+_SUPPORTED = [name for name, tiny in TINY.items() if REGISTERED[tiny.kind].patches is not None]
+_DEFAULT = ("flux", "wan", "sd3", "cogvideox_masked")
+_READ_VALUES = (
+    *("framepack", "framepack_one_sample", "hunyuan_image", "joyimage_items", "lumina2", "lumina2_no_mask"),
+    *("omnigen", "omnigen_unconditioned"),
+)
+
+
+def _described(counts: BufferCounts) -> list[list[list[tuple[Any, ...]]]]:
+    buffers = [*counts.blocks, counts.others]
+    return [[[(tuple(x.shape), x.dtype) for x in buffer.tensors] for buffer in of_block] for of_block in buffers]
+
+
+def _in_float32(x: Tensor) -> Tensor:
+    return x.float() if x.is_floating_point() else x
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in _DEFAULT else pytest.mark.full) for name in _SUPPORTED]
+)
+def test_counts_are_the_buffers_of_an_evaluation(name: str) -> None:
+    model = TINY[name].build().float()
+    arguments = replace(Tensor, _in_float32, {**TINY[name].arguments(), "return_dict": False})
+    parallel = parallelize(model, ContextParallelConfig(), check_peers="off", groups=SINGLE_RANK)
+    if name in _READ_VALUES:  # they are checked after the first block (tests/dist/test_buffer_memory.py)
+        with pytest.raises(RuntimeError, match=r"nonzero|_local_scalar_dense"):
+            count_without_storage(model, (), arguments, patches=3)
+        return
+    before = torch.get_rng_state()
+    found = count_without_storage(model, (), arguments, patches=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert _described(found) == _described(count_buffers(parallel, (), arguments, patches=3))
+    assert any(found.blocks)
