@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from lightning_cp.comm.shards import shard_range
 from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.meta import free_weights, load_deferred
 from lightning_cp.engine.paths import submodule
@@ -34,30 +35,6 @@ def blocks_of(installed: Installed) -> list[str]:
     if plan is not None and plan.alternate:
         return [path for paths in zip(*lists, strict=True) for path in paths]
     return [path for paths in lists for path in paths]
-
-
-def divide_blocks(costs: Sequence[int], stages: int) -> list[range]:
-    """Divide consecutive blocks into stages, so that the most expensive stage is as cheap as possible.
-
-    Args: costs: cost of each block. stages: number of stages, at most the number of blocks.
-    Returns: indices of the blocks of each stage; each stage has at least one.
-    """
-    best: dict[tuple[int, int], tuple[int, int]] = {(0, 0): (0, 0)}  # (stages, blocks) -> (cost, start of the last)
-    for used in range(1, stages + 1):
-        for stop in range(used, len(costs) - (stages - used) + 1):
-            options = [
-                (max(best[used - 1, start][0], sum(costs[start:stop])), -start)
-                for start in range(used - 1, stop)
-                if (used - 1, start) in best
-            ]
-            cost, start = min(options)
-            best[used, stop] = (cost, -start)
-    found, stop = [], len(costs)
-    for used in range(stages, 0, -1):
-        start = best[used, stop][1]
-        found.append(range(start, stop))
-        stop = start
-    return found[::-1]
 
 
 class _StageDone(BaseException):
@@ -222,7 +199,8 @@ class BlockStage:
 def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] | None = None) -> BlockStage:
     """Divide the blocks of a transformer over the ranks of `groups`.
 
-    Args: counts: number of blocks of each stage; None: balanced by the number of parameters.
+    Args: counts: number of blocks of each stage; None: equal. (All blocks of a model take about the same time, also
+        those with separate weights for text and image, which have more parameters.)
     Raises: ValueError: more stages than blocks, or the counts do not fit.
     """
     model, stages = installed.module, groups.context_size
@@ -231,16 +209,16 @@ def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] |
     if len(blocks) < stages:
         raise ValueError(f"pipe={stages} must be at most the number of blocks of {name}, {len(blocks)}")
     if counts is None:
-        divided = divide_blocks([sum(p.numel() for p in block.parameters()) for block in blocks], stages)
+        own = shard_range(len(blocks), stages, groups.context_rank)
     else:
         if len(counts) != stages or min(counts) < 1 or sum(counts) != len(blocks):
             raise ValueError(
                 f"pipe={list(counts)} must have one positive number of blocks for each of the {stages} stages, and sum "
                 f"to the {len(blocks)} blocks of {name}"
             )
-        ends = [sum(counts[: i + 1]) for i in range(stages)]
-        divided = [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
-    return BlockStage(installed, StageLinks(groups), blocks, divided[groups.context_rank])
+        start = sum(counts[: groups.context_rank])
+        own = range(start, start + counts[groups.context_rank])
+    return BlockStage(installed, StageLinks(groups), blocks, own)
 
 
 def release_others(stage: BlockStage) -> None:

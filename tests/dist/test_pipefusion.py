@@ -13,7 +13,6 @@ from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallel
 from lightning_cp.errors import GuidanceError, PlanError
 from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines import parallel_pipeline
-from lightning_cp.pipelines.block_stages import divide_blocks
 from tests.dist.pipefusion import STEPS
 from tests.dist.pipefusion import error_of as _error
 from tests.dist.pipefusion import latents_of as _latents
@@ -207,9 +206,3 @@ def test_stages_without_patches_allow_guidance_in_some_steps(run_ranks: RankPool
     for error, refusal in run_ranks(3, _guided_in_some_steps):
         assert error < 1e-12
         assert "use patches=1, or guidance in all steps" in refusal
-
-
-def test_blocks_are_divided_by_cost() -> None:
-    assert divide_blocks([1] * 7, 3) == [range(3), range(3, 6), range(6, 7)]
-    assert divide_blocks([10, 1, 1, 1], 2) == [range(1), range(1, 4)]
-    assert divide_blocks([1, 2, 3], 3) == [range(1), range(1, 2), range(2, 3)]

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_cp.comm.shards import shard_range
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.block_stages import blocks_of, divide_blocks
+from lightning_cp.pipelines.block_stages import blocks_of
 from lightning_cp.pipelines.buffer_memory import count_buffers
 
 DEVICES = (2, 4, 8)
@@ -62,7 +63,7 @@ class Counts:
 
     def largest(self, stages: int) -> tuple[int, int, int]:
         """Return the weights, the buffers and the bytes sent to the next stage, each of the stage with the most."""
-        divided = divide_blocks(self.weights, stages)
+        divided = [shard_range(len(self.weights), stages, stage) for stage in range(stages)]
         return (
             self.other_weights + max(sum(self.weights[i] for i in own) for own in divided),
             max(sum(self.buffers[i] for i in own) for own in divided),
