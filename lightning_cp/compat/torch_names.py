@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -116,9 +118,14 @@ def fake_store() -> Any:
 def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     """Context in which tensors have shapes, dtypes and devices, but no storage. Yields a function that makes a copy.
 
-    Reading a value, or a shape that depends on values, raises an exception of torch.
+    Reading a value, or a shape that depends on values, raises an exception of torch. Nothing is logged inside.
     """
     with private_names("torch"):
         from torch._subclasses.fake_tensor import FakeTensorMode
-    with FakeTensorMode() as mode:
-        yield mode.from_tensor
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"), FakeTensorMode() as mode:
+            yield mode.from_tensor
+    finally:
+        logging.disable(before)

@@ -5,7 +5,7 @@ They are counted in a forward of a new model of the same configuration, on tenso
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -27,7 +27,9 @@ from lightning_cp.errors import PlanError
 from lightning_cp.launch.machine import free_memory_bytes
 from lightning_cp.mesh import SINGLE_RANK, MeshGroups
 from lightning_cp.nest import of_type, replace
+from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.block_stages import blocks_of
+from lightning_cp.pipelines.forms import key_of
 
 
 @dataclass(frozen=True)
@@ -42,18 +44,31 @@ class BufferCounts:
 
 
 def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
-    """Evaluate the whole sequence with a model that is parallel over one rank, and return the buffers."""
+    """Evaluate the whole sequence with a model that is parallel over one rank, and return the buffers.
+
+    Of blocks with weights and arguments of the same shapes, only the first is computed, so the output has no meaning.
+    """
     plan, session = installed.rules.patches, installed.session
     assert plan is not None, "parallelize_pipeline refuses other classes"
     evaluation = Evaluation(patches, plan.order)
+    computed: dict[Hashable, tuple[Any, list[KeyBuffer]]] = {}
+    by_block: list[list[KeyBuffer]] = []
+
+    def around(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        weights = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
+        key, start = (type(block), weights, key_of((args, kwargs))), len(evaluation.buffers)
+        if key not in computed:
+            output = call(*args, **kwargs)
+            computed[key] = output, evaluation.buffers[start:]
+        else:
+            for _ in computed[key][1]:
+                evaluation.next_buffer()
+        output, buffers = computed[key]
+        by_block.append(buffers)
+        return output
+
     blocks = [submodule(installed.module, path) for path in blocks_of(installed)]
-    starts, stops = [0] * len(blocks), [0] * len(blocks)
-
-    def note(places: list[int], index: int, *_: object) -> None:
-        places[index] = len(evaluation.buffers)
-
-    hooks = [block.register_forward_pre_hook(partial(note, starts, i)) for i, block in enumerate(blocks)]
-    hooks += [block.register_forward_hook(partial(note, stops, i)) for i, block in enumerate(blocks)]
+    undo = [intercept_calls(block, partial(around, block)) for block in blocks]
     session.evaluation = evaluation
     try:
         evaluation.begin(None)
@@ -61,25 +76,28 @@ def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str,
             installed.module(*args, **kwargs)
     finally:
         session.evaluation = None
-        for hook in hooks:
-            hook.remove()
-    by_block = [evaluation.buffers[a:b] for a, b in zip(starts, stops, strict=True)]
-    inside = {id(buffer) for buffers in by_block for buffer in buffers}
-    return BufferCounts(by_block, [buffer for buffer in evaluation.buffers if id(buffer) not in inside])
+        undo_all(undo)
+    of_blocks = {id(buffer) for buffers in by_block for buffer in buffers}
+    others = [buffer for buffer in evaluation.buffers if buffer.tensors and id(buffer) not in of_blocks]
+    return BufferCounts(by_block, others)
 
 
 def count_without_storage(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
     """Count the same with a new model of the class, configuration and dtype of `module`, on tensors without storage.
 
-    Args: args, kwargs: of `module.forward`, on one device.
+    Args: args, kwargs: of `module.forward`.
     Raises: what the model or its forward raises, if it reads the value of a tensor.
     """
-    device = next(of_type(Tensor, (args, kwargs))).device
-    with fake_tensors() as convert, default_dtype(module.dtype), device:
+    with fake_tensors() as convert, default_dtype(module.dtype), device_of(args, kwargs):
         model: nn.Module = type(module).from_config(module.config).eval()
         new = parallelize(model, ContextParallelConfig(), kernel="math", check_peers="off", groups=SINGLE_RANK)
         args, kwargs = replace(Tensor, convert, (args, kwargs))
         return count_buffers(new, args, kwargs, patches=patches)
+
+
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of a model's tokens: that of the largest argument."""
+    return max(of_type(Tensor, (args, kwargs)), key=Tensor.numel).device
 
 
 @dataclass(eq=False)
@@ -121,7 +139,7 @@ class BufferMemory:
         needed = self.needed[key]
         self._is_checked = needed is not None
         if needed is not None:
-            self._compare(needed, next(of_type(Tensor, (args, kwargs))).device)
+            self._compare(needed, device_of(args, kwargs))
 
     def check_filled(self, first: Sequence[KeyBuffer]) -> None:
         """Check it in the first evaluation of a branch, if `check` could not.

@@ -7,8 +7,7 @@ of blocks, nor on ring or Ulysses degrees. Source: Fang et al., arXiv:2405.14430
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,29 +19,20 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import of_type
-from lightning_cp.patching import Undo, intercept_calls, intercept_method
+from lightning_cp.patching import Undo, intercept_calls
 from lightning_cp.pipelines.block_stages import BlockStage, release_others
 from lightning_cp.pipelines.branches import refuse_kept_keys
 from lightning_cp.pipelines.buffer_memory import BufferMemory
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.forms import key_of
 from lightning_cp.pipelines.lazy_tensor import held_tensors
+from lightning_cp.pipelines.patch_branches import PatchBranch, PatchBranches
 from lightning_cp.pipelines.run_once import run_once
 from lightning_cp.pipelines.samples import join_samples, main_argument, micro_batches
 from lightning_cp.pipelines.stage_links import StageFailedError
 from lightning_cp.pipelines.stage_results import StageResults
-from lightning_cp.pipelines.step_clock import StepClock
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
-
-
-@dataclass(eq=False)
-class _Branch:
-    """State of one branch of guidance: its buffers, the CFG rank that computes it, and its number of evaluations."""
-
-    evaluation: Evaluation
-    owner: int = 0
-    done: int = 0
 
 
 class _Forward(NamedTuple):
@@ -65,58 +55,46 @@ class PatchCalls:
 
     Attributes:
         patches: number of patches. warmup: number of first evaluations of each branch that compute the whole sequence.
-        clock: distinguishes the branches of guidance.
+        branches: the branches of guidance.
         stage: this rank's stage of the blocks, which may be the only one; None: no other rank needs the results.
         results: shares the results of the last stage with all stages of all CFG branches; None: see `stage`.
-        experts: the other transformers of the pipeline, if each of them computes some of the steps (both of Wan).
         memory: checks that the keys and values fit into the free memory.
-        branches: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before
-            each call of the pipeline.
     """
 
     installed: Installed
     patches: int
     warmup: int
-    clock: StepClock
+    branches: PatchBranches
     stage: BlockStage | None = None
     results: StageResults | None = None
-    experts: list[PatchCalls] = field(default_factory=list)
     memory: BufferMemory = field(init=False)
-    branches: dict[Any, _Branch] = field(default_factory=dict)
-    _context: str | None = None
 
     def __post_init__(self) -> None:
         self.memory = BufferMemory(self.installed, None if self.stage is None else self.stage.own, self.patches)
 
     def install(self) -> list[Undo]:
-        """Follow the names that a pipeline gives to the branches of guidance (`cache_context`); check the memory."""
-        module = self.installed.module
+        """Divide the blocks into stages, follow the names of the branches of guidance, and check the memory."""
         undo = [] if self.stage is None else self.stage.install()
         if self.patches > 1:
             undo.append(intercept_calls(self.memory.first_block, self._first_block))
-        named = [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
-        return [*undo, *named, *run_once(self.installed)]
+        return [*undo, *self.branches.follow_names(), *run_once(self.installed)]
 
     def begin(self, *, overlaps: bool = False) -> None:
         """Begin a call of the pipeline, or a call of the transformer on its own.
 
         Args: overlaps: the stages may begin a step before the step before is complete on all of them.
         """
-        self._forget()
+        self.branches.forget()
         overlaps = overlaps and self.stage is not None and self.stage.count > 1
-        self.clock.resolves = not overlaps
+        self.branches.clock.resolves = not overlaps
         if self.results is not None:
             self.results.start(overlaps=overlaps)
 
     def end(self) -> None:
         """End a call of the pipeline, also if it failed."""
-        self._forget()
+        self.branches.forget()
         if self.results is not None:
             self.results.reset()
-
-    def _forget(self) -> None:
-        self.branches, self._context = {}, None
-        self.clock.reset()
 
     def release(self) -> None:
         """Free the weights of the blocks of other stages, if there are any. This cannot be undone."""
@@ -137,7 +115,7 @@ class PatchCalls:
         if torch.is_grad_enabled():
             self._refuse_gradients(args, kwargs)
         key = self._key(args, kwargs)
-        branch = self._branch(owner)
+        branch = self.branches.current(owner)
         is_own = self.results is None or branch.owner == self.results.transfers.branch
         if self.patches > 1 and not branch.done:
             self._begin_branch(key, args, kwargs, is_own=is_own)
@@ -145,7 +123,9 @@ class PatchCalls:
         if self.results is None:
             return self._run_in(branch, partial(self._run, compute, forwards))
         assert self.stage is not None, "only a stage has results"
-        start = partial(self._compute_start, compute, forwards, self._evaluation()) if is_own else _knows_all
+        start = (
+            partial(self._compute_start, compute, forwards, self.branches.new_evaluation()) if is_own else _knows_all
+        )
         self.results.enter(self.stage, (key, len(forwards)), branch.owner, given, start)
         if is_own:
             return self._run_in(branch, partial(self._run_stage, compute, forwards, key, branch.owner))
@@ -154,15 +134,13 @@ class PatchCalls:
         return self.results.receive(self.stage, (key, len(forwards)), len(forwards), branch.owner, samples)
 
     def _begin_branch(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_own: bool) -> None:
-        """Before the first evaluation of a branch: free buffers that are no longer needed, and check the memory.
+        """Check the memory before the first evaluation of a branch.
 
         With stages, an error of one rank in the first evaluation of a pipeline call is an error on all ranks at once.
         In later ones, the stages pass it on in their forwards.
 
         Raises: PlanError: too little memory on a rank of the context group. CallFailedError: on another rank.
         """
-        for other in self.experts:
-            other.branches = {}
         stage, results = self.stage, self.results
         if stage is None or results is None:
             self.memory.check(key, args, kwargs)
@@ -193,7 +171,7 @@ class PatchCalls:
                 "gradients enabled: use torch.no_grad()"
             )
 
-    def _forwards(self, branch: _Branch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
+    def _forwards(self, branch: PatchBranch, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> list[_Forward]:
         """Return the forwards of a call: one for each patch or micro-batch, or one for the whole."""
         if self.patches == 1:
             assert self.stage is not None, "there are stages or patches"
@@ -211,7 +189,7 @@ class PatchCalls:
             return None
         return [len(main_argument(self.installed.module, x.args, x.kwargs)) for x in forwards]
 
-    def _run_in(self, branch: _Branch, run: Callable[[], Any]) -> Any:
+    def _run_in(self, branch: PatchBranch, run: Callable[[], Any]) -> Any:
         """Run an evaluation of a branch, with its buffers. With one patch, no keys are kept."""
         session = self.installed.session
         session.evaluation = branch.evaluation if self.patches > 1 else None
@@ -276,11 +254,6 @@ class PatchCalls:
         finally:
             session.evaluation, session.peers = before, peers
 
-    def _evaluation(self) -> Evaluation:
-        plan = self.installed.rules.patches
-        assert plan is not None, "parallelize_pipeline refuses other classes"
-        return Evaluation(self.patches, plan.order)
-
     def _first_block(self, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the first of this rank's blocks. If it fills new buffers, check that those of the others fit too."""
         evaluation = self.installed.session.evaluation
@@ -289,28 +262,3 @@ class PatchCalls:
         if evaluation is not None:
             self.memory.check_filled(evaluation.buffers[before:])
         return result
-
-    def _branch(self, owner: int | None = None) -> _Branch:
-        """Return the branch of guidance of this call. The same CFG branch computes it in all steps."""
-        context: str | int | None = self._context
-        if context is None:  # all shares of a batch are one call
-            context = (self.clock.this_call if owner else self.clock.next_call)(self.installed.module)
-        name = (context, owner)  # two branches in one batch have the same context
-        if name not in self.branches:
-            count = 1 if self.results is None else self.results.transfers.branches
-            turn = self.clock.next_branch() % count if owner is None else owner
-            self.branches[name] = _Branch(self._evaluation(), turn)
-        return self.branches[name]
-
-    def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = args[0] if args else kwargs.get("name")
-        return self._in_context(call(*args, **kwargs), str(name))
-
-    @contextmanager
-    def _in_context(self, context: Any, name: str) -> Iterator[Any]:
-        before, self._context = self._context, name
-        try:
-            with context as entered:
-                yield entered
-        finally:
-            self._context = before

@@ -9,6 +9,7 @@ from lightning_cp.engine.installed import Installed
 from lightning_cp.engine.paths import submodule
 from lightning_cp.errors import PlanError
 from lightning_cp.pipelines.block_stages import blocks_of, make_stage
+from lightning_cp.pipelines.patch_branches import PatchBranches
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.result_transfers import ResultTransfers
 from lightning_cp.pipelines.stage_results import StageResults
@@ -63,9 +64,10 @@ def make_patch_calls(
                 )
         counts = None if isinstance(pipe, int) else pipe
         stage = make_stage(installed, ranks.pipe_groups, counts) if results is not None else None
-        found[name] = PatchCalls(installed, patches, warmup, clock, stage, results)
+        branches = PatchBranches(installed, patches, clock, 1 if results is None else ranks.cfg)
+        found[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
     for name in experts:
-        found[name].experts = [found[other] for other in experts if other != name]
+        found[name].branches.experts = [found[other].branches for other in experts if other != name]
     return found
 
 

@@ -80,11 +80,6 @@ class ResultTransfers:
         """True on the first stage."""
         return self.groups.context_rank == 0
 
-    @property
-    def branches(self) -> int:
-        """Number of CFG branches."""
-        return len(self.results)
-
     def is_source(self, result: StageResult) -> bool:
         """Return True on the rank that computes a result: the last stage of its branch."""
         return self.branch == result.owner and self.groups.context_rank == self.groups.context_size - 1

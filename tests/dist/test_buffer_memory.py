@@ -134,7 +134,9 @@ def _held(rank: int, world: int, name: str, degrees: dict[str, int], settings: d
 
     def end() -> None:
         for calls, one_end in zip(transformers, ends, strict=True):
-            filled = [[x for buffer in b.evaluation.buffers for x in buffer.tensors] for b in calls.branches.values()]
+            filled = [
+                [x for buffer in b.evaluation.buffers for x in buffer.tensors] for b in calls.branches.known.values()
+            ]
             counted = [x for x in calls.memory.needed.values() if x is not None]
             held.extend((counted[0], sum(x.nbytes for x in tensors)) for tensors in filled if tensors)
             one_end()
@@ -171,7 +173,7 @@ def _held_by_experts(rank: int, world: int) -> list[int]:
     end = first.end
 
     def count() -> None:
-        found.extend(len(calls.branches) for calls in (first, second))
+        found.extend(len(calls.branches.known) for calls in (first, second))
         end()
 
     first.end = count  # type: ignore[method-assign]

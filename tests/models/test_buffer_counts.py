@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig
+from lightning_cp.attention.buffered import KeyBuffer
 from lightning_cp.engine.apply import parallelize
+from lightning_cp.engine.patches import Evaluation
 from lightning_cp.mesh import SINGLE_RANK
 from lightning_cp.nest import replace
-from lightning_cp.pipelines.buffer_memory import BufferCounts, count_buffers, count_without_storage
+from lightning_cp.pipelines.buffer_memory import count_without_storage
 from lightning_cp.plans import REGISTERED
 from tests.models import TINY
 
@@ -24,9 +28,20 @@ _READ_VALUES = (
 )
 
 
-def _described(counts: BufferCounts) -> list[list[list[tuple[Any, ...]]]]:
-    buffers = [*counts.blocks, counts.others]
-    return [[[(tuple(x.shape), x.dtype) for x in buffer.tensors] for buffer in of_block] for of_block in buffers]
+def _described(buffers: Iterable[KeyBuffer]) -> Counter[tuple[Any, ...]]:
+    """The shapes and dtypes of K, V and the mask, and how often there are buffers of them."""
+    return Counter(tuple((tuple(x.shape), x.dtype) for x in buffer.tensors) for buffer in buffers)
+
+
+def _filled(model: nn.Module, arguments: dict[str, Any]) -> list[KeyBuffer]:
+    """The buffers of an evaluation of the whole sequence."""
+    installed = parallelize(model, ContextParallelConfig(), check_peers="off", groups=SINGLE_RANK)
+    assert installed.rules.patches is not None
+    evaluation = installed.session.evaluation = Evaluation(3, installed.rules.patches.order)
+    evaluation.begin(None)
+    with torch.no_grad():
+        model(**arguments)
+    return evaluation.buffers
 
 
 def _in_float32(x: Tensor) -> Tensor:
@@ -39,7 +54,6 @@ def _in_float32(x: Tensor) -> Tensor:
 def test_counts_are_the_buffers_of_an_evaluation(name: str) -> None:
     model = TINY[name].build().float()
     arguments = replace(Tensor, _in_float32, {**TINY[name].arguments(), "return_dict": False})
-    parallel = parallelize(model, ContextParallelConfig(), check_peers="off", groups=SINGLE_RANK)
     if name in _READ_VALUES:  # they are checked after the first block (tests/dist/test_buffer_memory.py)
         with pytest.raises(RuntimeError, match=r"nonzero|_local_scalar_dense"):
             count_without_storage(model, (), arguments, patches=3)
@@ -47,5 +61,6 @@ def test_counts_are_the_buffers_of_an_evaluation(name: str) -> None:
     before = torch.get_rng_state()
     found = count_without_storage(model, (), arguments, patches=3)
     assert torch.equal(torch.get_rng_state(), before)
-    assert _described(found) == _described(count_buffers(parallel, (), arguments, patches=3))
+    counted = [*found.others, *(buffer for of_block in found.blocks for buffer in of_block)]
+    assert _described(counted) == _described(_filled(model, arguments))
     assert any(found.blocks)
