@@ -64,3 +64,13 @@ def test_counts_are_the_buffers_of_an_evaluation(name: str) -> None:
     counted = [*found.others, *(buffer for of_block in found.blocks for buffer in of_block)]
     assert _described(counted) == _described(_filled(model, arguments))
     assert any(found.blocks)
+
+
+def test_counts_have_the_dtype_of_autocast() -> None:
+    model = TINY["flux"].build().float()
+    arguments = replace(Tensor, _in_float32, {**TINY["flux"].arguments(), "return_dict": False})
+    with torch.autocast("cpu", torch.bfloat16):
+        found = count_without_storage(model, (), arguments, patches=3)
+        filled = _filled(model, arguments)
+    assert _described(buffer for of_block in found.blocks for buffer in of_block) == _described(filled)
+    assert {x.dtype for buffer in filled for x in buffer.tensors} == {torch.bfloat16}
