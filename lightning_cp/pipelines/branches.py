@@ -179,7 +179,7 @@ class BranchCalls:
 
         Raises: GuidanceError: there are fewer calls than branches, so that some ranks have nothing to compute.
         """
-        if not calls:
+        if not calls or not self.is_active:  # a loop of the user's own has no steps
             return
         if calls >= self.ranks.cfg:
             self.shared += calls
@@ -213,6 +213,25 @@ def refuse_packed_samples(installed: Installed, cfg: int) -> None:
             f"cfg={cfg} divides the samples of a call, but the plan of {type(installed.module).__name__} says that its "
             "arguments cannot be divided by samples (samples=False): use cfg=1, and use the ranks for ring or ulysses"
         )
+
+
+def refuse_unequal_lengths(installed: Installed, cfg: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a call in patches whose samples have different lengths, if a branch would pad its own to another length.
+
+    Raises: GuidanceError.
+    """
+    plan = installed.rules.patches
+    if plan is None or plan.multiple is None:
+        return
+    for name, value in arguments_by_name(installed.signature, args, kwargs).items():
+        texts = [x for x in value if isinstance(x, Tensor) and x.ndim == 2] if isinstance(value, list) else []
+        if len({-(-len(x) // plan.multiple) for x in texts}) > 1:
+            raise GuidanceError(
+                f"cfg={cfg} with patches: {name} has samples of {', '.join(str(len(x)) for x in texts)} tokens, and "
+                f"{type(installed.module).__name__} pads all samples of a call to the longest, in multiples of "
+                f"{plan.multiple}. Each branch would pad only its own, so its patches would be others: use cfg=1 or "
+                "patches=1, or prompts of similar lengths"
+            )
 
 
 def refuse_caches_of_both_branches(caches: StepCaches, cfg: int) -> None:

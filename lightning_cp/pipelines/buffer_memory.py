@@ -160,6 +160,8 @@ class BufferMemory:
             counts = count_without_storage(self.installed.module, args, kwargs, patches=self.patches)
         except Exception:
             return None
+        if len(counts.blocks) != len(blocks_of(self.installed)):  # blocks were added or removed after the construction
+            return None
         blocks = counts.blocks if self.own is None else [counts.blocks[i] for i in self.own]
         own = [*counts.others, *(buffer for buffers in blocks for buffer in buffers)]
         return sum(_bytes_on_rank(buffer, self.installed.session.groups) for buffer in own)

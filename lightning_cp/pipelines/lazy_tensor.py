@@ -170,6 +170,10 @@ class LazyTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():  # operators arrive whole here, and some views of them are copies
+            result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         lazy = list(of_type(LazyTensor, (args, kwargs)))
         pending = lazy[0].pending
         if pending.is_waiting():

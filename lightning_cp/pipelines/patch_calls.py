@@ -84,7 +84,7 @@ class PatchCalls:
 
         Args: overlaps: the stages may begin a step before the step before is complete on all of them.
         """
-        self.branches.forget()
+        self._reset()
         overlaps = overlaps and self.stage is not None and self.stage.count > 1
         self.branches.clock.resolves = not overlaps
         if self.results is not None:
@@ -92,9 +92,14 @@ class PatchCalls:
 
     def end(self) -> None:
         """End a call of the pipeline, also if it failed."""
-        self.branches.forget()
+        self._reset()
         if self.results is not None:
             self.results.reset()
+
+    def _reset(self) -> None:
+        self.branches.forget()
+        if self.stage is not None:
+            self.stage.reset()
 
     def release(self) -> None:
         """Free the weights of the blocks of other stages, if there are any. This cannot be undone."""

@@ -59,7 +59,7 @@ class StageResults(LazyResults):
         overlaps: True if the steps of the current pipeline call may overlap.
         waits: number of times that all stages have waited for each other.
         steps: the steps with results that are not complete on all stages.
-        count: number of results in this call of the pipeline.
+        begun: number of results since the pipeline is parallel. count: their number in this call of the pipeline.
         started: their number when the current step began. complete: their number that are complete.
     """
 
@@ -69,6 +69,7 @@ class StageResults(LazyResults):
     overlaps: bool = False
     waits: int = 0
     steps: list[_Step] = field(default_factory=lambda: [_Step()])
+    begun: int = 0
     count: int = 0
     started: int = 0
     complete: int = 0
@@ -78,6 +79,7 @@ class StageResults(LazyResults):
 
     def __post_init__(self) -> None:
         self.votes.has_pending = self.is_waiting
+        self.votes.progress = lambda: self.begun
 
     @override
     def is_waiting(self) -> bool:
@@ -117,6 +119,7 @@ class StageResults(LazyResults):
             self._stages.append(stage)
         result = self.transfers.begin(stage, key, forwards, owner, in_pieces=self.overlaps)
         self.steps[-1].results.append(result)
+        self.begun += 1
         self.count += 1
         return result
 

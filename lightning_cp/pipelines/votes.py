@@ -34,16 +34,19 @@ class Votes:
             exchange; None at first.
         has_pending: returns True while other ranks do not have this rank's results, or it does not have theirs: an
             error then counts as one inside an exchange.
+        progress: returns the number of exchanges without votes that this rank has begun. If it differs between ranks
+            when a call fails, some of them wait for exchanges that others will not begin.
         has_leader: True on rank 0 inside `follow`: calls must go through its `Leader`.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self._name, self._group = name, group
         self._depth = 0
-        self._in_exchanges = False
+        self._in_exchanges = self._are_apart = False
         self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
         self.has_pending: Callable[[], bool] = lambda: False
+        self.progress: Callable[[], int] = lambda: 0
         self.has_leader = False
 
     @contextmanager
@@ -122,9 +125,12 @@ class Votes:
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
-            raise self._error_on_all_ranks(
+            common = self._error_on_all_ranks(
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
+            if self._are_apart:
+                self._break(common)
+            raise common
         if _ENDED in votes and any(other != vote for other in votes):
             ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
             raise self._error_on_all_ranks(
@@ -146,13 +152,17 @@ class Votes:
             if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
                 _read(vote)
                 self._exchange(_text(error))
-                return
+                if not self._are_apart:
+                    return
         except Exception:  # a rank has exited
             pass
+        self._break(error)
+
+    def _break(self, error: Exception) -> None:
         self.broken = error
         error.add_note(
-            "This rank failed inside an exchange, so the others wait for it: the job must end. The pipeline raises at "
-            "every further call."
+            "A rank failed while others were inside an exchange with it, or began one: the job must end. The pipeline "
+            "raises at every further call."
         )
 
     def _start(self, vote: int) -> BackgroundGather:
@@ -160,9 +170,10 @@ class Votes:
         return gather_in_background(torch.tensor([vote], dtype=torch.float64, device="cpu"), group=self._group)
 
     def _exchange(self, error: str | None) -> list[str | None]:
-        errors: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(errors, error, group=self._group)
-        return errors
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, (error, self.progress()), group=self._group)
+        self._are_apart = len({progress for _, progress in found}) > 1
+        return [text for text, _ in found]
 
 
 def _read(gather: BackgroundGather) -> list[int]:

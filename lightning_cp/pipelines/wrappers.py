@@ -12,7 +12,7 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
+from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
@@ -45,6 +45,8 @@ def over_branches(calls: BranchCalls, votes: Votes, installed: Installed, in_pat
             if calls.ranks.cfg == 1:
                 return compute(*args, **kwargs)
             if staged is not None:
+                if staged.patches > 1:
+                    refuse_unequal_lengths(installed, calls.ranks.cfg, args, kwargs)
                 return calls.call_in_stages(installed, partial(staged.call, call), args, kwargs)
             return calls.call(installed, compute, args, kwargs)
 

@@ -173,6 +173,8 @@ class Patches:
         masks: arguments with the number of tokens that the blocks get, for models that drop padding. Stages then
             receive tensors of this size.
         alternate: the lists of blocks take turns in the forward.
+        multiple: for models that get lists of samples: each is padded to a multiple of so many tokens, and all to the
+            longest of the call.
     """
 
     order: Modalities
@@ -181,6 +183,7 @@ class Patches:
     once: tuple[str, ...] = ()
     masks: tuple[str, ...] = ()
     alternate: bool = False
+    multiple: int | None = None
 
 
 def patches(*order: str, **others: Any) -> Patches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -183,3 +184,35 @@ def _held_by_experts(rank: int, world: int) -> list[int]:
 
 def test_an_expert_frees_the_keys_of_the_one_before(run_ranks: RankPool) -> None:
     assert run_ranks(2, _held_by_experts) == [[0, 2], [0, 2]]
+
+
+def _with_an_added_block(rank: int, world: int) -> float:
+    """The error of a model with more blocks than its configuration has."""
+    pipes = [make_pipe("flux") for _ in range(2)]
+    for pipe in pipes:
+        blocks = pipe.transformer.single_transformer_blocks
+        blocks.append(copy.deepcopy(blocks[0]))
+    alone, staged = pipes
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=2)
+    parallelize_pipeline(staged, ContextParallelConfig(), patches=2, pipe=world)
+    return error_of(latents_of(alone, "flux"), latents_of(staged, "flux"))
+
+
+def test_a_model_with_more_blocks_than_its_configuration_is_not_counted(run_ranks: RankPool) -> None:
+    assert max(run_ranks(2, _with_an_added_block)) < 1e-12
+
+
+def _stale(rank: int, world: int) -> float:
+    """One rank's memory is too small for the second expert, and the other one fails before it is told."""
+    pipe, fresh = make_pipe("wan_two_experts"), make_pipe("wan_two_experts")
+    for one in (pipe, fresh):
+        parallelize_pipeline(one, ContextParallelConfig(), patches=2, pipe=world)
+    for calls in _patch_calls(pipe):
+        assert calls.stage is not None
+        calls.stage.error = PlanError("of a call that has failed")
+    return error_of(latents_of(fresh, "wan_two_experts"), latents_of(pipe, "wan_two_experts"))
+
+
+@pytest.mark.full
+def test_an_error_of_an_earlier_call_is_forgotten(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _stale) == [0, 0]

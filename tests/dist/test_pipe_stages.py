@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError, PlanError
-from lightning_cp.patching import Undo, intercept_calls, undo_all
+from lightning_cp.patching import Undo, intercept_calls, intercept_method, undo_all
 from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipefusion import STEPS, error_of, latents_of, make_pipe
 from tests.harness import RankPool
@@ -167,6 +167,51 @@ def test_an_error_on_one_stage_ends_the_call_on_all(
                 assert kind == "CallFailedError"
                 assert re.search(rf"rank {i % world} failed in this call of \w+Pipeline: _StageError", text)
         assert errors == [0] * len(errors)
+
+
+def _failing_between_calls(rank: int, world: int) -> list[str]:
+    """The scheduler fails on the last stage, while the first one has begun the next step: two calls."""
+    pipe, said = make_pipe("flux_true_cfg"), []
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=2)
+    for _ in range(2):
+        latents_of(pipe, "flux_true_cfg")  # from now on, steps overlap
+    undo = []
+    if rank == world - 1:
+        undo = [intercept_method(pipe.scheduler, "step", partial(_fail_once, 2, []))]
+    for _ in range(2):
+        with pytest.raises((_StageError, CallFailedError, RuntimeError)) as error:
+            latents_of(pipe, "flux_true_cfg")
+        said.append(f"{type(error.value).__name__}: {error.value}")
+    undo_all(undo)
+    return said
+
+
+def test_after_an_error_with_pending_transfers_further_calls_are_refused(run_ranks: RankPool) -> None:
+    for rank, (first, second) in enumerate(run_ranks(2, _failing_between_calls)):
+        assert first.startswith("_StageError" if rank == 1 else "CallFailedError: rank 1 failed in this call")
+        assert "this FluxPipeline can make no further call" in second
+
+
+def _failing_with_a_builtin(rank: int, world: int) -> str:
+    pipe = make_pipe("flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=2)
+    latents_of(pipe, "flux")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("boom")
+
+    if rank == 0:
+        intercept_calls(_first_blocks(pipe)[0], fail)
+    with pytest.raises((RuntimeError, CallFailedError)) as error:
+        latents_of(pipe, "flux")
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_an_error_of_a_block_is_raised_as_it_is(run_ranks: RankPool) -> None:
+    """The plan has proven itself in the forwards before, so it is not to blame."""
+    own, other = run_ranks(2, _failing_with_a_builtin)
+    assert own == "RuntimeError: boom"
+    assert other.endswith("RuntimeError: boom")
 
 
 def _starting_late(rank: int, world: int, patches: int) -> dict[str, float]:

@@ -10,7 +10,7 @@ import torch
 from diffusers import FirstBlockCacheConfig
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.errors import GuidanceError, PlanError
+from lightning_cp.errors import CallFailedError, GuidanceError, PlanError
 from lightning_cp.patching import intercept_method
 from lightning_cp.pipelines import parallel_pipeline
 from tests.dist.pipefusion import STEPS
@@ -206,3 +206,61 @@ def test_stages_without_patches_allow_guidance_in_some_steps(run_ranks: RankPool
     for error, refusal in run_ranks(3, _guided_in_some_steps):
         assert error < 1e-12
         assert "use patches=1, or guidance in all steps" in refusal
+
+
+def _in_inference_mode(rank: int, world: int, name: str, settings: dict[str, Any]) -> list[float]:
+    """Errors of three calls: steps overlap from the second or third one on."""
+    alone, pipe = _pipe(name), _pipe(name)
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=settings.get("patches", 1))
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    with torch.inference_mode():
+        expected = _latents(alone, name)
+        return [_error(expected, _latents(pipe, name)) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        pytest.param("wan", {"pipe": 2, "patches": 2}, id="patches"),
+        pytest.param("sd3", {"pipe": 2, "patches": 2}, marks=pytest.mark.full, id="batch"),
+        pytest.param("ltx", {"pipe": 2}, marks=pytest.mark.full, id="stages"),
+        pytest.param("cogvideox", {"cfg": 2, "patches": 2}, marks=pytest.mark.full, id="cfg"),
+        pytest.param("cosmos2_text_to_image", {"cfg": 2}, marks=pytest.mark.full, id="cfg only"),
+    ],
+)
+def test_inference_mode_changes_nothing(run_ranks: RankPool, name: str, settings: dict[str, Any]) -> None:
+    """Lazy tensors get whole operators there: some views of them are copies."""
+    for errors in run_ranks(2, _in_inference_mode, name, settings):
+        assert max(errors) < 1e-12
+
+
+def _own_loop(rank: int, world: int, settings: dict[str, Any]) -> float:
+    """The largest difference of four calls of the transformer outside of its pipeline."""
+    plain, pipe, given = _pipe("flux"), _pipe("flux"), []
+    intercept_method(plain.transformer, "forward", lambda call, _, kwargs: given.append(kwargs) or call(**kwargs))
+    _latents(plain, "flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    with torch.no_grad():
+        pairs = [(plain.transformer(**kwargs)[0], pipe.transformer(**kwargs)[0]) for kwargs in list(given[:STEPS])]
+    return max(_error(expected, found) for expected, found in pairs)
+
+
+@pytest.mark.parametrize("settings", [{"cfg": 2, "patches": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.full)])
+def test_calls_outside_of_the_pipeline_are_whole(run_ranks: RankPool, settings: dict[str, Any]) -> None:
+    assert max(run_ranks(2, _own_loop, settings)) < 1e-12
+
+
+def _unequal_lengths(rank: int, world: int) -> tuple[str, float]:
+    """The refusal, and the error with one length of all texts."""
+    pipe, alone = _pipe("z_image"), _pipe("z_image")
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=2)
+    parallelize_pipeline(pipe, ContextParallelConfig(), patches=2, cfg=world)
+    with pytest.raises((GuidanceError, CallFailedError)) as refusal:
+        _latents(pipe, "z_image", prompt="a cat on a wall " * 20, negative_prompt="ugly")
+    return str(refusal.value), _error(_latents(alone, "z_image"), _latents(pipe, "z_image"))
+
+
+def test_branches_that_would_be_padded_to_other_lengths_are_refused(run_ranks: RankPool) -> None:
+    for said, error in run_ranks(2, _unequal_lengths):
+        assert "pads all samples of a call to the longest, in multiples of 32" in said
+        assert error < 1e-12
