@@ -166,6 +166,7 @@ def parallelize_pipeline(
                 warmup=warmup,
                 clock=clock,
                 experts=experts_of(pipeline, found),
+                is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
                 on_step=calls.count_calls,
             )
             for one in in_patches.values():

@@ -128,10 +128,10 @@ class BufferMemory:
         """The first of this rank's blocks, which calls `check_filled`."""
         return submodule(self.installed.module, self.paths[0])
 
-    def check(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check(self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], *, branches: int = 1) -> None:
         """Check, before the first evaluation of a branch of guidance, that its buffers fit.
 
-        Args: key: identifies the shapes of the arguments.
+        Args: key: identifies the shapes of the arguments. branches: number of branches that are to fit.
         Ranks: all of the context group. Raises: PlanError: on one of these ranks they do not fit; the same on all.
         """
         if key not in self.needed:
@@ -139,7 +139,7 @@ class BufferMemory:
         needed = self.needed[key]
         self._is_checked = needed is not None
         if needed is not None:
-            self._compare(needed, device_of(args, kwargs))
+            self._compare(needed, device_of(args, kwargs), branches)
 
     def check_filled(self, first: Sequence[KeyBuffer]) -> None:
         """Check it in the first evaluation of a branch, if `check` could not.
@@ -166,14 +166,15 @@ class BufferMemory:
         own = [*counts.others, *(buffer for buffers in blocks for buffer in buffers)]
         return sum(_bytes_on_rank(buffer, self.installed.session.groups) for buffer in own)
 
-    def _compare(self, needed: int, device: torch.device) -> None:
+    def _compare(self, needed: int, device: torch.device, branches: int = 1) -> None:
         """Compare with the free memory. Ranks, raises: see `check`."""
         groups, free, text = self.installed.session.groups, free_bytes(device), None
-        if free is not None and needed > free:
+        if free is not None and needed * branches > free:
+            of = "one branch" if branches == 1 else f"{branches} branches"
             rank = f"rank {dist.get_rank()}" if dist.is_initialized() else "this rank"
             text = (
                 f"patches={self.patches}: the keys and values of {len(self.paths)} blocks of "
-                f"{type(self.installed.module).__name__} on {rank} need {needed / 1e9:,.2f} GB for each branch of "
+                f"{type(self.installed.module).__name__} on {rank} need {needed * branches / 1e9:,.2f} GB for {of} of "
                 f"guidance, but {device} has {free / 1e9:,.2f} GB of free memory: use more stages (pipe), ulysses, "
                 "cfg=2 or fewer samples"
             )

@@ -32,6 +32,7 @@ class PatchBranches:
         cfg: number of CFG branches that compute them.
         experts: the branches of other transformers, if each transformer computes some of the steps (both of Wan): when
             a branch of this one begins, their keys are no longer needed.
+        is_guided: returns True if the pipeline says that its current call has two branches of guidance.
         known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each
             call of the pipeline.
     """
@@ -41,8 +42,14 @@ class PatchBranches:
     clock: StepClock
     cfg: int = 1
     experts: list[PatchBranches] = field(default_factory=list)
+    is_guided: Callable[[], bool] = lambda: False
     known: dict[Any, PatchBranch] = field(default_factory=dict)
     _context: str | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of branches so far, over all transformers."""
+        return self.clock.branches
 
     def follow_names(self) -> list[Undo]:
         """Follow the names that a pipeline gives to the branches (`cache_context`)."""
@@ -66,9 +73,16 @@ class PatchBranches:
         if name not in self.known:
             for other in self.experts:
                 other.known = {}
-            turn = self.clock.next_branch() % self.cfg if owner is None else owner
-            self.known[name] = PatchBranch(self.new_evaluation(), turn)
+            turn = self.clock.next_branch() % self.cfg
+            self.known[name] = PatchBranch(self.new_evaluation(), turn if owner is None else owner)
         return self.known[name]
+
+    def expected(self) -> int:
+        """Return the number of branches that this rank will compute, as far as it is known when the first one begins.
+
+        In pipelines of diffusers, a call named "cond" is followed by another one if there is guidance.
+        """
+        return 2 if self.cfg == 1 and self._context == "cond" and self.is_guided() else 1
 
     def new_evaluation(self) -> Evaluation:
         """Return an evaluation with empty buffers."""

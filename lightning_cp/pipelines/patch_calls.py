@@ -147,13 +147,14 @@ class PatchCalls:
         Raises: PlanError: too little memory on a rank of the context group. CallFailedError: on another rank.
         """
         stage, results = self.stage, self.results
+        is_first = self.branches.count == 1
+        expected = self.branches.expected() if is_first else 1
         if stage is None or results is None:
-            self.memory.check(key, args, kwargs)
+            self.memory.check(key, args, kwargs, branches=expected)
             return
-        is_first = not results.count
         if is_own or is_first:  # the branch of this rank has arguments of the same shapes
             try:
-                self.memory.check(key, args, kwargs)
+                self.memory.check(key, args, kwargs, branches=expected)
             except PlanError as error:
                 stage.error = error
         if is_first:

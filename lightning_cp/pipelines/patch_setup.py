@@ -28,12 +28,14 @@ def make_patch_calls(
     warmup: int,
     clock: StepClock,
     experts: Collection[str] = (),
+    is_guided: Callable[[], bool] = lambda: False,
     on_step: Callable[[int], None] = lambda calls: None,
 ) -> dict[str, PatchCalls]:
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
     Args:
         experts: names of transformers of which each computes some of the steps.
+        is_guided: see `PatchBranches`.
         on_step: with stages, called with the number of transformer calls of each step.
     Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages
         than blocks.
@@ -64,7 +66,7 @@ def make_patch_calls(
                 )
         counts = None if isinstance(pipe, int) else pipe
         stage = make_stage(installed, ranks.pipe_groups, counts) if results is not None else None
-        branches = PatchBranches(installed, patches, clock, 1 if results is None else ranks.cfg)
+        branches = PatchBranches(installed, patches, clock, ranks.cfg, is_guided=is_guided)
         found[name] = PatchCalls(installed, patches, warmup, branches, stage, results)
     for name in experts:
         found[name].branches.experts = [found[other].branches for other in experts if other != name]

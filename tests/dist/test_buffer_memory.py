@@ -86,7 +86,7 @@ def test_too_little_memory_is_one_error_before_a_block_runs(run_ranks: RankPool,
     for rank, one in enumerate(found):
         assert one["kind"] == ("PlanError" if rank in raise_it else "CallFailedError")
         assert re.search(
-            rf"patches=3: the keys and values of \d blocks of \w+ on rank {full} need .* GB for each branch of "
+            rf"patches=3: the keys and values of \d blocks of \w+ on rank {full} need .* GB for one branch of "
             r"guidance, but cpu has .* GB of free memory: use more stages",
             one["text"],
         )
@@ -103,6 +103,33 @@ def test_memory_for_one_branch_only_is_an_error_in_the_first_step(run_ranks: Ran
         assert f"on rank {full} need" in one["text"]
         assert one["blocks"] <= 2 * 3  # one evaluation of one branch, and the other stage's of the second
         assert one["next"] == 0
+
+
+def _too_little_for_two(rank: int, world: int, cfg: int) -> tuple[str, int]:
+    """What is raised if the memory is enough for one and a half branches of Wan; and forwards of blocks."""
+    pipe = make_pipe("wan")
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world // cfg, cfg=cfg, patches=2)
+    latents_of(pipe, "wan")
+    (calls,) = _patch_calls(pipe)
+    (needed,) = calls.memory.needed.values()
+    assert needed is not None
+    blocks = _count_blocks(pipe)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffer_memory, "free_bytes", lambda device: needed * 3 // 2)
+        try:
+            latents_of(pipe, "wan")
+        except (PlanError, CallFailedError) as error:
+            return str(error), blocks.total()
+    return "", blocks.total()
+
+
+def test_two_branches_are_counted_at_once_where_the_pipeline_says_so(run_ranks: RankPool) -> None:
+    for text, ran in run_ranks(2, _too_little_for_two, 1):
+        assert "GB for 2 branches of guidance" in text
+        assert ran == 0
+    for text, ran in run_ranks(2, _too_little_for_two, 2):
+        assert text == ""  # a rank has one branch
+        assert ran > 0
 
 
 def _uncounted(rank: int, world: int) -> tuple[str, str]:
