@@ -167,7 +167,7 @@ def parallelize_pipeline(
                 clock=clock,
                 experts=experts_of(pipeline, found),
                 is_guided=lambda: bool(getattr(pipeline, "do_classifier_free_guidance", False)),
-                on_step=calls.count_calls,
+                on_step=calls.count_step,
             )
             for one in in_patches.values():
                 undo += one.install()

@@ -179,13 +179,18 @@ class BranchCalls:
 
         Raises: GuidanceError: there are fewer calls than branches, so that some ranks have nothing to compute.
         """
-        if not calls or not self.is_active:  # a loop of the user's own has no steps
+        if not calls:
             return
         if calls >= self.ranks.cfg:
             self.shared += calls
         self.incomplete_exchanges = 0 if calls >= self.ranks.cfg else self.incomplete_exchanges + 1
         if not self.shared and not self.may_start_late and self.incomplete_exchanges == _MAX_INCOMPLETE_EXCHANGES:
             raise self._too_many(calls)
+
+    def count_step(self, calls: int) -> None:
+        """Count the transformer calls of a step in stages; calls outside of the pipeline have no steps."""
+        if self.is_active:
+            self.count_calls(calls)
 
     def _too_many(self, found: int) -> GuidanceError:
         cfg = self.ranks.cfg

@@ -19,6 +19,7 @@ from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from lightning_cp.errors import CallFailedError
 
 _GOES_ON, _ENDED, _FAILED, _DECLINES = range(4)
+_APART = "A rank failed before an exchange that others have begun"
 _GRACE_S = 10.0  # to wait for the others' votes after an error inside an exchange, where they may wait for this rank
 
 
@@ -129,7 +130,7 @@ class Votes:
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
             if self._are_apart:
-                self._break(common)
+                self._break(common, _APART)
             raise common
         if _ENDED in votes and any(other != vote for other in votes):
             ended = [dist.get_global_rank(self._group, rank) for rank, other in enumerate(votes) if other == _ENDED]
@@ -147,6 +148,7 @@ class Votes:
         """Report this rank's error to the other ranks, if they vote in time."""
         if self._group is None or self.broken is not None:
             return
+        why = "This rank failed inside an exchange, so the others wait for it"
         try:
             vote = self._start(_FAILED)
             if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
@@ -154,16 +156,14 @@ class Votes:
                 self._exchange(_text(error))
                 if not self._are_apart:
                     return
+                why = _APART
         except Exception:  # a rank has exited
             pass
-        self._break(error)
+        self._break(error, why)
 
-    def _break(self, error: Exception) -> None:
+    def _break(self, error: Exception, why: str) -> None:
         self.broken = error
-        error.add_note(
-            "A rank failed while others were inside an exchange with it, or began one: the job must end. The pipeline "
-            "raises at every further call."
-        )
+        error.add_note(f"{why}: the job must end. The pipeline raises at every further call.")
 
     def _start(self, vote: int) -> BackgroundGather:
         assert self._group is not None, "a single rank does not vote"
