@@ -74,7 +74,7 @@ _CASES: dict[str, tuple[str, int, dict[str, int], dict[str, Any], int, tuple[int
     "branches": ("flux_true_cfg", 2, {}, {"cfg": 2}, 1, (1,)),
     "batch": ("sd3", 4, {}, {"cfg": 2, "pipe": 2}, 2, (2,)),
 }
-_DEFAULT = ("last_stage", "ring", "branches")
+_DEFAULT = ("last_stage", "ring")
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,7 @@ def _uncounted(rank: int, world: int) -> tuple[str, str]:
     return type(error.value).__name__, str(error.value)
 
 
+@pytest.mark.full
 def test_a_model_that_reads_values_is_checked_after_its_first_block(run_ranks: RankPool) -> None:
     for rank, (kind, text) in enumerate(run_ranks(2, _uncounted)):
         assert kind == ("PlanError" if rank else "CallFailedError")
@@ -225,6 +226,7 @@ def _with_an_added_block(rank: int, world: int) -> float:
     return error_of(latents_of(alone, "flux"), latents_of(staged, "flux"))
 
 
+@pytest.mark.full
 def test_a_model_with_more_blocks_than_its_configuration_is_not_counted(run_ranks: RankPool) -> None:
     assert max(run_ranks(2, _with_an_added_block)) < 1e-12
 

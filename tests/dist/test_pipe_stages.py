@@ -207,6 +207,7 @@ def _failing_with_a_builtin(rank: int, world: int) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
+@pytest.mark.full
 def test_an_error_of_a_block_is_raised_as_it_is(run_ranks: RankPool) -> None:
     """The plan has proven itself in the forwards before, so it is not to blame."""
     own, other = run_ranks(2, _failing_with_a_builtin)
