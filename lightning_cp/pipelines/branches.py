@@ -221,7 +221,7 @@ def refuse_packed_samples(installed: Installed, cfg: int) -> None:
 
 
 def refuse_unequal_lengths(installed: Installed, cfg: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a call in patches whose samples have different lengths, if a branch would pad its own to another length.
+    """Refuse samples of different lengths in a call with patches: a branch would pad its own to another length.
 
     Raises: GuidanceError.
     """

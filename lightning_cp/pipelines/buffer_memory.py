@@ -86,7 +86,7 @@ def count_without_storage(module: Any, args: tuple[Any, ...], kwargs: dict[str, 
     """Count the same with a new model of the class, configuration and dtype of `module`, on tensors without storage.
 
     Args: args, kwargs: of `module.forward`.
-    Raises: what the model or its forward raises, if it reads the value of a tensor.
+    Raises: any exception of the model, for example if its forward reads the value of a tensor.
     """
     with fake_tensors() as convert, default_dtype(module.dtype), device_of(args, kwargs):
         model: nn.Module = type(module).from_config(module.config).eval()

@@ -47,9 +47,9 @@ class PatchBranches:
     _context: str | None = None
 
     @property
-    def count(self) -> int:
-        """Number of branches so far, over all transformers."""
-        return self.clock.branches
+    def is_first(self) -> bool:
+        """True if only one branch has begun in this call of the pipeline, over all transformers."""
+        return self.clock.branches == 1
 
     def follow_names(self) -> list[Undo]:
         """Follow the names that a pipeline gives to the branches (`cache_context`)."""
@@ -78,11 +78,12 @@ class PatchBranches:
         return self.known[name]
 
     def expected(self) -> int:
-        """Return the number of branches that this rank will compute, as far as it is known when the first one begins.
+        """Return the number of branches, from the current one on, for which this rank needs memory, as far as known.
 
         In pipelines of diffusers, a call named "cond" is followed by another one if there is guidance.
         """
-        return 2 if self.cfg == 1 and self._context == "cond" and self.is_guided() else 1
+        is_pair = self.is_first and self.cfg == 1 and self._context == "cond" and self.is_guided()
+        return 2 if is_pair else 1
 
     def new_evaluation(self) -> Evaluation:
         """Return an evaluation with empty buffers."""

@@ -147,8 +147,7 @@ class PatchCalls:
         Raises: PlanError: too little memory on a rank of the context group. CallFailedError: on another rank.
         """
         stage, results = self.stage, self.results
-        is_first = self.branches.count == 1
-        expected = self.branches.expected() if is_first else 1
+        is_first, expected = self.branches.is_first, self.branches.expected()
         if stage is None or results is None:
             self.memory.check(key, args, kwargs, branches=expected)
             return

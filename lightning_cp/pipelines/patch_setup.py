@@ -34,7 +34,7 @@ def make_patch_calls(
     """Prepare all transformers of a pipeline; none if neither patches nor stages are used.
 
     Args:
-        experts: names of transformers of which each computes some of the steps.
+        experts: names of the transformers, if each of them computes some of the steps.
         is_guided: see `PatchBranches`.
         on_step: with stages, called with the number of transformer calls of each step.
     Raises: PlanError: a class cannot be computed in patches or stages, or has a step cache. ValueError: more stages

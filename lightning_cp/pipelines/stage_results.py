@@ -59,7 +59,7 @@ class StageResults(LazyResults):
         overlaps: True if the steps of the current pipeline call may overlap.
         waits: number of times that all stages have waited for each other.
         steps: the steps with results that are not complete on all stages.
-        begun: number of results since the pipeline is parallel. count: their number in this call of the pipeline.
+        count: number of results since the pipeline is parallel.
         started: their number when the current step began. complete: their number that are complete.
     """
 
@@ -69,7 +69,6 @@ class StageResults(LazyResults):
     overlaps: bool = False
     waits: int = 0
     steps: list[_Step] = field(default_factory=lambda: [_Step()])
-    begun: int = 0
     count: int = 0
     started: int = 0
     complete: int = 0
@@ -79,7 +78,7 @@ class StageResults(LazyResults):
 
     def __post_init__(self) -> None:
         self.votes.has_pending = self.is_waiting
-        self.votes.progress = lambda: self.begun
+        self.votes.progress = lambda: self.count
 
     @override
     def is_waiting(self) -> bool:
@@ -119,7 +118,6 @@ class StageResults(LazyResults):
             self._stages.append(stage)
         result = self.transfers.begin(stage, key, forwards, owner, in_pieces=self.overlaps)
         self.steps[-1].results.append(result)
-        self.begun += 1
         self.count += 1
         return result
 
@@ -201,10 +199,8 @@ class StageResults(LazyResults):
         """Forget the results of a call of the pipeline, also if it failed."""
         for result in (x for step in self.steps for x in step.results):
             self._unread += [*(pending for _, pending in result.incoming), *result.outgoing]
-        for stage in self._stages:
-            stage.reset()
         self._stages, self.steps = [], [_Step()]
-        self.count = self.started = self.complete = 0
+        self.started = self.complete = self.count
 
     def _begin_step(self, pieces: int) -> None:
         """Begin a step while the results of the step before arrive, and complete those of the step before that."""

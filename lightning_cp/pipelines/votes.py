@@ -43,7 +43,7 @@ class Votes:
     def __init__(self, name: str, group: dist.ProcessGroup | None) -> None:
         self._name, self._group = name, group
         self._depth = 0
-        self._in_exchanges = self._are_apart = False
+        self._in_exchanges = False
         self._common: CallFailedError | None = None  # raised by a vote, and so on all ranks
         self.broken: BaseException | None = None
         self.has_pending: Callable[[], bool] = lambda: False
@@ -119,7 +119,7 @@ class Votes:
             return [vote]
         try:
             votes = _read(self._start(vote))
-            errors = self._exchange(None) if _FAILED in votes else []
+            errors, are_apart = self._exchange(None) if _FAILED in votes else ([], False)
         except Exception as error:  # a rank has exited
             self.broken = error
             raise
@@ -129,7 +129,7 @@ class Votes:
             common = self._error_on_all_ranks(
                 f"rank {dist.get_global_rank(self._group, rank)} failed in this call of {self._name}: {text}"
             )
-            if self._are_apart:
+            if are_apart:
                 self._break(common, _APART)
             raise common
         if _ENDED in votes and any(other != vote for other in votes):
@@ -153,8 +153,8 @@ class Votes:
             vote = self._start(_FAILED)
             if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
                 _read(vote)
-                self._exchange(_text(error))
-                if not self._are_apart:
+                _, are_apart = self._exchange(_text(error))
+                if not are_apart:
                     return
                 why = _APART
         except Exception:  # a rank has exited
@@ -169,11 +169,11 @@ class Votes:
         assert self._group is not None, "a single rank does not vote"
         return gather_in_background(torch.tensor([vote], dtype=torch.float64, device="cpu"), group=self._group)
 
-    def _exchange(self, error: str | None) -> list[str | None]:
+    def _exchange(self, error: str | None) -> tuple[list[str | None], bool]:
+        """Gather the errors of all ranks. Returns: these, and True if ranks have begun different exchanges."""
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, (error, self.progress()), group=self._group)
-        self._are_apart = len({progress for _, progress in found}) > 1
-        return [text for text, _ in found]
+        return [text for text, _ in found], len({progress for _, progress in found}) > 1
 
 
 def _read(gather: BackgroundGather) -> list[int]:

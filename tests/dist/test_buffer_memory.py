@@ -232,7 +232,7 @@ def test_a_model_with_more_blocks_than_its_configuration_is_not_counted(run_rank
 
 
 def _stale(rank: int, world: int) -> float:
-    """One rank's memory is too small for the second expert, and the other one fails before it is told."""
+    """The error of a call, if the stages have errors of a call that failed before they were reported."""
     pipe, fresh = make_pipe("wan_two_experts"), make_pipe("wan_two_experts")
     for one in (pipe, fresh):
         parallelize_pipeline(one, ContextParallelConfig(), patches=2, pipe=world)

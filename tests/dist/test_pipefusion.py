@@ -241,7 +241,7 @@ def _own_loop(rank: int, world: int, settings: dict[str, Any]) -> float:
     _latents(plain, "flux")
     parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
     with torch.no_grad():
-        pairs = [(plain.transformer(**kwargs)[0], pipe.transformer(**kwargs)[0]) for kwargs in list(given[:STEPS])]
+        pairs = [(plain.transformer(**kwargs)[0], pipe.transformer(**kwargs)[0]) for kwargs in given[:STEPS]]
     return max(_error(expected, found) for expected, found in pairs)
 
 
