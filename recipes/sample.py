@@ -155,13 +155,13 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
     """Return the arguments of the pipeline's call from the settings."""
-    from PIL import Image
+    from lightning_cp.media.images import open_image
 
     names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
     given = {name: config[name] for name in names if config[name] is not None}
     given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
     if "image" in given:
-        given["image"] = Image.open(given["image"]).convert("RGB")
+        given["image"] = open_image(given["image"]).convert("RGB")
     return given
 
 

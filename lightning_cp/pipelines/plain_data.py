@@ -56,7 +56,8 @@ class PlainData:
 
     def _tensor(self, contents: Any, device: torch.device) -> Tensor:
         index, was_on_cpu = contents
-        return self.tensors[index].to(torch.device("cpu") if was_on_cpu else device)
+        tensor: Tensor = self.tensors[index]
+        return tensor if was_on_cpu else tensor.to(device)
 
     def _generator(self, contents: Any, device: torch.device) -> torch.Generator:
         index, was_on_cpu = contents

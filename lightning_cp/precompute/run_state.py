@@ -22,9 +22,17 @@ _POLL_S = 0.05  # time between two reads of the store while this rank waits
 _CHECK_S = 0.5  # time between two reads of the store while this rank works
 _REQUEST_TIMEOUT = timedelta(seconds=60)  # time-out of a request to the store
 _GIVE_UP_S = 30.0  # longest wait for ranks that do not respond after an error on another rank
-_BUILTINS = (ValueError, TypeError, OSError, FileNotFoundError, MemoryError)  # as in `was_raised_for_the_user`
+_BUILTINS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OSError,
+    FileNotFoundError,
+    MemoryError,
+)  # as in `was_raised_for_the_user`
 _OURS = (x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, Exception))
-_KINDS = {kind.__name__: kind for kind in (*_BUILTINS, *_OURS)}  # exceptions that other ranks raise too, by name
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (*_BUILTINS, *_OURS)
+}  # exceptions that other ranks raise too, by name
 
 
 class StoppedElsewhere(Exception):

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 from torch import Tensor
 
 from lightning_cp.app.runs.card_sections import add_section
@@ -20,6 +19,7 @@ from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.latent_cache import LatentCache
+from lightning_cp.media.images import open_image
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
@@ -96,7 +96,7 @@ class PromptPictures:
         album.draw_sheet(sheet)
         logger = getattr(run, "logger", None)  # on the first rank only
         if logger is not None:
-            with Image.open(sheet) as picture:
+            with open_image(sheet) as picture:
                 log_picture(logger, "samples", np.asarray(picture), run.state.step)
 
 
