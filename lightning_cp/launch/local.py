@@ -21,6 +21,7 @@ from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import Processes
 from lightning_cp.launch.stopping import STOP_SIGNALS
+from lightning_cp.safe_files import new_file
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -141,7 +142,8 @@ def _start(job: Job, lifeline: int, ranks: Processes) -> None:
         listener = stack.enter_context(listen())
         for rank in range(job.world_size):
             # Only the first rank writes to the terminal.
-            output = stack.enter_context((job.log_dir / f"rank_{rank}.log").open("wb")) if rank > 0 else None
+            log = job.log_dir / f"rank_{rank}.log"
+            output = stack.enter_context(new_file(log).open("wb")) if rank > 0 else None
             inherited = (lifeline, *job.inherited, *([listener.fileno()] if rank == 0 else []))
             environment = _environment(job, rank, listener, lifeline) | {SECRET: secret}
             ranks.start(command, environment, output=output, inherited=inherited)

@@ -11,6 +11,7 @@ LAYERS = (
     {
         "errors",
         "job_secret",
+        "safe_files",
         "config",
         "rules",
         "shares",
