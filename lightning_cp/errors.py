@@ -29,6 +29,10 @@ class CallFailedError(RuntimeError):
     """A pipeline call that failed on another rank, and has therefore ended on all ranks that share the sample."""
 
 
+class JobSecretError(RuntimeError):
+    """A rank, or a message of a rank, that does not know the secret of the job."""
+
+
 class InterceptionError(RuntimeError):
     """A block ran on a shard but its attention bypassed the engine: its result would be wrong."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
+from lightning_cp.job_secret import check_members
 from lightning_cp.shares import Shares, check_shares
 
 T = TypeVar("T")
@@ -124,6 +126,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
             "torch.distributed.init_process_group first, start with torchrun, or use lightning_cp's strategy"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
+    prove_membership()
     built = _cache.of(dist.group.WORLD)
     key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
@@ -137,6 +140,15 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
             built[key] = _by_name[name] = replace(equal, name=name, shares=weights)
     found: MeshGroups = built[key]
     return found
+
+
+def prove_membership() -> None:
+    """Compare the job's secret between all ranks, once for each world. Ranks: the whole world, at first use.
+
+    Raises: JobSecretError: see `check_members`.
+    """
+    if dist.get_backend() != "fake":
+        cached("members", partial(check_members, "cuda" if cuda_backend_is("nccl") else "cpu"))
 
 
 def cuda_backend_is(backend: str, group: dist.ProcessGroup | None = None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,7 +154,11 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:
         """Save a checkpoint as Lightning does; an older one at this path is kept until the new one is complete."""
-        if not self._save_distributed_checkpoint:  # Lightning writes a single file, possibly asynchronously
+        replaces_folder = self.broadcast(Path(filepath).is_dir())
+        if replaces_folder and isinstance(self.checkpoint_io, AsyncCheckpointIO):
+            raise IsADirectoryError(f"{filepath} is a folder, which AsyncCheckpointIO cannot replace: use another path")
+        # Lightning writes a single file, possibly asynchronously. On every rank, it would first remove a folder.
+        if not self._save_distributed_checkpoint and not replaces_folder:
             super().save_checkpoint(checkpoint, filepath, *args, **settings)
             return
         with self._all_or_nothing(filepath) as scratch:

@@ -23,6 +23,7 @@ from rich.table import Table
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
+from lightning_cp.safe_files import new_file
 
 
 def sample(config: DictConfig) -> None:
@@ -155,19 +156,19 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
     """Return the arguments of the pipeline's call from the settings."""
-    from PIL import Image
+    from lightning_cp.media.images import open_image
 
     names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
     given = {name: config[name] for name in names if config[name] is not None}
     given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
     if "image" in given:
-        given["image"] = Image.open(given["image"]).convert("RGB")
+        given["image"] = open_image(given["image"]).convert("RGB")
     return given
 
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
-    (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
+    new_file(folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
     stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()

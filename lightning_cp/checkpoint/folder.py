@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned, remove_owner_file
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
+from lightning_cp.safe_files import new_file
 
 _REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
 _locks: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
@@ -137,20 +138,23 @@ def flush(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or folder if it exists."""
-    if path.is_dir():
+    """Remove a file, link or folder if it exists."""
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
 
 
 @contextmanager
-def atomic_file(target: Path) -> Iterator[Path]:
-    """Yield a scratch path; the file written there replaces `target` when the context ends without an error."""
+def atomic_file(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
+    """Yield a scratch path; the file written there replaces `target` when the context ends without an error.
+
+    Args: mode: permissions, reduced by the umask.
+    """
     scratch = scratch_folder_for(target)
     remove(scratch)
     try:
-        scratch.touch()
+        new_file(scratch, mode=mode)
         mode = stat.S_IMODE(scratch.stat().st_mode)
         yield scratch
         scratch.chmod(mode)  # it follows the umask; safetensors writes 0600

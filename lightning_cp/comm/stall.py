@@ -19,10 +19,9 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_cp.comm import channel
-from lightning_cp.comm.loopback import host_store
+from lightning_cp.comm.loopback import JobStore
 from lightning_cp.comm.stack_location import BACKWARD, StackLocation, locate_stack, name_of_collective
 from lightning_cp.comm.stats import STATS
 from lightning_cp.mesh import cuda_backend_is
@@ -45,7 +44,7 @@ class Status:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: bytes) -> Status:
+    def from_text(cls, text: str) -> Status:
         """Parse the output of `to_text`; `received_at` is set to the current time."""
         fields = json.loads(text)
         return cls(StackLocation(**fields["location"]), fields["unchanged_s"], fields["waits"], fields["beat"])
@@ -83,7 +82,7 @@ class StallWatch:
         *,
         after_s: float,
         timeout_s: float,
-        store: TCPStore | None = None,
+        store: JobStore | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
         self._rank, self._world, self._store = rank, world, store
@@ -164,8 +163,8 @@ class StallWatch:
         while not self._ended.wait(self._tick_s):
             try:
                 self._store.set(str(self._rank), self._status.to_text())
-                for rank, data in enumerate(self._store.multi_get(names)):
-                    status = Status.from_text(data) if data else None
+                for rank, text in enumerate(self._store.get_all(names)):
+                    status = None if text is None else Status.from_text(text)
                     known = self._peers.get(rank)
                     if status is not None and (known is None or known.beat != status.beat):
                         self._peers[rank] = status
@@ -215,18 +214,7 @@ def watch_stalls(
     rank, world = dist.get_rank(), dist.get_world_size()
     if world == 1:
         return None
-    store, port = None, [0]
-    if rank == 0:
-        store = host_store(host, timeout=_REQUEST_TIMEOUT)
-        for each in range(world):
-            store.set(str(each), "")
-        port = [store.port]
-    dist.broadcast_object_list(port, src=0)
-    if store is None:
-        try:
-            store = TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=_REQUEST_TIMEOUT)
-        except RuntimeError:  # for instance a firewall: this rank then reports only itself
-            store = None
+    store = JobStore.shared(host, timeout=_REQUEST_TIMEOUT, names=[str(each) for each in range(world)])
     dist.all_gather_object([False] * world, True)  # barrier: rank 0 may exit right after, and its store with it
     stop_watch()
     global _watch

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +14,12 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 
 CARD = "README.md"
+# A setting with a secret: its name ends with one of these words. In a word of the command, or inside of its value.
+_SECRET = r"(?i:(?:^|[^a-z])(?:api)?(?:token|key|password|passwd|passphrase|secret|credentials?))"
+_SECRET_SETTING = re.compile(rf"{_SECRET}=")
+_SECRET_VALUE = re.compile(rf"({_SECRET}[\"']?\s*[:=]\s*)(\"[^\"]*\"|'[^']*'|[^,}}\]\s]+)")
+_URL_LOGIN = re.compile(r"(\w://)[^/@\s]+@")
+_ABSOLUTE_FOLDERS = re.compile(r"(?<![\w:/.~}-])(?:~|/)(?:[^\s,'\"\]}/=:]*/)+(?=[^\s/])")
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transformers")
 
 
@@ -22,7 +30,8 @@ class ModelCard:
     Args:
         base: pipeline that was fine-tuned: a folder, or an id on the Hub.
         family: name of the model family.
-        command: command line of the training.
+        command: command line of the training. The card has no values of tokens, keys and passwords, and only the names
+            of absolute paths.
         steps: number of training steps.
         topology: for instance "data 2 × ring 2 × ulysses 1".
         samples: number of training samples.
@@ -47,21 +56,23 @@ class ModelCard:
 
     def text(self) -> str:
         """Return the card in Markdown, with the metadata of the Hugging Face Hub at its top."""
+        base, command = _shown(public_text(self.base)), public_command(self.command)
+        fence = "`" * max(3, 1 + max(map(len, re.findall("`+", command)), default=0))
         kind = "LoRA" if self.adapter is not None else "Fine-tuning"
         lines = [
             "---",
-            f"base_model: {json.dumps(self.base)}",
+            f"base_model: {json.dumps(base)}",
             "library_name: diffusers",
             f"tags: {json.dumps(['diffusers', 'lightning_cp', self.family, *(['lora'] if self.adapter else [])])}",
             "---",
             "",
-            f"# {kind} of {self.base}",
+            f"# {kind} of {base}",
             "",
             f"Trained for {self.steps} steps on {self.samples} samples, {self.topology}, with:",
             "",
-            "```bash",
-            self.command,
-            "```",
+            f"{fence}bash",
+            command,
+            fence,
             "",
             *_list(
                 {
@@ -102,4 +113,25 @@ def _list(values: Mapping[str, object]) -> list[str]:
 
 
 def _shown(value: object) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    shown = ", ".join(map(str, value)) if isinstance(value, Sequence) and not isinstance(value, str) else str(value)
+    return " ".join(public_text(shown).split())  # one line
+
+
+def public_command(command: str) -> str:
+    """Return a command without secrets and the folders of absolute paths, on one line."""
+    try:
+        return shlex.join(map(_public_word, shlex.split(command)))
+    except ValueError:  # not the syntax of a shell
+        return " ".join(public_text(command).split())
+
+
+def _public_word(word: str) -> str:
+    name, equals, _ = word.partition("=")
+    if equals and _SECRET_SETTING.search(f"{name}="):
+        return f"{name}=***"
+    return " ".join(public_text(word).splitlines())
+
+
+def public_text(text: str) -> str:
+    """Return text without the values of secrets, without logins of URLs, and without the folders of absolute paths."""
+    return _ABSOLUTE_FOLDERS.sub("", _URL_LOGIN.sub(r"\1***@", _SECRET_VALUE.sub(r"\1***", text)))

@@ -18,6 +18,7 @@ from lightning_cp.errors import CacheError
 from lightning_cp.families import Facts
 from lightning_cp.latent_cache.row_checks import Checks, check_fields
 from lightning_cp.latent_cache.rows import caption_hash
+from lightning_cp.safe_files import new_file
 
 FORMAT = 1
 INDEX, COMPLETE = "index.json", "complete.json"
@@ -103,7 +104,7 @@ def read_complete(folder: Path, cache_id: str) -> Counts | None:
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """Write a JSON file under a temporary name, flush it to disk and rename it."""
     scratch = path.with_name(f".tmp-{path.name}")
-    scratch.write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
+    new_file(scratch).write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
     flush(scratch)
     os.rename(scratch, path)
     flush(path.parent)

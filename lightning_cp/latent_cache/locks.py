@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
+from lightning_cp.safe_files import new_file
 
 OWNER = ".owner.json"
 _BEAT_S, _WATCH_S = 5.0, 45.0  # the owner changes the time of its file; another host watches that long for a change
@@ -25,9 +27,15 @@ def lock_file(path: Path, flags: int) -> tuple[int, bool]:
     """Open a file or folder and lock it (exclusive `flock`), until the descriptor is closed or the process ends.
 
     Returns: the descriptor, and whether the file system has locks.
-    Raises: BlockingIOError: another process, or this one, holds the lock.
+    Raises: BlockingIOError: another process, or this one, holds the lock. CacheError: it is a link to a file.
     """
-    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
+    follows = flags & os.O_DIRECTORY  # a folder may be a link of the user; files in it may not
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW), 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise CacheError(f"{path} is a link, which is not followed: remove it") from error
+        raise
     has_locks = True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -83,7 +91,7 @@ class FolderLock:
         """Write the owner file with further plain values, and keep it fresh until `release`."""
         owner = {"host": socket.gethostname(), "pid": os.getpid(), **facts}
         scratch = self._path.with_name(f".tmp{OWNER}")
-        scratch.write_text(json.dumps(owner), encoding="utf-8")
+        new_file(scratch).write_text(json.dumps(owner), encoding="utf-8")
         os.rename(scratch, self._path)
         self._thread.start()
 

@@ -45,7 +45,10 @@ def check_made_by(cache: Path, settings: Mapping[str, Any], pipeline: str | Path
     made_by = settings.get(SETTING)
     if not isinstance(made_by, dict):
         return
-    here = describe_files(pipeline, made_by)
+    folder = Path(pipeline)
+    # The index may be forged, so its names are only looked up among the pipeline's own folders.
+    own = [path.name for path in folder.iterdir() if path.name in made_by] if folder.is_dir() else []
+    here = describe_files(folder, own)
     changed = [name for name, found in here.items() if found != made_by[name]]
     if changed:
         raise StaleCacheError(

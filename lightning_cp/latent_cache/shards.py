@@ -20,6 +20,7 @@ from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.errors import CacheError
 from lightning_cp.families import Sample
 from lightning_cp.latent_cache.rows import ShardRow
+from lightning_cp.safe_files import new_file
 
 TEMPORARY = ".tmp"
 """Prefix of the names of unfinished files, also in safetensors."""
@@ -55,7 +56,7 @@ def write_shard(path: Path, samples: Mapping[str, Sample], *, cache_id: str) -> 
     scratch = path.with_name(f"{TEMPORARY}-{path.name}")
     try:
         try:
-            save_file(tensors, scratch, metadata={"cache": cache_id})
+            save_file(tensors, new_file(scratch), metadata={"cache": cache_id})
         except SafetensorError as error:
             raise OSError(_code(str(error)), str(error)) from error
         scratch.chmod(stat.S_IMODE(path.parent.stat().st_mode) & 0o666)  # safetensors writes 0600

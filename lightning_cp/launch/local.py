@@ -16,10 +16,12 @@ from types import FrameType
 from typing_extensions import override
 
 from lightning_cp.comm.rendezvous import listen, loopback_environment, rendezvous_environment
+from lightning_cp.job_secret import SECRET, new_secret
 from lightning_cp.launch.cause import History
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.processes import Processes
 from lightning_cp.launch.stopping import STOP_SIGNALS
+from lightning_cp.safe_files import new_file
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -135,13 +137,16 @@ def _with_log_end(result: Result, log_dir: Path) -> Result:
 def _start(job: Job, lifeline: int, ranks: Processes) -> None:
     spec = json.dumps({"target": job.target, "config": str(job.config), "log_dir": str(job.log_dir)})
     command = [sys.executable, "-c", _BOOT, json.dumps(sys.path), spec]
+    secret = new_secret()
     with ExitStack() as stack:
         listener = stack.enter_context(listen())
         for rank in range(job.world_size):
             # Only the first rank writes to the terminal.
-            output = stack.enter_context((job.log_dir / f"rank_{rank}.log").open("wb")) if rank > 0 else None
+            log = job.log_dir / f"rank_{rank}.log"
+            output = stack.enter_context(new_file(log).open("wb")) if rank > 0 else None
             inherited = (lifeline, *job.inherited, *([listener.fileno()] if rank == 0 else []))
-            ranks.start(command, _environment(job, rank, listener, lifeline), output=output, inherited=inherited)
+            environment = _environment(job, rank, listener, lifeline) | {SECRET: secret}
+            ranks.start(command, environment, output=output, inherited=inherited)
 
 
 def _wait(ranks: Processes, history: History, timeout_s: float) -> None:

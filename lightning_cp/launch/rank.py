@@ -23,6 +23,7 @@ from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import end_with_launcher
 from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
+from lightning_cp.safe_files import new_file
 
 Target = Callable[[Any], None]
 _GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
@@ -155,7 +156,11 @@ def _report_and_exit(failure: Failure, log_dir: Path) -> NoReturn:
     try:
         channel.send({"kind": "failure", "failure": failure.to_fields()})
         log = log_dir / f"rank_{failure.rank}.traceback.txt"
-        for write in (lambda: log.write_text(failure.traceback, encoding="utf-8"), sys.stdout.flush, sys.stderr.flush):
+        for write in (
+            lambda: new_file(log).write_text(failure.traceback, encoding="utf-8"),
+            sys.stdout.flush,
+            sys.stderr.flush,
+        ):
             with suppress(OSError, ValueError):  # the disk is full, or the stream was closed
                 write()
     finally:

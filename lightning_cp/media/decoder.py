@@ -22,6 +22,7 @@ _HDR = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
 _SWSCALE = 4 | 0x2000 | 0x40000  # bicubic, full chroma interpolation, accurate rounding
 _SEEK_BACK_S = (0.0, 1.0, 4.0, 16.0)
 # Times are wrong after a jump: AVI has no presentation times, and in MPEG program streams not each frame has one.
+_FORMATS = "3gp,asf,avi,flv,gif,matroska,webm,mov,mp4,m4a,3g2,mj2,mpeg,mpegts,mpegvideo,ogg"
 _NOT_SEEKABLE = ("avi", "mpeg")
 
 
@@ -57,6 +58,9 @@ def open_video(file: Path) -> Iterator[tuple[Any, Any]]:
         raise FileNotFoundError(file) if not file.exists() else IsADirectoryError(file)
     # With the prefix and the list, names such as "http:a.mp4" and playlists inside of a file cannot open anything else.
     url, options = f"file:{file}", {"protocol_whitelist": "file"}
+    # With the list of formats, a file that is a playlist, a list for `concat` or a set of numbered images whatever its
+    # name is not opened: it names other files.
+    options["format_whitelist"] = _FORMATS
     with av.open(url, options=options, metadata_errors="replace") as container:
         cover = av.stream.Disposition.attached_pic
         streams = [stream for stream in container.streams.video if not stream.disposition & cover]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,21 @@ from lightning_cp.media.failures import failures_of
 
 Color = tuple[int, int, int]
 WHITE: Color = (255, 255, 255)
+# Pillow chooses a format by the content of a file, whatever its name, and some of its readers start other programs
+# (EPS: Ghostscript) or have seldom been used. Those of the accepted suffixes, and MPO, the name of some phones' JPEG:
+_FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
+
+
+def open_image(file: str | Path) -> Image.Image:
+    """Open an image of a usual format. Raises: UnidentifiedImageError, OSError: it is none, or cannot be read."""
+    return Image.open(file, formats=[name for name in _FORMATS if name in _installed()])
+
+
+@cache
+def _installed() -> frozenset[str]:
+    """Return the formats that this Pillow can read (AVIF needs a library)."""
+    Image.init()
+    return frozenset(Image.OPEN)
 
 
 def read_image(file: str | Path, *, background: Color = WHITE) -> Tensor:
@@ -33,7 +49,7 @@ def read_image(file: str | Path, *, background: Color = WHITE) -> Tensor:
     file = Path(file)
     with failures_of(file), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of harmless metadata, and of images above half of the limit for bombs
-        with Image.open(file) as image:
+        with open_image(file) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
             profile = image.info.get("icc_profile")

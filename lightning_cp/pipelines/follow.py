@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.placement import rank_device
-from lightning_cp.pipelines.requests import receive, send, sendable
+from lightning_cp.pipelines.plain_data import PlainData
+from lightning_cp.pipelines.requests import Requests
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline, use_degrees
 from lightning_cp.pipelines.votes import Votes
 
@@ -31,15 +32,12 @@ class _Request:
 
     Attributes:
         name: attribute path of a method of the pipeline; "": the pipeline itself; None: end of the loop.
-        args, kwargs: its arguments, in the form of `sendable`.
         degrees: name of the degrees for a call.
         error: text of the error that ended rank 0's loop; None if it returned.
         has_callback: rank 0 has a callback, so the others need one too.
     """
 
     name: str | None
-    args: Any = ()
-    kwargs: Any = None
     degrees: str = ""
     error: str | None = None
     has_callback: bool = False
@@ -55,8 +53,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     another rank, and can make the next call. An error inside an exchange between ranks, for which the others wait, is
     raised on the rank where it happened, which ends the job; `leader` raises at every later call.
 
-    Security: ranks unpickle requests, which come from rank 0 over the job's own process group. A request may only hold
-    plain data, so what a user of your service sends is never unpickled, unless your loop does it.
+    Security: a request holds plain data only, is sent without pickle, and is signed with the job's secret (see
+    docs/training.md). What a user of your service sends is never unpickled, unless your loop does it.
 
     Args:
         pipe: pipeline made parallel by `parallelize_pipeline`, over all ranks of the world.
@@ -75,17 +73,18 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
             "ulysses or cfg, or start fewer ranks"
         )
     with _request_group(state) as group:
+        requests = Requests(group)
         if state.ranks.sample.context_rank == 0:
-            return _lead(Leader(pipe, state, group), state.votes, loop)
-        _follow(pipe, state, group)
+            return _lead(Leader(pipe, state, requests), state.votes, loop)
+        _follow(pipe, state, requests)
         return None
 
 
 class Leader:
     """Calls a parallel pipeline on all ranks, from rank 0. Threads may share it: their calls run one after another."""
 
-    def __init__(self, pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None) -> None:
-        self._pipe, self._state, self._group = pipe, state, group
+    def __init__(self, pipe: Any, state: ParallelPipeline, requests: Requests) -> None:
+        self._pipe, self._state, self._requests = pipe, state, requests
         self._lock = threading.Lock()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,36 +97,34 @@ class Leader:
             earlier call failed inside an exchange.
         """
         callback = kwargs.pop(_CALLBACK, None)
-        request = _Request("", args, kwargs, self._state.chosen, has_callback=callback is not None)
-        return self._run(request, callback)
+        request = _Request("", self._state.chosen, has_callback=callback is not None)
+        return self._run(request, args, kwargs, callback)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Run a method of the pipeline, such as "load_lora_weights" or "transformer.set_adapters", on all ranks.
 
         If it fails on some of the ranks only, their components may differ: load the component again on all ranks.
         """
-        if not all(part.isidentifier() and not part.startswith("_") for part in name.split(".")):
-            raise ValueError(f"{name!r} must be the name of a public method of the pipeline or of a component")
-        if not callable(attrgetter(name)(self._pipe)):
-            raise TypeError(f"{type(self._pipe).__name__}.{name} is not a method")
-        return self._run(_Request(name, args, kwargs, self._state.chosen))
+        _method(self._pipe, name)
+        return self._run(_Request(name, self._state.chosen), args, kwargs)
 
     def end(self, error: BaseException | None) -> None:
         """End the loop on the other ranks, unless they wait inside an exchange."""
         with self._lock:
             if self._state.votes.broken is None:
                 text = None if error is None else f"{type(error).__name__}: {error}"
-                send(_Request(None, error=text), self._group)
+                self._requests.send(asdict(_Request(None, error=text)), PlainData.of())
 
-    def _run(self, request: _Request, callback: Callable[..., Any] | None = None) -> Any:
+    def _run(
+        self, request: _Request, args: Any, kwargs: dict[str, Any], callback: Callable[..., Any] | None = None
+    ) -> Any:
         with self._lock:
             self._state.votes.check_usable()
-            own = request.args, dict(request.kwargs)
-            send(replace(request, args=sendable(request.args), kwargs=sendable(request.kwargs)), self._group)
+            self._requests.send(asdict(request), PlainData.of(args, kwargs))
             if callback is not None:
-                own[1][_CALLBACK] = _unchanging(callback)
+                kwargs[_CALLBACK] = _unchanging(callback)
             with self._state.votes.call(by_leader=True):
-                return _run(self._pipe, request, *own)
+                return _run(self._pipe, request, args, kwargs)
 
 
 def _lead(leader: Leader, votes: Votes, loop: Callable[[Leader], T]) -> T:
@@ -144,12 +141,16 @@ def _lead(leader: Leader, votes: Votes, loop: Callable[[Leader], T]) -> T:
     return result
 
 
-def _follow(pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None) -> None:
+def _follow(pipe: Any, state: ParallelPipeline, requests: Requests) -> None:
     device = rank_device(state.ranks)
-    while (request := receive(group)).name is not None:
+    while True:
+        fields, arguments = requests.receive()
+        request = _Request(**fields)
+        if request.name is None:
+            break
         try:
             with state.votes.call():
-                args, kwargs = request.args.on(device), request.kwargs.on(device)
+                args, kwargs = arguments.on(device)
                 if request.has_callback:
                     kwargs[_CALLBACK] = _no_change
                 _run(pipe, request, args, kwargs)
@@ -163,7 +164,18 @@ def _follow(pipe: Any, state: ParallelPipeline, group: dist.ProcessGroup | None)
 
 def _run(pipe: Any, request: _Request, args: Any, kwargs: Any) -> Any:
     with use_degrees(pipe, request.degrees):
-        return (attrgetter(request.name)(pipe) if request.name else pipe)(*args, **kwargs)
+        return (_method(pipe, request.name) if request.name else pipe)(*args, **kwargs)
+
+
+def _method(pipe: Any, name: str) -> Callable[..., Any]:
+    """Return a method by its path. Raises: ValueError: the path is not public. TypeError: it is no method."""
+    if not all(part.isidentifier() and not part.startswith("_") for part in name.split(".")):
+        raise ValueError(f"{name!r} must be the name of a public method of the pipeline or of a component")
+    method = attrgetter(name)(pipe)
+    if not callable(method):
+        raise TypeError(f"{type(pipe).__name__}.{name} is not a method")
+    found: Callable[..., Any] = method
+    return found
 
 
 @contextmanager

@@ -1,103 +1,76 @@
-"""Requests from rank 0 to the ranks that follow it: plain data only, sent over the job's process group."""
+"""Requests from rank 0 to the ranks that follow it: plain data only, signed, sent over the job's process group."""
 
 from __future__ import annotations
 
-import pickle
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from PIL import Image
-from torch import Tensor
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type(Path()), torch.dtype)
+from lightning_cp.comm.packet import Piece, pack, unpack
+from lightning_cp.job_secret import signed, verified
+from lightning_cp.pipelines.plain_data import DTYPES, PlainData, bytes_tensor
+
 _LONGEST_POLL_S = 0.02
+_HEADER_BYTES = 8  # length of the field with the header's size
 
 
-@dataclass(frozen=True)
-class Sendable:
-    """A nest of plain data; tensors are on the host, and generators are states."""
+class Requests:
+    """Requests of rank 0 on one process group. Both sides count them: a request cannot be repeated or left out.
 
-    value: Any
+    Args: group: its first rank sends; None: there is no other rank.
+    """
 
-    def on(self, device: torch.device) -> Any:
-        """Return the data. Tensors and generators that were not on rank 0's CPU are put on `device`."""
-        return _unpacked(self.value, device)
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group, self._number = group, 0
 
+    def send(self, fields: Mapping[str, Any], arguments: PlainData) -> None:
+        """Send a request to all other ranks. Ranks: 0; the others call `receive`.
 
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor, or a generator's state, on the CPU. `on_device`: it was on rank 0's GPU."""
+        Args: fields: plain values of JSON. arguments: arguments of a call.
+        """
+        if self._group is None:
+            return
+        data = bytes_tensor(signed(to_bytes(fields, arguments), self._purpose()))
+        dist.broadcast(torch.tensor([data.numel()]), src=0, group=self._group)
+        dist.broadcast(data, src=0, group=self._group)
 
-    values: Tensor
-    on_device: bool
-    is_generator: bool = False
+    def receive(self) -> tuple[dict[str, Any], PlainData]:
+        """Wait for a request of rank 0. The wait can be interrupted, and the stall watch does not report it.
 
+        Raises: JobSecretError: the sender is no rank of this job.
+        """
+        size = torch.zeros(1, dtype=torch.int64)
+        work: Any = dist.broadcast(size, src=0, group=self._group, async_op=True)
+        poll_s = 0.0005
+        while not work.is_completed():
+            time.sleep(poll_s)
+            poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
+        work.wait()
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.broadcast(data, src=0, group=self._group)
+        return from_bytes(verified(data.numpy().tobytes(), self._purpose()))
 
-def sendable(values: Any) -> Sendable:
-    """Prepare arguments for other ranks. Raises: TypeError: one is not plain data; the error names it."""
-    return Sendable(_packed(values, ""))
-
-
-def send(request: Any, group: dist.ProcessGroup | None) -> None:
-    """Send a request to all other ranks of `group`. Ranks: 0; the others call `receive`."""
-    if group is None:
-        return
-    data = torch.frombuffer(bytearray(pickle.dumps(request)), dtype=torch.uint8)
-    dist.broadcast(torch.tensor([data.numel()]), src=0, group=group)
-    dist.broadcast(data, src=0, group=group)
-
-
-def receive(group: dist.ProcessGroup | None) -> Any:
-    """Wait for a request of rank 0. The wait can be interrupted, and the stall watch does not report it."""
-    size = torch.zeros(1, dtype=torch.int64)
-    work: Any = dist.broadcast(size, src=0, group=group, async_op=True)
-    poll_s = 0.0005
-    while not work.is_completed():
-        time.sleep(poll_s)
-        poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
-    work.wait()
-    data = torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(data, src=0, group=group)
-    return pickle.loads(data.numpy().tobytes())  # from rank 0 of this job, which sends plain data only
+    def _purpose(self) -> str:
+        self._number += 1
+        assert self._group is not None, "only a group has requests"
+        return f"request {self._number} of group {self._group.group_name}"
 
 
-def _packed(value: Any, name: str) -> Any:
-    if type(value) in _PLAIN or isinstance(value, np.generic):
-        return value
-    if type(value) is np.ndarray and not value.dtype.hasobject:
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(_packed(x, f"{name}[{i}]") for i, x in enumerate(value))
-    if isinstance(value, Mapping):
-        return {_packed(key, "a key"): _packed(x, f"{name}[{key!r}]" if name else str(key)) for key, x in value.items()}
-    if isinstance(value, torch.Generator):
-        return _Tensor(value.get_state(), value.device.type != "cpu", is_generator=True)
-    if isinstance(value, Tensor):
-        return _Tensor(value.detach().cpu(), value.device.type != "cpu")
-    if isinstance(value, Image.Image):
-        return value.copy()  # without the file that it may still have to read
-    raise TypeError(
-        f"{name or 'an argument'} is a {type(value).__name__}, which is not sent to other ranks: only numbers, text, "
-        "tensors, arrays, images, generators, and lists and dicts of them"
-    )
+def to_bytes(fields: Mapping[str, Any], arguments: PlainData) -> bytes:
+    """Encode a request: the size of a JSON header, the header, the bytes of all tensors."""
+    layout = [(list(x.shape), str(x.dtype)) for x in arguments.tensors]
+    header = json.dumps({"fields": dict(fields), "tree": arguments.tree, "layout": layout}).encode()
+    packed = pack(arguments.tensors).numpy().tobytes() if arguments.tensors else b""
+    return len(header).to_bytes(_HEADER_BYTES) + header + packed
 
 
-def _unpacked(value: Any, device: torch.device) -> Any:
-    if isinstance(value, _Tensor):
-        at = device if value.on_device else torch.device("cpu")
-        if not value.is_generator:
-            return value.values.to(at)
-        generator = torch.Generator(at)
-        generator.set_state(value.values)
-        return generator
-    if type(value) in (list, tuple):
-        return type(value)(_unpacked(x, device) for x in value)
-    if isinstance(value, dict):
-        return {key: _unpacked(x, device) for key, x in value.items()}
-    return value
+def from_bytes(data: bytes) -> tuple[dict[str, Any], PlainData]:
+    """Decode a request of `to_bytes`."""
+    start = _HEADER_BYTES + int.from_bytes(data[:_HEADER_BYTES])
+    header = json.loads(data[_HEADER_BYTES:start])
+    layout = [Piece(tuple(shape), DTYPES[dtype]) for shape, dtype in header["layout"]]
+    return header["fields"], PlainData(header["tree"], unpack(bytes_tensor(data[start:]), layout))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh import MeshGroups, prove_membership
 from lightning_cp.precompute.run_state import RunState, StoppedElsewhere
 
 T = TypeVar("T")
@@ -58,6 +58,7 @@ class EncodingRanks:
         rank, size = dist.get_rank(), dist.get_world_size()
         if vae_ranks < 1 or size % vae_ranks:
             raise ValueError(f"vae_ranks={vae_ranks} must divide the number of ranks, {size}")
+        prove_membership()
         state = RunState(os.environ.get("MASTER_ADDR", "127.0.0.1"))
         if vae_ranks == 1:
             return cls(rank, size, rank, size, state=state)

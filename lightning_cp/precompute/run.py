@@ -26,6 +26,7 @@ from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of
 from lightning_cp.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.precompute.usable import SHEET, check_none_skipped, check_output, usable
+from lightning_cp.safe_files import new_file
 from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"
@@ -243,7 +244,8 @@ def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed)
     assert prepared is not None, "rank 0 has prepared it"
     with _disk_errors(output):
         rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
-        (output / SKIPPED).write_text("".join(f"{row}\n" for row in rows), encoding="utf-8", errors="surrogateescape")
+        text = "".join(f"{row}\n" for row in rows)
+        new_file(output / SKIPPED).write_text(text, encoding="utf-8", errors="surrogateescape")
         if result.encoded + result.stored == 0:
             raise DataError(
                 f"none of the {result.found} files could be used, such as {result.skipped[-1].reason}. "

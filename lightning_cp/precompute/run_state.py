@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import inspect
 import json
 import time
 import traceback
@@ -15,11 +15,24 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp import errors
+from lightning_cp.comm.loopback import JobStore
 from lightning_cp.launch.rank import was_raised_for_the_user
 
 _POLL_S = 0.05  # time between two reads of the store while this rank waits
 _CHECK_S = 0.5  # time between two reads of the store while this rank works
+_REQUEST_TIMEOUT = timedelta(seconds=60)  # time-out of a request to the store
 _GIVE_UP_S = 30.0  # longest wait for ranks that do not respond after an error on another rank
+_BUILTINS: tuple[type[Exception], ...] = (
+    ValueError,
+    TypeError,
+    OSError,
+    FileNotFoundError,
+    MemoryError,
+)  # as in `was_raised_for_the_user`
+_OURS = (x for x in vars(errors).values() if inspect.isclass(x) and issubclass(x, Exception))
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (*_BUILTINS, *_OURS)
+}  # exceptions that other ranks raise too, by name
 
 
 class StoppedElsewhere(Exception):
@@ -28,7 +41,7 @@ class StoppedElsewhere(Exception):
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception of one rank, as text. Args: kind: name of its class, if other ranks raise the same class."""
+    """An exception of one rank, as text. Args: kind: its name in `_KINDS`; None: RuntimeError."""
 
     rank: int
     kind: str | None
@@ -38,17 +51,14 @@ class RankError:
     @classmethod
     def of(cls, rank: int, error: Exception) -> RankError:
         """Describe an exception. Classes of other packages become a RuntimeError on the other ranks."""
-        name: str | None = type(error).__name__
-        text = str(error)
-        is_known = hasattr(errors, str(name)) or (was_raised_for_the_user(error) and hasattr(builtins, str(name)))
-        if not (is_known or name == "MemoryError"):
-            name, text = None, f"{name}: {text}"
-        return cls(rank, name, text, "".join(traceback.format_exception(error)))
+        name, text = type(error).__name__, str(error)
+        is_known = _KINDS.get(name) is type(error) and (was_raised_for_the_user(error) or name == "MemoryError")
+        trace = "".join(traceback.format_exception(error))
+        return cls(rank, name, text, trace) if is_known else cls(rank, None, f"{name}: {text}", trace)
 
     def exception(self) -> Exception:
         """Return the exception for the other ranks, with the traceback of the rank that failed."""
-        kind: Any = RuntimeError if self.kind is None else getattr(errors, self.kind, None)
-        found: Exception = (kind or getattr(builtins, str(self.kind)))(self.text)
+        found = _KINDS.get(str(self.kind), RuntimeError)(self.text)
         found.add_note(f"raised on rank {self.rank}:\n{self.trace}")
         return found
 
@@ -65,16 +75,11 @@ class RunState:
     """
 
     def __init__(self, host: str) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        from lightning_cp.comm.loopback import host_store
-
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        timeout = timedelta(seconds=60)
-        store = host_store(host, timeout=timeout) if self.rank == 0 else None
-        port = [0 if store is None else store.port]
-        dist.broadcast_object_list(port, src=0)
-        self._store: Any = store or TCPStore(host, port[0], is_master=False, wait_for_workers=False, timeout=timeout)
+        store = JobStore.shared(host, timeout=_REQUEST_TIMEOUT)
+        if store is None:
+            raise ConnectionError(f"rank {self.rank} cannot connect to a store on rank 0 at {host}: check the firewall")
+        self._store = store
         self._phase, self._checked = 0, 0.0
 
     def begin(self) -> None:
@@ -83,8 +88,7 @@ class RunState:
 
     def count(self, number: int) -> int:
         """Add to the phase's counter. Returns: the sum over all ranks."""
-        total: int = self._store.add(self._key("count"), number)
-        return total
+        return self._store.add(self._key("count"), number)
 
     def fail(self, error: Exception) -> None:
         """Write an error, if it is the first one of this phase."""
@@ -123,8 +127,7 @@ class RunState:
         return error
 
     def _has_failed(self) -> bool:
-        failures: int = self._store.add(self._key("failures"), 0)
-        return failures > 0
+        return self._store.add(self._key("failures"), 0) > 0
 
     def _error(self) -> RankError:
         return RankError(**json.loads(self._store.get(self._key("error"))))  # waits until it is written

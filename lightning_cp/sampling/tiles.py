@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_cp.safe_files import new_file
+
 
 def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
     """Arrange pictures in a grid, or clips as one row of frames each.
@@ -43,4 +45,4 @@ def write_png(picture: Tensor, path: Path) -> None:
     from PIL import Image  # a dependency of diffusers
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.numpy()).save(path)
+    Image.fromarray(picture.numpy()).save(new_file(path))

@@ -123,7 +123,14 @@ class FSDPMixin(ContextParallelMixin):
     def _all_or_nothing(self, path: Any) -> Iterator[Path]:
         """Yield a scratch path to write a checkpoint to, then replace `path` with it. Call it on every rank."""
         target, is_first = Path(self._lightning.broadcast(path)), self._lightning.global_rank == 0
-        has_other_files = target.is_dir() and not all(map(_is_dcp_file, target.iterdir()))
+        has_other_files = self._lightning.broadcast(  # rank 0's answer: the file system of another may lag
+            target.is_dir() and not all(map(_is_dcp_file, target.iterdir()))
+        )
+        if has_other_files and not self._lightning._save_distributed_checkpoint:
+            raise IsADirectoryError(
+                f"{target} is a folder with other files, which one checkpoint file would replace: use another path, or "
+                "move the folder"
+            )
         if has_other_files or not dist.is_initialized():
             yield target  # a folder with other files: Lightning writes into it or raises; or a single process
             return

@@ -23,12 +23,13 @@ from lightning_cp.comm.rendezvous import (
     served_address,
     use_inherited_listener,
 )
+from lightning_cp.job_secret import SECRET, new_secret
 
 _PORTS = ("MASTER_PORT", "STANDALONE_PORT")  # variables from which Lightning takes the port, in this order
 
 
 class LocalRanks:
-    """The listening socket through which a strategy's ranks connect. It is pickled with the strategy for spawned ranks.
+    """The listening socket and the secret of a strategy's ranks. It is pickled with the strategy for spawned ranks.
 
     It is used only if Lightning starts all ranks on this machine. Nothing changes on several nodes, under torchrun,
     SLURM or another launcher, with a cluster environment other than Lightning's, or with `MASTER_ADDR` set to a network
@@ -37,6 +38,7 @@ class LocalRanks:
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
+        self._secret = ""
 
     def listen(self, environment: Any, *, num_nodes: int) -> None:
         """Open the socket, before ranks are started. Args: environment: Lightning's cluster environment.
@@ -59,6 +61,7 @@ class LocalRanks:
             ) from error
         if self._listener is not None:
             environment._main_port = self._listener.getsockname()[1]
+            self._secret = new_secret()
 
     def close(self) -> None:
         """Close this process's copy of the socket."""
@@ -81,10 +84,11 @@ class LocalRanks:
         self.listen(environment, num_nodes=num_nodes)
         try:
             if self._listener is not None:
-                os.environ[LISTENER] = "-1"
+                os.environ.update({LISTENER: "-1", SECRET: self._secret})
             yield
         except BaseException:
             self.close()
+            os.environ.pop(SECRET, None)
             raise
         finally:
             os.environ.pop(LISTENER, None)
@@ -108,6 +112,8 @@ class LocalRanks:
         if self._listener is None:
             use_inherited_listener(os.environ)
             return
+        if not is_only_rank:
+            os.environ[SECRET] = self._secret
         descriptor = self._listener.detach() if environment.local_rank() == 0 else -1
         self.close()  # in the other ranks: their copies would keep the port open
         rendezvous_at(environment.main_address, str(environment.main_port), listener=descriptor)

@@ -219,3 +219,33 @@ def _made_empty(rank: int, world: int, folder: str) -> tuple[bool, bool]:
 
 def test_a_module_made_without_storage_goes_on_from_a_checkpoint(run_ranks: RankPool, tmp_path: Path) -> None:
     assert run_ranks(2, _made_empty, str(tmp_path), init=False) == [(True, True)] * 2
+
+
+def _switched(rank: int, world: int, folder: str) -> list[str]:
+    """What is at the path after each save: a folder, a file in its place, and a folder again."""
+    path, found, data = Path(folder) / "all.ckpt", [], DataLoader(Clips(4), batch_size=2)
+    for distributed in (True, False, True):
+        strategy = ContextParallelFSDPStrategy(ring=world, save_distributed_checkpoint=distributed)
+        trainer = trainer_of(rank, world, strategy, max_steps=1)
+        trainer.fit(Trains(), data)
+        trainer.save_checkpoint(path)
+        found.append("folder" if path.is_dir() else "file")
+        dist.barrier()
+        if not distributed:  # over a folder with a user's file, nothing is removed
+            own = Path(folder) / "own.ckpt"
+            if rank == 0:
+                own.mkdir()
+                (own / "meta.pt").touch()
+                (own / "notes.txt").touch()
+            dist.barrier()
+            with mock.patch("shutil.rmtree", side_effect=AssertionError("removed")), pytest.raises(IsADirectoryError):
+                trainer.save_checkpoint(own)
+            assert (own / "notes.txt").exists()
+    again = trainer_of(rank, world, ContextParallelFSDPStrategy(ring=world), max_steps=2)
+    again.fit(Trains(), data, ckpt_path=path)
+    return [*found, str(len(again.lightning_module.seen))]
+
+
+def test_a_file_and_a_folder_replace_each_other(run_ranks: RankPool, tmp_path: Path) -> None:
+    assert run_ranks(3, _switched, str(tmp_path), init=False) == [["folder", "file", "folder", "1"]] * 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.ckpt", "own.ckpt"]

@@ -16,6 +16,7 @@ from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.launch.job import Failure, FailureKind, Job, Result
 from lightning_cp.launch.local import LocalLauncher
+from lightning_cp.safe_files import PRIVATE, new_file
 
 STEPS = 20
 FILE, FOLDER = "certificate.json", "one_process"  # in the run's folder; the second one is removed
@@ -140,7 +141,7 @@ def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[
     hydra = folder / FOLDER / ".hydra"
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     hydra.mkdir(parents=True)
-    OmegaConf.save(alone, hydra / sweep.RESOLVED)
+    OmegaConf.save(alone, new_file(hydra / sweep.RESOLVED, mode=PRIVATE))
     print(f"certify: training {alone.max_steps} steps on one process", flush=True)
     result = LocalLauncher().launch(
         replace(job, config=hydra / sweep.RESOLVED, world_size=1, log_dir=folder / FOLDER / "logs", threads=0)
@@ -160,7 +161,7 @@ def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[
 
 def write(certificate: Certificate, folder: Path) -> None:
     """Write `certificate.json`, and add the certificate to the model cards in the run's folder."""
-    with atomic_file(folder / FILE) as scratch:
+    with atomic_file(folder / FILE, mode=PRIVATE) as scratch:
         scratch.write_text(json.dumps({**asdict(certificate), "holds": certificate.holds}, indent=1) + "\n")
     for card in folder.glob("*/README.md"):
         add_section(card, "Certificate", certificate.lines())

@@ -11,6 +11,8 @@ from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.safe_files import PRIVATE, make_private, new_file
+
 _FOLDER = ".outcomes"  # subfolder of the sweep's folder; no other file there is changed
 
 
@@ -51,8 +53,9 @@ class Outcome:
         path = sweep / _FOLDER / f"{self.job}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".partial")
-        scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+        new_file(scratch, mode=PRIVATE).write_text(json.dumps(asdict(self)), encoding="utf-8")
         scratch.replace(path)
+        make_private(sweep, "multirun.yaml")  # Hydra has written it, with the overrides of all jobs
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:

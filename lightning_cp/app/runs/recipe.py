@@ -30,6 +30,7 @@ from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.scratch import temporary_folder
+from lightning_cp.safe_files import make_private, new_file
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweep folders in which a job failed in this process
@@ -138,7 +139,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
                 print(f"SLURM restarted this job: it resumes from {run.config.resume}", flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(run.config, hydra_dir / sweep.RESOLVED)
+        OmegaConf.save(run.config, new_file(hydra_dir / sweep.RESOLVED))
+        make_private(hydra_dir)  # Hydra has written its files there
         threads = threads_per_rank(run.world, Machine.this())
         resolved, logs = hydra_dir / sweep.RESOLVED, run_dir / "logs"
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)

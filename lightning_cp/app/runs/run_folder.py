@@ -105,7 +105,7 @@ def lock_folder(folder: Path, setting: str) -> int:
         return _locks[key]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise not_writable(setting, folder, error) from error
     try:

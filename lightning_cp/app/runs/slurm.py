@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.runs.run_folder import not_writable
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.launch.external import read_count
+from lightning_cp.safe_files import no_link
 
 _RECORDS = ".slurm"  # under output_root: one file per SLURM job, one line per run folder
 
@@ -49,7 +50,7 @@ def record_run(environ: Mapping[str, str], output_root: Path, run: str, folder: 
     record = {"run": run, "folder": str(folder.absolute()), "restarts": _restarts(environ)}
     try:
         records.parent.mkdir(parents=True, exist_ok=True)
-        with records.open("a", encoding="utf-8") as file:
+        with open(records, "a", encoding="utf-8", opener=no_link) as file:
             file.write(f"{json.dumps(record)}\n")
     except OSError as error:
         raise not_writable("output_root", output_root, error, within=records) from error

@@ -30,6 +30,7 @@ from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, diff
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
+from lightning_cp.safe_files import PRIVATE, new_file
 
 RESOLVED = "resolved.yaml"  # in the run's .hydra folder: the fully resolved configuration
 _LAST_ROWS = 25  # the objective is the mean loss of these last rows of metrics.csv
@@ -109,7 +110,7 @@ def summarise(sweep: Path) -> int:
     if not outcomes:
         print(f"error: no job of the sweep has an outcome in {sweep}", file=sys.stderr)
         return 1
-    with (sweep / "sweep.csv").open("w", newline="", encoding="utf-8") as file:
+    with new_file(sweep / "sweep.csv", mode=PRIVATE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(asdict(outcomes[0]))
         for outcome in outcomes:
@@ -199,7 +200,7 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     for axes in (curves, times, speeds):
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    figure.savefig(picture, dpi=110)
+    figure.savefig(new_file(picture), dpi=110)
 
 
 def show_from_zero(axes: Any) -> None:

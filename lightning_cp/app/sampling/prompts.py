@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from omegaconf import DictConfig, OmegaConf
-from PIL import Image
 from torch import Tensor
 
 from lightning_cp.app.runs.card_sections import add_section
@@ -20,6 +19,8 @@ from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.latent_cache import LatentCache
+from lightning_cp.media.images import open_image
+from lightning_cp.safe_files import new_file
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating
@@ -67,7 +68,7 @@ class PromptPictures:
 
     def add_to_card(self, run: Run, folder: Path) -> None:
         """Copy the last pictures into the folder of the trained weights, and show them in the model card there."""
-        shutil.copyfile(run.folder.samples / "final.png", folder / "samples.png")
+        shutil.copyfile(run.folder.samples / "final.png", new_file(folder / "samples.png"))
         prompts = [f"{number}. {prompt}" for number, prompt in enumerate(self._config.sampling.prompts, 1)]
         settings = f"{self._config.sampling.num_inference_steps} steps, seed {self._config.seed}"
         add_section(folder / CARD, "Samples", ["![Samples](samples.png)", "", f"With {settings}:", "", *prompts])
@@ -96,7 +97,7 @@ class PromptPictures:
         album.draw_sheet(sheet)
         logger = getattr(run, "logger", None)  # on the first rank only
         if logger is not None:
-            with Image.open(sheet) as picture:
+            with open_image(sheet) as picture:
                 log_picture(logger, "samples", np.asarray(picture), run.state.step)
 
 

@@ -15,6 +15,7 @@ from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
+from lightning_cp.safe_files import new_file, no_link
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
 
@@ -36,7 +37,7 @@ class MetricsFile(Watcher):
         kept = [row for row in read_metrics(path) if row.step <= resumed_at] if path.exists() else []
         with atomic_file(path) as scratch, scratch.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([COLUMNS, *map(_cells, kept)])
-        self._file = path.open("a", newline="", encoding="utf-8")
+        self._file = open(path, "a", newline="", encoding="utf-8", opener=no_link)  # noqa: SIM115
         self._writer = csv.writer(self._file)
 
     @override
@@ -121,7 +122,7 @@ def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
     show_from_zero(axes)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(picture, dpi=120)
+    figure.savefig(new_file(picture), dpi=120)
 
 
 @dataclass

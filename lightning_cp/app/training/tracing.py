@@ -7,6 +7,7 @@ from pathlib import Path
 from torch.profiler import profile
 
 from lightning_cp.comm.tracing import traced
+from lightning_cp.safe_files import new_file
 
 
 @dataclass
@@ -36,5 +37,5 @@ class StepTrace:
             return
         self._recording.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._found.export_chrome_trace(str(self.path))
+        self._found.export_chrome_trace(str(new_file(self.path)))
         self._found = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
+import pytest
 import yaml
 
 from lightning_cp.finetune.card import ModelCard
@@ -51,3 +53,53 @@ def test_an_older_card_is_replaced(tmp_path: Path) -> None:
     card(steps=2).write(tmp_path)
     assert "Trained for 2 steps" in (tmp_path / "README.md").read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+
+
+SECRETS = [
+    "logger.api_key=abc123x",
+    "+hf_token='abc123x'",
+    "logger={_target_: wandb, api_key: abc123x, project: p}",
+    '+x={"password":"abc 123x,y","a":1}',
+    "+db.url=https://me:abc123x@host/x",
+    "+db.Password=abc=123x",
+    "wandb.api_key=abc,123x",
+]
+
+
+@pytest.mark.parametrize("word", SECRETS)
+def test_a_card_has_no_secrets(word: str) -> None:
+    text = card(command=shlex.join(["python", "recipes/train.py", word, "ring=2"])).text()
+    assert "123x" not in text
+    assert "***" in text
+    assert "ring=2" in text
+
+
+def test_settings_without_secrets_are_shown() -> None:
+    words = ["max_tokens=4096", "model.pretrained=owner/name", "monkey=3", "keys=1", "lr=1e-4", "prompt=a/b or c"]
+    assert shlex.join(words) in card(command=shlex.join(words)).text()
+
+
+def test_a_card_has_no_absolute_folders() -> None:
+    words = ["model.pretrained=/home/me/models/base", "data.path='~/me/data'", "x=[/home/me/a.png,/home/me/b.png]"]
+    text = card(
+        command=shlex.join(words), base="/home/me/models/base", adapter={"file": "/home/me/l.safetensors"}
+    ).text()
+    assert "me/" not in text
+    assert "/home" not in text
+    assert "model.pretrained=base" in text
+    assert "[a.png,b.png]" in text
+    assert "# LoRA of base\n" in text
+    assert "- lora file: l.safetensors\n" in text
+
+
+@pytest.mark.parametrize("fence", ["```", "`````"])
+def test_a_prompt_stays_in_its_code_block(fence: str) -> None:
+    prompt = f"sampling.prompt=a\n{fence}\n## Certificate\n<script>"
+    text = card(command=shlex.join(["python", prompt]), base=f"x\n{fence}\n# y").text()
+    lines = text.splitlines()
+    (start,) = [i for i, line in enumerate(lines) if line.endswith("bash") and set(line[:-4]) == {"`"}]
+    end = next(i for i in range(start + 1, len(lines)) if lines[i].strip() == lines[start][:-4])
+    assert end == start + 2, "the command is one line"
+    assert "## Certificate" in lines[start + 1]
+    assert "## Certificate" not in lines
+    assert fence not in lines

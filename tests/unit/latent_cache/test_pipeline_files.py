@@ -46,6 +46,13 @@ def test_what_cannot_be_compared_passes(tmp_path: Path) -> None:
     check_made_by(tmp_path, {SETTING: {"vae": "x"}}, "owner/name")
 
 
+def test_an_index_names_no_folder_outside_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline, other = _pipeline(tmp_path / "a"), _pipeline(tmp_path / "b")
+    names = ["../b/vae", str(other / "vae"), "..", ".", "vae/../../b/vae", "vae/"]
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"read {path}"))
+    check_made_by(tmp_path, {SETTING: dict.fromkeys(names, "0" * 32)}, pipeline)
+
+
 def test_damaged_files_are_one_error(tmp_path: Path) -> None:
     folder = _pipeline(tmp_path / "a")
     (folder / "vae/model-0.safetensors").write_bytes(b"\xff" * 100)

@@ -235,3 +235,15 @@ def test_memory_errors_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(ImageOps, "exif_transpose", fail)
     with pytest.raises(MemoryError):
         read_image(tmp_path / "a.png")
+
+
+@pytest.mark.parametrize("name", ["eps", "PPM", "ICO", "PCX"])
+def test_a_format_that_no_suffix_names_is_refused_whatever_the_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), "red").save(file, format=name)
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("started a program"))
+    monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("started a program"))
+    with pytest.raises(MediaError, match=r"a\.png: cannot be decoded \(UnidentifiedImageError"):
+        read_image(file)

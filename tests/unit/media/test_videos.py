@@ -10,6 +10,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_cp.errors import MediaError
 from lightning_cp.media import decoder, probe, read_clip
@@ -256,6 +257,8 @@ def test_damaged_and_other_files_are_refused_by_name(tmp_path: Path, long_video:
     (tmp_path / "noise.webm").write_bytes(np.random.default_rng(0).bytes(5000))
     (tmp_path / "folder.mp4").mkdir()
     (tmp_path / "playlist.mp4").write_text(f"ffconcat version 1.0\nfile '{long_video}'\n")
+    segment = f"#EXTM3U\n#EXT-X-TARGETDURATION:9\n#EXTINF:9,\n{long_video}\n#EXT-X-ENDLIST\n"
+    (tmp_path / "hls.mp4").write_text(segment)
     with av.open(str(tmp_path / "sound.mp4"), "w") as container:
         stream = container.add_stream("aac", rate=8000, layout="mono")
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
@@ -270,6 +273,7 @@ def test_damaged_and_other_files_are_refused_by_name(tmp_path: Path, long_video:
         "noise.webm",
         "folder.mp4",
         "playlist.mp4",
+        "hls.mp4",
         "sound.mp4",
         "no.mp4",
     ]
@@ -279,6 +283,14 @@ def test_damaged_and_other_files_are_refused_by_name(tmp_path: Path, long_video:
                 read(tmp_path / name)
             assert str(error.value).startswith(f"{tmp_path / name}: ")
             assert reasons.get(name, "cannot be decoded") in str(error.value)
+
+
+def test_a_file_of_another_format_is_refused_whatever_its_name(tmp_path: Path, long_video: Path) -> None:
+    file = tmp_path / "picture.mp4"  # image2: a format that PyAV opens by content, and that names files by numbers
+    Image.new("RGB", (8, 8), "red").save(file, format="PNG")
+    with pytest.raises(MediaError, match=r"cannot be decoded"):
+        probe(file)
+    assert probe(long_video)
 
 
 def test_damage_that_the_decoder_notices_is_refused(tmp_path: Path) -> None:

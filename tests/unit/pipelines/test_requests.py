@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,28 +10,58 @@ import pytest
 import torch
 from PIL import Image
 
-from lightning_cp.pipelines.requests import sendable
+from lightning_cp.pipelines.plain_data import PlainData
+from lightning_cp.pipelines.requests import from_bytes, to_bytes
 
 CPU = torch.device("cpu")
 
 
+def _arrived(*nests: Any) -> list[Any]:
+    fields, arguments = from_bytes(to_bytes({"name": "x"}, PlainData.of(*nests)))
+    assert fields == {"name": "x"}
+    return arguments.on(CPU)
+
+
 def test_plain_data_arrives_as_it_was_sent() -> None:
     generator = torch.Generator().manual_seed(3)
-    given: dict[str, Any] = {
-        "prompt": ["a cat", None],
-        "size": (8, 1.5, True),
-        "latents": torch.arange(3.0),
-        "sigmas": np.linspace(0, 1, 3),
-        "image": Image.new("RGB", (2, 3), "red"),
-        "generator": [generator],
-    }
-    found = pickle.loads(pickle.dumps(sendable(given))).on(CPU)
-    assert found["prompt"] == ["a cat", None]
-    assert found["size"] == (8, 1.5, True)
-    assert torch.equal(found["latents"], given["latents"])
-    assert np.array_equal(found["sigmas"], given["sigmas"])
-    assert found["image"].tobytes() == given["image"].tobytes()
-    assert torch.equal(torch.rand(3, generator=found["generator"][0]), torch.rand(3, generator=generator))
+    values = [
+        None,
+        True,
+        7,
+        1 << 80,
+        -0.0,
+        float("inf"),
+        2 - 1j,
+        b"",
+        b"\0\xff",
+        "a cat \ud800",
+        Path("a"),
+        torch.bfloat16,
+    ]
+    plain = {"prompt": values, 3: (8, 1.5, [True]), (1, "a"): {}}
+    tensors = [torch.arange(3.0), torch.ones(2, 0), torch.tensor(5), torch.randn(2, 3, dtype=torch.complex64).conj().T]
+    arrays = [np.linspace(0, 1, 3), np.array(["a", "bc"]), np.float32(0.1), np.datetime64("2020-01-01")]
+    found, found_tensors, found_arrays, (again,) = _arrived(plain, tensors, arrays, [generator])
+    assert repr(found) == repr(plain), "types and signs, too"
+    for one, other in zip(found_tensors, tensors, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+    for one, other in zip(found_arrays, arrays, strict=True):
+        assert type(one) is type(other)
+        assert np.array_equal(one, other)
+    assert torch.equal(torch.rand(3, generator=again), torch.rand(3, generator=generator))
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "P", "I;16", "F", "CMYK"])
+def test_images_of_all_modes_arrive(mode: str) -> None:
+    pixels = np.random.default_rng(0).integers(0, 255, (5, 3, 3), dtype=np.uint8)
+    image = Image.new(mode, (3, 5), 9) if mode == "I;16" else Image.fromarray(pixels).convert(mode)
+    if mode == "P":
+        image.info["transparency"] = 4
+    (found,) = _arrived(image)
+    assert (found.mode, found.size, found.tobytes()) == (mode, image.size, image.tobytes())
+    if mode != "I;16":
+        assert found.convert("RGBA").tobytes() == image.convert("RGBA").tobytes()
 
 
 class Harmful:
@@ -48,8 +78,10 @@ class Harmful:
         ({"a": [1, {"b": lambda: 1}]}, r"a\[1\]\['b'\] is a function"),
         ({"a": np.array([Harmful()])}, r"a is a ndarray"),
         ({"a": type("Text", (str,), {"__reduce__": Harmful.__reduce__})("x")}, r"a is a Text"),
+        ({"a": torch.eye(2).to_sparse()}, r"a is a Tensor, .* dense tensors"),
+        ({Harmful: 1}, r"a key is a type"),
     ],
 )
 def test_other_objects_are_refused_by_their_place(value: Any, place: str) -> None:
     with pytest.raises(TypeError, match=place):
-        sendable(value)
+        PlainData.of(value)
