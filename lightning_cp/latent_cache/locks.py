@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
+from lightning_cp.files import open_regular, read_regular
 
 OWNER = ".owner.json"
 _BEAT_S, _WATCH_S = 5.0, 45.0  # the owner changes the time of its file; another host watches that long for a change
@@ -110,7 +111,7 @@ class FolderLock:
 def read_owner(folder: Path) -> dict[str, Any] | None:
     """Return the contents of the owner file; None if there is none, {} if it is damaged."""
     try:
-        return parse((folder / OWNER).read_bytes())
+        return parse(read_regular(folder / OWNER))
     except FileNotFoundError:
         return None
     except (OSError, DamagedError):
@@ -146,7 +147,7 @@ def _check_owner(folder: Path, has_locks: bool) -> None:
 
 def _changed_at_ns(folder: Path) -> int | None:
     try:
-        with (folder / OWNER).open("rb") as file:  # open asks an NFS server for the time; stat alone may not
+        with open_regular(folder / OWNER) as file:  # open asks an NFS server for the time; stat alone may not
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None

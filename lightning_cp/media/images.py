@@ -13,6 +13,7 @@ from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import open_regular
 from lightning_cp.media.failures import failures_of
 
 Color = tuple[int, int, int]
@@ -33,7 +34,7 @@ def read_image(file: str | Path, *, background: Color = WHITE) -> Tensor:
     file = Path(file)
     with failures_of(file), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of harmless metadata, and of images above half of the limit for bombs
-        with Image.open(file) as image:
+        with open_regular(file) as opened, Image.open(opened) as image:
             image.load()
             upright = ImageOps.exif_transpose(image)
             profile = image.info.get("icc_profile")

@@ -8,7 +8,19 @@ from pathlib import Path
 from tests.unit.imported import PACKAGE, imported_modules
 
 LAYERS = (
-    {"errors", "config", "rules", "shares", "mesh", "sample_groups", "compat", "compiler_options", "patching", "nest"},
+    {
+        "errors",
+        "config",
+        "rules",
+        "shares",
+        "mesh",
+        "sample_groups",
+        "files",
+        "compat",
+        "compiler_options",
+        "patching",
+        "nest",
+    },
     {"comm", "kernels"},
     {"attention", "plans", "families"},
     {"engine"},

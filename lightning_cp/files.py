@@ -1,0 +1,75 @@
+"""Read files that others may have written: regular files only, and JSON of any depth without a crash."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class NotRegularError(OSError):
+    """A named pipe, socket or device where a regular file is expected: reading it could wait forever."""
+
+
+def check_regular(path: str | Path) -> None:
+    """Raise OSError unless a path is a regular file, or a link to one."""
+    _check(path, os.stat(path).st_mode)
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file, or a link to one, for reading in binary mode.
+
+    Raises: OSError: the file cannot be opened. NotRegularError: it is a named pipe, a socket or a device.
+    """
+    check_regular(path)  # before it is opened: to open a device can change it
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        _check(path, os.fstat(descriptor).st_mode)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: str | Path) -> bytes:
+    """Return the contents of a regular file. Raises: see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises: ValueError: it is not valid JSON, not UTF-8, or nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises: ValueError: the file is missing, no regular file, or damaged; names it."""
+    try:
+        found = parse_json(read_regular(path))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{path} cannot be read: {' '.join(str(reason).split())}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object")
+    return found
+
+
+def _check(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "it is a folder, but must be a file", str(path))
+    if not stat.S_ISREG(mode):
+        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
+        raise NotRegularError(errno.EINVAL, f"it is {kind}, but must be a regular file", str(path))
