@@ -17,12 +17,13 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
+from lightning_cp.app.terminal import rich_text
 
 
 def sample(config: DictConfig) -> None:
@@ -108,6 +109,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
+    from lightning_cp.app.sampling.formats import check_clip_format
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
@@ -122,6 +124,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         file = Path(config.lora)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     inputs = call_arguments(config)
+    check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together" and not given:
         pipe.to(fabric.device)
@@ -174,11 +177,11 @@ def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, ha
     for name in seconds:
         table.add_column(name, justify="right")
     table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(f"{config.checkpoint or config.pipeline}\non {ranks}", highlight=False, soft_wrap=True)
+    console = terminal.console()
+    console.print(f"{rich_text(config.checkpoint or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)
     console.print(table)
     sheet = "  contact_sheet.png" if has_sheet else ""
-    console.print(f"{folder}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
+    console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="sample")

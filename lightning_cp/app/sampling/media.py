@@ -78,6 +78,15 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     return path
 
 
+def keep_arrays(sample: Any, path: Path) -> None:
+    """Write the values of any sample as NumPy arrays (`.npz`), without a conversion that could fail."""
+    parts = (
+        {"frames": sample.frames, "sound": sample.sound} if isinstance(sample, ClipWithSound) else {"sample": sample}
+    )
+    arrays = {name: x.detach().float().cpu() if isinstance(x, Tensor) else x for name, x in parts.items()}
+    np.savez(path, **{name: np.asarray(x) for name, x in arrays.items()})
+
+
 def _write_both(sample: ClipWithSound, stem: Path, format: str, fps: int) -> Path:
     if format == "gif":
         write_sample(sample.sound, stem, rate_hz=sample.rate_hz)
