@@ -24,6 +24,7 @@ from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
+from lightning_cp.app.terminal import print_error, printable
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
@@ -136,7 +137,7 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
         else:
             remove_partials(Path(run.config.output_root))
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
-                print(f"SLURM restarted this job: it resumes from {run.config.resume}", flush=True)
+                print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, hydra_dir / sweep.RESOLVED)
         threads = threads_per_rank(run.world, Machine.this())
@@ -188,9 +189,9 @@ def report(result: Result, run_dir: str) -> int:
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # an interrupted progress bar leaves the cursor hidden
     sys.stdout.flush()
-    print(f"error: {failure.describe()}", file=sys.stderr)
+    print_error(failure.describe())
     if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
-        print(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}", file=sys.stderr)
+        print(printable(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}"), file=sys.stderr)
     return failure.exit_code
 
 
