@@ -45,7 +45,15 @@ def load_transformer(
     files = find_weights(folder / component)
     if "quantization_config" not in config:  # the names in quantised files are those of the quantiser
         _check_names(_on_meta(kind, config, dtype), files)
-    model: nn.Module = kind.from_pretrained(str(folder), subfolder=component, dtype=dtype, use_safetensors=True)
+    try:
+        model: nn.Module = kind.from_pretrained(str(folder), subfolder=component, dtype=dtype, use_safetensors=True)
+    except Exception as error:  # a quantiser is not installed, or rejects its settings
+        if "quantization_config" not in config:
+            raise
+        reason = " ".join(str(error).split())[:500]
+        raise ValueError(
+            f"{setting}={source}: {component} has a quantization_config, and cannot be loaded: {reason}"
+        ) from error
     model.train()
     return model
 

@@ -61,7 +61,13 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
             f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
             "with pipeline.load_lora_weights and save it with save_lora_weights"
         )
+    if not isinstance(written, dict):
+        raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
     settings = {key.removeprefix(f"{component}."): x for key, x in written.items() if key.startswith(f"{component}.")}
+    for name, x in tensors.items():
+        if not x.is_floating_point() or not x.float().isfinite().all():
+            state = f"in {x.dtype}, not a float dtype" if not x.is_floating_point() else "not finite (NaN or inf)"
+            raise ValueError(f"lora.file={file} cannot be continued: its weight {name} is {state}")
     layers = _pairs(file, {name.removeprefix(f"{component}."): x for name, x in tensors.items()})
     return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
 
