@@ -86,7 +86,8 @@ class FolderLock:
         scratch = self._path.with_name(f".tmp{OWNER}")
         scratch.write_text(json.dumps(owner), encoding="utf-8")
         os.rename(scratch, self._path)
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
 
     def release(self) -> None:
         """Remove the owner file and unlock the folder. Does nothing the second time."""

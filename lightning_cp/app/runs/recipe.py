@@ -143,11 +143,19 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
         threads = threads_per_rank(run.world, Machine.this())
         resolved, logs = hydra_dir / sweep.RESOLVED, run_dir / "logs"
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
+        if is_first(env):
+            _forget_encoded(run.config)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
         if run.config.get("certify") and result.failure is None and is_first(env):
             result = certify(config, run.config, job, lambda alone: check(alone, Machine.this(), None))
         return _requeue_if_timed_out(result) if is_first(env) else result
+
+
+def _forget_encoded(config: DictConfig) -> None:
+    """Delete the mark of an earlier run in this folder that its media are encoded: the ranks wait for a new one."""
+    if OmegaConf.select(config, "data.kind") == "folder":
+        (Path(config.run_dir) / "latents" / "complete.json").unlink(missing_ok=True)
 
 
 def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:
