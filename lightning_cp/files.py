@@ -1,14 +1,18 @@
-"""Read files that others may have written: regular files only, and JSON of any depth without a crash."""
+"""Read files that others may have written, regular files only, and name the file that could not be written."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+_SAFETENSORS_CODE = re.compile(r"\(os error (\d+)\)")
 _KINDS = {
     stat.S_IFIFO: "a named pipe",
     stat.S_IFSOCK: "a socket",
@@ -65,6 +69,37 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object")
     return found
+
+
+@contextmanager
+def writing(path: str | Path, kept: str = "") -> Iterator[None]:
+    """Raise OSError with a path instead of any error of the disk: an open file that is full does not name it.
+
+    An error that names a path itself is reported with that one.
+
+    Args: kept: what is not lost, as a sentence.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, _WriteError):
+            raise
+        raise _write_error(error.filename or path, error.strerror or str(error), error.errno, kept) from error
+    except Exception as error:
+        found = _SAFETENSORS_CODE.search(str(error)) if type(error).__name__ == "SafetensorError" else None
+        if found is None:
+            raise
+        raise _write_error(path, str(error), int(found[1]), kept) from error
+
+
+class _WriteError(OSError):
+    """An error that `writing` has raised."""
+
+
+def _write_error(path: object, reason: str, code: int | None, kept: str) -> OSError:
+    error = _WriteError(f"{path} could not be written: {reason}{'. ' if kept else ''}{kept}")
+    error.errno = code  # not in the constructor: it would choose another class, and put the number before the text
+    return error
 
 
 def _check(path: str | Path, mode: int) -> None:

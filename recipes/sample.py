@@ -24,6 +24,7 @@ from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
 from lightning_cp.app.terminal import rich_text
+from lightning_cp.files import writing
 
 
 def sample(config: DictConfig) -> None:
@@ -170,7 +171,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
-    (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
+    with writing(folder / "timings.json", "The samples are kept"):
+        (folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
     stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()

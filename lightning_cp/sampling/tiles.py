@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lightning_cp.files import writing
+
 
 def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
     """Arrange pictures in a grid, or clips as one row of frames each.
@@ -42,5 +44,6 @@ def write_png(picture: Tensor, path: Path) -> None:
     """Write a picture [height, width, 3 or 4], uint8, as a PNG."""
     from PIL import Image  # a dependency of diffusers
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.numpy()).save(path)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.numpy()).save(path)

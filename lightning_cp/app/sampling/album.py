@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate
 
 from lightning_cp.app.sampling.media import frames_of, is_sound, keep_arrays, write_sample
 from lightning_cp.errors import MediaError
+from lightning_cp.files import writing
 from lightning_cp.pipelines.results import ClipWithSound
 from lightning_cp.sampling.tiles import tile, write_png
 
@@ -45,7 +46,8 @@ class Album:
             path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
         except Exception as error:
             path = stem.with_suffix(".npz")
-            keep_arrays(sample, path)
+            with writing(path, "The samples before it are kept"):
+                keep_arrays(sample, path)
             self.failures.append(f"sample {number} could not be written ({error}); its values are kept in {path}")
             return path
         if not is_sound(sample):
