@@ -9,8 +9,9 @@ import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _SAFETENSORS_CODE = re.compile(r"\(os error (\d+)\)")
 _KINDS = {
@@ -30,7 +31,7 @@ def check_regular(path: str | Path) -> None:
     _check(path, os.stat(path).st_mode)
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading in binary mode.
 
     Raises: OSError: the file cannot be opened. NotRegularError: it is a named pipe, a socket or a device.

@@ -84,7 +84,8 @@ def keep_arrays(sample: Any, path: Path) -> None:
         {"frames": sample.frames, "sound": sample.sound} if isinstance(sample, ClipWithSound) else {"sample": sample}
     )
     arrays = {name: x.detach().float().cpu() if isinstance(x, Tensor) else x for name, x in parts.items()}
-    np.savez(path, **{name: np.asarray(x) for name, x in arrays.items()})
+    values: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
+    np.savez(path, **values)
 
 
 def _write_both(sample: ClipWithSound, stem: Path, format: str, fps: int) -> Path:
