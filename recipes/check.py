@@ -14,10 +14,11 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
 from lightning_cp.launch.scratch import temporary_folder
@@ -79,7 +80,7 @@ def run(config: DictConfig) -> int:
         "model=<file.py> must be set, see --help" if OmegaConf.is_missing(config, "model") else _find_problem(config)
     )
     if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(problem)
         return 2
     absolute = {key: str(Path(config[key]).resolve()) for key in ("model", "plan") if str(config[key]).endswith(".py")}
     with temporary_folder() as folder:
@@ -91,14 +92,14 @@ def run(config: DictConfig) -> int:
     if rows:
         _show(rows, config)
     if result_of_job.failure is not None:
-        print(f"error: {result_of_job.failure.describe()}", file=sys.stderr)
+        print_error(result_of_job.failure.describe())
         return result_of_job.exit_code
     return 0 if all(row["passed"] for row in rows) else 1
 
 
 def _show(rows: list[dict[str, Any]], config: DictConfig) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title=f"{rows[0]['model']} on {config.ranks} ranks", title_justify="left")
+    console = terminal.console()
+    table = Table(title=f"{rich_text(rows[0]['model'])} on {config.ranks} ranks", title_justify="left")
     table.add_column("mode")
     for name in ("output", "gradient"):
         table.add_column(name, justify="right")
@@ -108,7 +109,7 @@ def _show(rows: list[dict[str, Any]], config: DictConfig) -> None:
     console.print(table)
     for row in rows:
         if not row["passed"]:
-            console.print(f"[red]{row['mode']}[/]: {row['text']}")
+            console.print(f"[red]{row['mode']}[/]: {rich_text(row['text'])}")
     passed = all(row["passed"] for row in rows)
     console.print("exact in every mode" if passed else f"differs by more than {config.tolerance:.0e}, see above")
 

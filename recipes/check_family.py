@@ -14,10 +14,11 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.scratch import temporary_folder
 
@@ -46,7 +47,7 @@ def run(config: DictConfig) -> int:
     """Run all proofs and print a table. Returns: the exit code."""
     problem = _problem(config)
     if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
+        print_error(problem)
         return 2
     from lightning_cp.family_check import Proof, check_family
 
@@ -54,7 +55,7 @@ def run(config: DictConfig) -> int:
         pipe, family, media = _prepare(config)
         report = check_family(pipe, list(config.captions), media, family=family, negative=config.negative)
     except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print_error(" ".join(str(error).split()))
         return 2
     proofs, name = list(report.proofs), f"{report.pipeline}: family {report.family}"
     del pipe
@@ -65,7 +66,7 @@ def run(config: DictConfig) -> int:
             job = Job(f"{os.path.abspath(__file__)}:topology", settings, config.ranks, folder / "logs")
             done = LocalLauncher(limit_s=config.limit_s).launch(job)
             if done.failure is not None:
-                print(f"error: {done.failure.describe()}", file=sys.stderr)
+                print_error(done.failure.describe())
                 return done.exit_code
             proofs.append(Proof(**json.loads(result.read_text(encoding="utf-8"))))
     _show(name, proofs)
@@ -106,13 +107,13 @@ def _problem(config: DictConfig) -> str | None:
 
 
 def _show(title: str, proofs: list[Any]) -> None:
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(title=title, title_justify="left")
+    console = terminal.console()
+    table = Table(title=rich_text(title), title_justify="left")
     for column in ("proof", "error", "tolerance", "result", "largest difference"):
         table.add_column(column, justify="right" if column in ("error", "tolerance") else "left")
     for proof in proofs:
         result = "passed" if proof.passed else "[red]failed[/]"
-        table.add_row(proof.name, f"{proof.error:.1e}", f"{proof.tolerance:.0e}", result, proof.found)
+        table.add_row(proof.name, f"{proof.error:.1e}", f"{proof.tolerance:.0e}", result, rich_text(proof.found))
     console.print(table)
 
 

@@ -20,7 +20,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
 from lightning_cp.launch.scratch import temporary_folder
 
@@ -185,14 +187,14 @@ def main(arguments: list[str]) -> int:
     try:
         timeout_s = timeout_of(arguments)
     except SettingsError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return BAD_ARGUMENT
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = terminal.console()
     started = time.perf_counter()
     show_environment(console)
     problems, timed_out = self_test(console, timeout_s)
     for problem in problems:
-        console.print(f"[red]problem:[/] {problem}")
+        console.print(f"[red]problem:[/] {rich_text(problem)}")
     for world in timed_out:
         console.print(f"[yellow]not done:[/] {world} ranks were still running after timeout={timeout_s} seconds")
     if problems:

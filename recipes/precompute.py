@@ -13,11 +13,12 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.runs.precompute import check_precompute
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.terminal import rich_text
 
 
 def encode(config: DictConfig) -> None:
@@ -65,8 +66,10 @@ def report(result: object, output: Path) -> None:
 
     assert isinstance(result, Precomputed), "the result of precompute"
     cache = LatentCache(output)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(f"{output}: {len(cache)} samples, {result.captions} captions", highlight=False, soft_wrap=True)
+    console = terminal.console()
+    console.print(
+        f"{rich_text(output)}: {len(cache)} samples, {result.captions} captions", highlight=False, soft_wrap=True
+    )
     table = Table()
     for column in ("media", "number"):
         table.add_column(column, justify="left" if column == "media" else "right")
@@ -82,9 +85,11 @@ def report(result: object, output: Path) -> None:
         table.add_row(f"  {frames} × {height} × {width}", str(sizes.count((frames, height, width))))
     console.print(table)
     for one in result.skipped[:10]:
-        console.print(f"skipped: {one.reason}", highlight=False, soft_wrap=True)
+        console.print(f"skipped: {rich_text(one.reason)}", highlight=False, soft_wrap=True)
     if len(result.skipped) > 10:
-        console.print(f"… and {len(result.skipped) - 10} more, see {output / 'skipped.jsonl'}")
+        console.print(
+            f"… and {len(result.skipped) - 10} more, see {rich_text(output / 'skipped.jsonl')}", soft_wrap=True
+        )
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__, part="precompute"), config_name="precompute")

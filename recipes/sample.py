@@ -17,13 +17,14 @@ from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 from rich.table import Table
 
+from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
-from lightning_cp.safe_files import new_file
+from lightning_cp.app.terminal import rich_text
+from lightning_cp.files import new_file, writing
 
 
 def sample(config: DictConfig) -> None:
@@ -109,6 +110,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
     import torch
 
+    from lightning_cp.app.sampling.formats import check_clip_format
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.finetune.load import meta_transformers
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
@@ -123,6 +125,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         file = Path(config.lora)
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     inputs = call_arguments(config)
+    check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)
     if config.stages == "together" and not given:
         pipe.to(fabric.device)
@@ -162,24 +165,28 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
     given = {name: config[name] for name in names if config[name] is not None}
     given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
     if "image" in given:
-        given["image"] = open_image(given["image"]).convert("RGB")
+        with open_image(given["image"]) as image:
+            given["image"] = image.convert("RGB")
     return given
 
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
-    new_file(folder / "timings.json").write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
+    with writing(folder / "timings.json", "The samples are kept"):
+        new_file(folder / "timings.json").write_text(
+            json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n"
+        )
     stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
     for name in seconds:
         table.add_column(name, justify="right")
     table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    console.print(f"{config.checkpoint or config.pipeline}\non {ranks}", highlight=False, soft_wrap=True)
+    console = terminal.console()
+    console.print(f"{rich_text(config.checkpoint or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)
     console.print(table)
     sheet = "  contact_sheet.png" if has_sheet else ""
-    console.print(f"{folder}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
+    console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
 
 
 @hydra.main(version_base="1.3", config_path=conf_dir(__file__), config_name="sample")

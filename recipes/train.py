@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.renamed import add_earlier_names
+from lightning_cp.app.terminal import printable
 
 
 def train(config: DictConfig) -> None:
@@ -102,7 +103,7 @@ def summarise(
         print(f"{state.skipped} of these steps were skipped, because their loss or gradient was not finite.")
     if recognised is not None:
         print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
-    print(f"{run.folder.path}")
+    print(printable(run.folder.path))
     print(f"  {files}  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from lightning_cp.checkpoint.folder_lock import lock_new_folder, remove_abandoned, remove_owner_file
 from lightning_cp.checkpoint.manifest import PARTIAL, Manifest
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file, writing
 
+EARLIER_KEPT = "Earlier checkpoints are kept"
+_OLDER_KEPT = "An older version of it is unchanged"
 _REPLACED, _REMOVED = ".replaced", f"{PARTIAL}removed_"
 _locks: dict[Path, int] = {}  # scratch folders of this process, and the descriptors that lock them
 
@@ -154,11 +156,12 @@ def atomic_file(target: Path, *, mode: int = 0o666) -> Iterator[Path]:
     scratch = scratch_folder_for(target)
     remove(scratch)
     try:
-        new_file(scratch, mode=mode)
-        mode = stat.S_IMODE(scratch.stat().st_mode)
-        yield scratch
-        scratch.chmod(mode)  # it follows the umask; safetensors writes 0600
-        replace_folder(scratch, target)
+        with writing(target, _OLDER_KEPT):
+            new_file(scratch, mode=mode)
+            mode = stat.S_IMODE(scratch.stat().st_mode)
+            yield scratch
+            scratch.chmod(mode)  # it follows the umask; safetensors writes 0600
+            replace_folder(scratch, target)
     except BaseException:
         remove(scratch)
         raise
@@ -172,9 +175,10 @@ def atomic_folder(folder: Path, *, replaces: str = "") -> Iterator[Path]:
     """
     scratch = scratch_folder_for(folder)
     remove(scratch)
-    scratch.mkdir(parents=True)
     try:
-        yield scratch
+        with writing(folder, _OLDER_KEPT):
+            scratch.mkdir(parents=True)
+            yield scratch
     except BaseException:
         remove(scratch)
         raise

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_fields, parse, tensor_names
+from lightning_cp.files import open_regular, read_regular
 
 FORMAT = 1
 CHECKPOINT_FORMATS = ("full", "distributed")
@@ -36,7 +37,7 @@ class FileEntry:
     def of(cls, path: Path) -> "FileEntry":
         """Compute size and checksum; reads the file once."""
         size, crc = 0, 0
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while chunk := file.read(_CHUNK_BYTES):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         return cls(size, crc)
@@ -92,7 +93,7 @@ def parse_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
         if path.stat().st_size > _MAX_BYTES:
             raise DamagedError(f"it has more than {_MAX_BYTES} bytes")
-        fields = parse(path.read_bytes())
+        fields = parse(read_regular(path))
         version = fields.pop("format", None)
         if type(version) is int and version != FORMAT:
             raise CheckpointError(f"{folder} has format {version}; this version reads format {FORMAT}"[:500])

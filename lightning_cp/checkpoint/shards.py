@@ -23,7 +23,15 @@ from typing_extensions import override
 
 from lightning_cp.checkpoint.check import SHARDS, TREES
 from lightning_cp.checkpoint.flatten import flatten_state, unflatten_state
-from lightning_cp.checkpoint.folder import checkpoint_path, drop_scratch, flush, open_scratch, scratch_path, seal
+from lightning_cp.checkpoint.folder import (
+    EARLIER_KEPT,
+    checkpoint_path,
+    drop_scratch,
+    flush,
+    open_scratch,
+    scratch_path,
+    seal,
+)
 from lightning_cp.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
@@ -45,7 +53,7 @@ def save_shards(parent: Path, checkpoint: Checkpoint, *, keep: int | None = None
     """
     tensors, writer = _plan(parent, checkpoint, keep)
     try:
-        with reraise_as(OSError, "the checkpoint could not be written"):
+        with reraise_as(OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"):
             save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
     finally:
         drop_scratch(parent, checkpoint.step)
@@ -66,7 +74,9 @@ def save_shards_in_background(
 
     def wait() -> None:
         try:
-            with reraise_as(OSError, "the checkpoint could not be written"):
+            with reraise_as(
+                OSError, f"{checkpoint_path(parent, checkpoint.step)} could not be written ({EARLIER_KEPT})"
+            ):
                 pending.result()
         finally:
             drop_scratch(parent, checkpoint.step)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lightning_cp.checkpoint.check import TREES
 from lightning_cp.checkpoint.flatten import contiguous_copies, flatten_state, unflatten_state
-from lightning_cp.checkpoint.folder import drop_scratch, open_scratch, seal
+from lightning_cp.checkpoint.folder import EARLIER_KEPT, checkpoint_path, drop_scratch, open_scratch, seal
 from lightning_cp.checkpoint.manifest import (
     CheckpointError,
     FileEntry,
@@ -22,6 +21,7 @@ from lightning_cp.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
+from lightning_cp.files import writing
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,11 @@ def _write(
         files = {}
         for name, state in tensors.items():
             path = scratch / f"{name}.safetensors"
-            try:
+            with writing(path, EARLIER_KEPT):
                 save_file(state, path)
-            except SafetensorError as error:
-                raise OSError(f"{path} could not be written: {error}") from error
             files[path.name] = FileEntry.of(path)
         manifest = Manifest(checkpoint.step, time.time(), files, {**checkpoint.facts, TREES: trees})
-        return seal(parent, manifest, keep=keep)
+        with writing(checkpoint_path(parent, checkpoint.step), EARLIER_KEPT):
+            return seal(parent, manifest, keep=keep)
     finally:
         drop_scratch(parent, checkpoint.step)

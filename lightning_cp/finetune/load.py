@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from lightning_cp.engine.apply import no_plan_message
 from lightning_cp.engine.meta import default_dtype, load_when_allocated, weights_on_meta
 from lightning_cp.errors import PlanError
+from lightning_cp.files import read_json
 from lightning_cp.finetune.stream import WeightStream
-from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline, read_json
+from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
 from lightning_cp.plans import registered_plan
 
 
@@ -44,7 +45,15 @@ def load_transformer(
     files = find_weights(folder / component)
     if "quantization_config" not in config:  # the names in quantised files are those of the quantiser
         _check_names(_on_meta(kind, config, dtype), files)
-    model: nn.Module = kind.from_pretrained(str(folder), subfolder=component, dtype=dtype, use_safetensors=True)
+    try:
+        model: nn.Module = kind.from_pretrained(str(folder), subfolder=component, dtype=dtype, use_safetensors=True)
+    except Exception as error:  # a quantiser is not installed, or rejects its settings
+        if "quantization_config" not in config:
+            raise
+        reason = " ".join(str(error).split())[:500]
+        raise ValueError(
+            f"{setting}={source}: {component} has a quantization_config, and cannot be loaded: {reason}"
+        ) from error
     model.train()
     return model
 

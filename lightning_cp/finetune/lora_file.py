@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_cp.export import LORA_FILE
+from lightning_cp.files import check_regular, parse_json
 
 _METADATA_KEY = "lora_adapter_metadata"  # of the safetensors header; diffusers writes JSON there
 _OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
@@ -44,15 +44,16 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     from safetensors import SafetensorError, safe_open
 
     file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
-    if not file.is_file():
+    if not file.exists():
         state = f"has no {LORA_FILE}" if Path(path).is_dir() else "does not exist"
         raise ValueError(f"lora.file={path} {state}: expected a safetensors file, or a folder with {LORA_FILE}")
     try:
+        check_regular(file)
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
             tensors = {name: opened.get_tensor(name) for name in names if name.startswith(f"{component}.")}
-            written = json.loads((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
-    except (SafetensorError, OSError, json.JSONDecodeError) as error:
+            written = parse_json((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"lora.file={file} is damaged or not a safetensors file ({error})") from None
     if not tensors:
         raise ValueError(
@@ -60,7 +61,13 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
             f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
             "with pipeline.load_lora_weights and save it with save_lora_weights"
         )
+    if not isinstance(written, dict):
+        raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
     settings = {key.removeprefix(f"{component}."): x for key, x in written.items() if key.startswith(f"{component}.")}
+    for name, x in tensors.items():
+        if not x.is_floating_point() or not x.float().isfinite().all():
+            state = f"in {x.dtype}, not a float dtype" if not x.is_floating_point() else "not finite (NaN or inf)"
+            raise ValueError(f"lora.file={file} cannot be continued: its weight {name} is {state}")
     layers = _pairs(file, {name.removeprefix(f"{component}."): x for name, x in tensors.items()})
     return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
 

@@ -163,7 +163,7 @@ def _pipeline_class(source: str) -> type:
         name: Any = diffusers.DiffusionPipeline.load_config(source)["_class_name"]
         found: type = getattr(diffusers, name)
         return found
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"model.pretrained={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from lightning_cp.files import check_regular, read_json
 
 SINGLE_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
@@ -56,17 +56,6 @@ def local_pipeline(source: str | Path, component: str, *, setting: str) -> Path:
     return folder
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object. Raises: ValueError: the file is missing or damaged."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} must hold a JSON object")
-    return found
-
-
 def find_weights(folder: Path) -> WeightFiles:
     """Find a model's safetensors files, and read their headers.
 
@@ -100,6 +89,7 @@ def _header(path: Path) -> dict[str, tuple[int, ...]]:
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,7 @@ from typing_extensions import override
 from lightning_cp.data.keyed_random import RandomStream, keyed_generator
 from lightning_cp.families import Sample, StoredBatch, collate
 from lightning_cp.latent_cache.cache import LatentCache
+from lightning_cp.media.limits import EPOCH_ITEMS
 
 
 def text_lengths(longest: int) -> tuple[int, ...]:
@@ -46,6 +47,11 @@ class LatentData(Dataset[Sample]):
             raise ValueError(f"repeats={repeats} must be at least 1")
         self.cache, self.seed, self.lengths = cache, seed, tuple(lengths)
         counts = [row.repeats * repeats for row in cache.rows]
+        if sum(counts) > EPOCH_ITEMS:
+            raise ValueError(
+                f"repeats={repeats} gives an epoch of {sum(counts)} items from {len(counts)} samples: at most "
+                f"{EPOCH_ITEMS} are possible"
+            )
         self._row_of = np.repeat(np.arange(len(counts)), counts)
         self._text = cache.family().text  # here, not in workers: a spawned process has no registered families
         if any(type(length) is not int or not 1 <= length <= self._text.length for length in self.lengths):

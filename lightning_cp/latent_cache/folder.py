@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,7 @@ from lightning_cp.latent_cache.fingerprint import check_fresh
 from lightning_cp.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index
 from lightning_cp.latent_cache.locks import OWNER, FolderLock, lock_file, unlock_file
 from lightning_cp.latent_cache.row_checks import SHARD_NAME
-from lightning_cp.latent_cache.rows import RowsFile, read_rows
+from lightning_cp.latent_cache.rows import MediaRow, RowsFile, line_of, read_rows
 from lightning_cp.latent_cache.shards import TEMPORARY, check_size
 
 
@@ -31,6 +32,18 @@ class PreparedCache:
 
     def __init__(self, folder: Path, index: CacheIndex, contents: Contents, lock: FolderLock) -> None:
         self.folder, self.index, self.contents, self._lock = folder, index, contents, lock
+
+    def replace_rows(self, rows: Mapping[str, MediaRow]) -> None:
+        """Replace the rows of stored samples, by id; their tensors stay. Call it before any rank opens its writer."""
+        if not rows:
+            return
+        files = [read_rows(path) for path in rows_files(self.folder)]
+        for file in files:
+            if any(isinstance(row, MediaRow) and row.id in rows for row in file.rows):
+                _rewrite(file, rows)
+        files = [read_rows(path) for path in rows_files(self.folder)]
+        self.contents = join_rows(files, self.index.cache_id)
+        self._lock.write_owner({"rows": {file.path.name: file.committed_bytes for file in files}})
 
     def finish(self) -> Counts:
         """Check all rows and shards, and declare the cache complete. Call it after all ranks closed their writers.
@@ -130,6 +143,20 @@ def _recovered(path: Path) -> RowsFile:
     finally:
         unlock_file(descriptor)
     return file
+
+
+def _rewrite(file: RowsFile, rows: Mapping[str, MediaRow]) -> None:
+    """Write a rows file with other rows for some samples, under a temporary name, and rename it."""
+    lines = list[bytes]()
+    for shard in file.shards:
+        stored = [row for row in file.rows if row.shard == shard.shard]
+        lines += [line_of(rows.get(row.id, row) if isinstance(row, MediaRow) else row) for row in stored]
+        lines.append(line_of(shard))
+    scratch = file.path.with_name(f"{TEMPORARY}-{file.path.name}")
+    scratch.write_bytes(b"".join(lines))
+    flush(scratch)
+    os.rename(scratch, file.path)
+    flush(file.path.parent)
 
 
 def _remove_leftovers(folder: Path, contents: Contents) -> None:

@@ -16,9 +16,9 @@ from lightning_cp.checkpoint.folder import flush
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.errors import CacheError
 from lightning_cp.families import Facts
+from lightning_cp.files import new_file, read_regular
 from lightning_cp.latent_cache.row_checks import Checks, check_fields
 from lightning_cp.latent_cache.rows import caption_hash
-from lightning_cp.safe_files import new_file
 
 FORMAT = 1
 INDEX, COMPLETE = "index.json", "complete.json"
@@ -112,7 +112,7 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def _read(path: Path, checks: Checks) -> dict[str, Any]:
     try:
-        values = parse(path.read_bytes())
+        values = parse(read_regular(path))
         version = values.pop("format", None)
         if type(version) is int and version != FORMAT:
             raise CacheError(

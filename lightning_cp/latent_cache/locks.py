@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file, open_regular, read_regular
 
 OWNER = ".owner.json"
 _BEAT_S, _WATCH_S = 5.0, 45.0  # the owner changes the time of its file; another host watches that long for a change
@@ -93,7 +93,8 @@ class FolderLock:
         scratch = self._path.with_name(f".tmp{OWNER}")
         new_file(scratch).write_text(json.dumps(owner), encoding="utf-8")
         os.rename(scratch, self._path)
-        self._thread.start()
+        if self._thread.ident is None:
+            self._thread.start()
 
     def release(self) -> None:
         """Remove the owner file and unlock the folder. Does nothing the second time."""
@@ -118,7 +119,7 @@ class FolderLock:
 def read_owner(folder: Path) -> dict[str, Any] | None:
     """Return the contents of the owner file; None if there is none, {} if it is damaged."""
     try:
-        return parse((folder / OWNER).read_bytes())
+        return parse(read_regular(folder / OWNER))
     except FileNotFoundError:
         return None
     except (OSError, DamagedError):
@@ -154,7 +155,7 @@ def _check_owner(folder: Path, has_locks: bool) -> None:
 
 def _changed_at_ns(folder: Path) -> int | None:
     try:
-        with (folder / OWNER).open("rb") as file:  # open asks an NFS server for the time; stat alone may not
+        with open_regular(folder / OWNER) as file:  # open asks an NFS server for the time; stat alone may not
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import CacheError, StaleCacheError
+from lightning_cp.files import open_regular, parse_json, read_regular
 
 SETTING = "pipeline_files"  # its name in the settings of a cache's index
 _ORIGIN = {"_name_or_path", "_commit_hash", "_diffusers_version", "transformers_version"}
@@ -71,8 +72,8 @@ def _describe(folder: Path) -> str:
 def _content(path: Path) -> bytes:
     """Return the content of a file; for a JSON object, without the keys that say where it was loaded from."""
     if path.suffix != ".json":
-        return path.read_bytes()
-    values = json.loads(path.read_text(encoding="utf-8"))
+        return read_regular(path)
+    values = parse_json(read_regular(path))
     if isinstance(values, dict):
         values = {key: value for key, value in values.items() if key not in _ORIGIN}
     return json.dumps(values, sort_keys=True).encode()
@@ -81,11 +82,11 @@ def _content(path: Path) -> bytes:
 def _tensors(paths: Iterable[Path]) -> Iterator[bytes]:
     """Yield name, layout and some bytes of each tensor."""
     for path in paths:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with open_regular(path) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             start = 8 + int.from_bytes(content[:8], "little")
             if start > min(_LARGEST, len(content)):
                 raise ValueError(f"{path} has no valid header")
-            for name, entry in json.loads(content[8:start]).items():
+            for name, entry in parse_json(content[8:start]).items():
                 if name == "__metadata__":
                     continue
                 first, last = (start + offset for offset in entry["data_offsets"])

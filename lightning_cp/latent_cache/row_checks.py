@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_cp.checkpoint.check import DamagedError
+from lightning_cp.media.limits import REPEATS
 
 SHARD_NAME = re.compile(r"(media|text)-\d{5,}-\d{6,}\.safetensors")
 _HASH = re.compile(r"[0-9a-f]{32}")
@@ -66,7 +67,7 @@ MEDIA_FIELDS: Checks = {
     "captions": (_are_hashes, "one or more caption hashes (caption_hash)"),
     "fps": (_is_rate, "a positive number or None"),
     "crop": (_is_crop, "(top, left, height, width) or None"),
-    "repeats": _POSITIVE,
+    "repeats": (lambda value: _is_integer(value, 1) and value <= REPEATS, f"an integer from 1 to {REPEATS}"),
     "shard": _FILE,
     "number": _COUNT,
 }

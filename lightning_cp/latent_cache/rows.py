@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
+from lightning_cp.files import read_regular
 from lightning_cp.latent_cache.row_checks import MEDIA_FIELDS, SHARD_FIELDS, TEXT_FIELDS, check_fields
 
 
@@ -138,7 +139,7 @@ def read_rows(path: Path, limit_bytes: int | None = None) -> RowsFile:
     """
     kind: type[Row] = MediaRow if path.name.endswith("-media.jsonl") else TextRow
     try:
-        data = path.read_bytes()[:limit_bytes]
+        data = read_regular(path)[:limit_bytes]
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror or error}") from error
     found, pending, offset = RowsFile(path, total_bytes=len(data)), list[Row](), 0

@@ -19,8 +19,8 @@ from lightning_cp.checkpoint.folder import flush
 from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.errors import CacheError
 from lightning_cp.families import Sample
+from lightning_cp.files import check_regular, new_file
 from lightning_cp.latent_cache.rows import ShardRow
-from lightning_cp.safe_files import new_file
 
 TEMPORARY = ".tmp"
 """Prefix of the names of unfinished files, also in safetensors."""
@@ -101,6 +101,7 @@ def open_shard(path: Path, shard: ShardRow) -> Any:
 def check_size(path: Path, shard: ShardRow) -> None:
     """Raise CacheError if the file is missing or has another size: to read a truncated map would end the process."""
     try:
+        check_regular(path)
         size = os.stat(path).st_size
     except OSError as error:
         raise CacheError(f"{path} cannot be read: {error.strerror or error}. {again(path)}") from error

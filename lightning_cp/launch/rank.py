@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 
 from lightning_cp.comm import channel
 from lightning_cp.comm.rendezvous import use_inherited_listener
+from lightning_cp.files import new_file
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import end_with_launcher
 from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
-from lightning_cp.safe_files import new_file
 
 Target = Callable[[Any], None]
 _GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lightning_cp.errors import MediaError
+from lightning_cp.media.limits import BYTES_PER_CLIP
 from lightning_cp.media.source import Entry, Source, clip_id
 from lightning_cp.media.videos import probe, resampled_frames
 
@@ -37,6 +38,13 @@ def cut_clips(entry: Entry, *, clip_frames: int | None, fps: float | None) -> li
     if available < clip_frames:
         raise MediaError(
             f"{source.file}: has {available} frames at {rate:g} frames per second, fewer than clip_frames={clip_frames}"
+        )
+    size = source.file.stat().st_size
+    if available // clip_frames > size // BYTES_PER_CLIP:
+        raise MediaError(
+            f"{source.file}: cannot have {available // clip_frames} clips of clip_frames={clip_frames}, as its header "
+            f"says ({info.duration_s:g} s at {rate:g} frames per second), because it has only {size} bytes: its header "
+            "is damaged"
         )
     length_s = clip_frames / rate
     starts = [start + i * length_s for i in range(available // clip_frames)]

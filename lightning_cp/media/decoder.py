@@ -15,11 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import check_regular
+from lightning_cp.media.limits import FRAME_PIXELS
 
 CLOCK_S = 1e-3  # precision of times: Matroska and FLV round them to milliseconds
 _BT709, _UNSPECIFIED, _BT601 = 1, 2, 6  # AVColorSpace
 _HDR = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
 _SWSCALE = 4 | 0x2000 | 0x40000  # bicubic, full chroma interpolation, accurate rounding
+_LIMITED = {"max_pixels": str(FRAME_PIXELS)}  # FFmpeg allocates no larger frames
 _SEEK_BACK_S = (0.0, 1.0, 4.0, 16.0)
 # Times are wrong after a jump: AVI has no presentation times, and in MPEG program streams not each frame has one.
 _FORMATS = "3gp,asf,avi,flv,gif,matroska,webm,mov,mp4,m4a,3g2,mj2,mpeg,mpegts,mpegvideo,ogg"
@@ -52,12 +55,14 @@ def require_pyav() -> ModuleType:
 
 @contextmanager
 def open_video(file: Path) -> Iterator[tuple[Any, Any]]:
-    """Open a video. Yields: PyAV's container, and its video stream. Raises: MediaError: no PyAV, or no video."""
+    """Open a video. Yields: PyAV's container, and its video stream.
+
+    Raises: MediaError: no PyAV, no video, or frames with more pixels than the limit. OSError: no regular file.
+    """
     av = require_pyav()
-    if not file.is_file():
-        raise FileNotFoundError(file) if not file.exists() else IsADirectoryError(file)
+    check_regular(file)
     # With the prefix and the list, names such as "http:a.mp4" and playlists inside of a file cannot open anything else.
-    url, options = f"file:{file}", {"protocol_whitelist": "file"}
+    url, options = f"file:{file}", {"protocol_whitelist": "file", **_LIMITED}
     # With the list of formats, a file that is a playlist, a list for `concat` or a set of numbered images whatever its
     # name is not opened: it names other files.
     options["format_whitelist"] = _FORMATS
@@ -67,8 +72,19 @@ def open_video(file: Path) -> Iterator[tuple[Any, Any]]:
         if not streams:
             kinds = sorted({stream.type for stream in container.streams})
             raise MediaError(f"has no video stream, only {', '.join(kinds) or 'an empty container'}")
+        _check_pixels(streams[0])
+        streams[0].codec_context.options = _LIMITED  # the size can also change later
         streams[0].thread_type = "AUTO"
         yield container, streams[0]
+
+
+def _check_pixels(stream: Any) -> None:
+    """Raise MediaError if frames have more pixels than the limit, as stored or as shown."""
+    width, height = stream.codec_context.width, stream.codec_context.height
+    if width * height * max(1.0, pixel_aspect(stream)) > FRAME_PIXELS:
+        raise MediaError(
+            f"has frames of {width}x{height} pixels, but at most {FRAME_PIXELS} pixels are read: scale the video down"
+        )
 
 
 def decode_from(file: Path, container: Any, stream: Any, start_s: float) -> Generator[Frame, None, None]:

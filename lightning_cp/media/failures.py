@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import NotRegularError
 
 _LONGEST_REASON = 300  # characters; some libraries quote a part of the file
 
@@ -38,5 +39,7 @@ def _reason(file: Path, error: Exception) -> str:
         return "expected a file, but this is a folder"
     if isinstance(error, PermissionError) and not os.access(file, os.R_OK):
         return "no permission to read the file"
+    if isinstance(error, NotRegularError):
+        return f"cannot be read: {error.strerror}"
     text = " ".join(str(error).split())[:_LONGEST_REASON]
     return f"cannot be decoded ({type(error).__name__}: {text})"

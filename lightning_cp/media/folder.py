@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +26,11 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     """
     entries: list[Entry] = []
     skipped: list[Skipped] = []
-    for files in _walk(folder, frozenset(), skipped):
+    for files in _walk(folder, skipped):
         references = _references([file for file in files if is_image(file) or is_video(file)])
-        files = [file for file in files if file not in references.values()]
-        media = [file for file in files if is_image(file) or is_video(file)]
+        referenced = set(references.values())
+        files = [file for file in files if file not in referenced]
+        media = {file for file in files if is_image(file) or is_video(file)}
         stems = {file.stem for file in media}
         for name, file in references.items():
             if name not in stems:
@@ -46,25 +48,37 @@ def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
     return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
 
 
-def _walk(folder: Path, above: frozenset[tuple[int, int]], skipped: list[Skipped]) -> Iterator[list[Path]]:
-    """Yield the files of a folder, then those of the folders in it.
+def _walk(folder: Path, skipped: list[Skipped]) -> Iterator[list[Path]]:
+    """Yield the files of a folder, and of all folders below it.
 
-    Args: above: device and inode of the parent folders; a link to one of them is skipped, because it has no end.
+    Each folder is read once, by its path without links if it has one below `folder`: links that lead to a folder
+    several times, or back, cannot multiply its files.
     """
+    waiting, links, seen = [folder], deque[Path](), dict[tuple[int, int], Path]()
+    while waiting or links:
+        path = waiting.pop() if waiting else links.popleft()
+        try:
+            status = path.stat()
+            first = seen.setdefault((status.st_dev, status.st_ino), path)
+            if first is not path:
+                skipped.append(Skipped(path, f"a link to a folder that is read already, as {first}"))
+                continue
+            with os.scandir(path) as found:
+                inside = sorted((one for one in found if not one.name.startswith(".")), key=lambda one: one.name)
+        except OSError as error:
+            raise DataError(f"the folder {path} cannot be read: {error.strerror}") from error
+        yield [path / one.name for one in inside if not _is_folder(one)]
+        folders = [one for one in inside if _is_folder(one)]
+        links.extend(path / one.name for one in folders if one.is_symlink())
+        waiting.extend(path / one.name for one in reversed(folders) if not one.is_symlink())
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True for a folder or a link to one; False also for a link to itself."""
     try:
-        status = folder.stat()
-        names = sorted(name for name in os.listdir(folder) if not name.startswith("."))
-    except OSError as error:
-        raise DataError(f"the folder {folder} cannot be read: {error.strerror}") from error
-    identity = (status.st_dev, status.st_ino)
-    if identity in above:
-        skipped.append(Skipped(folder, "a link to a folder that contains it"))
-        return
-    paths = [folder / name for name in names]
-    yield [path for path in paths if not os.path.isdir(path)]
-    for path in paths:
-        if os.path.isdir(path):
-            yield from _walk(path, above | {identity}, skipped)
+        return entry.is_dir()
+    except OSError:
+        return False
 
 
 def _references(media: list[Path]) -> dict[str, Path]:

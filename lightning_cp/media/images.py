@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from PIL import Image, ImageCms, ImageOps
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import open_regular
 from lightning_cp.media.failures import failures_of
 
 Color = tuple[int, int, int]
@@ -23,9 +26,12 @@ WHITE: Color = (255, 255, 255)
 _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
 
 
-def open_image(file: str | Path) -> Image.Image:
+@contextmanager
+def open_image(file: str | Path) -> Iterator[Image.Image]:
     """Open an image of a usual format. Raises: UnidentifiedImageError, OSError: it is none, or cannot be read."""
-    return Image.open(file, formats=[name for name in _FORMATS if name in _installed()])
+    formats = [name for name in _FORMATS if name in _installed()]
+    with open_regular(file) as opened, Image.open(opened, formats=formats) as image:
+        yield image
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
+from lightning_cp.files import parse_json
 from lightning_cp.media.text import is_unicode
 
 
@@ -48,18 +48,19 @@ class Row:
             texts = [self._text("caption", self.values["caption"])] if self.given("caption") else []
         return tuple(text.strip() for text in texts if text.strip())
 
-    def integer(self, name: str, *, least: int) -> int | None:
-        """Return a whole number of at least `least`; None if not given."""
+    def integer(self, name: str, *, least: int, most: int | None = None) -> int | None:
+        """Return a whole number from `least` to `most`; None if not given."""
         if name not in self.values:
             return None
         expected = "a positive whole number" if least == 1 else f"a whole number of at least {least}"
+        expected += "" if most is None else f" and at most {most}"
         value = self.values[name]
         if isinstance(value, str):
             try:
                 value = int(value)
             except ValueError:
                 raise self._error(name, expected) from None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= (most or value):
             raise self._error(name, expected)
         return value
 
@@ -80,8 +81,8 @@ class Row:
         value = self.values[name]
         if isinstance(value, str):  # a cell of a CSV file
             try:
-                value = json.loads(value)
-            except (ValueError, RecursionError):
+                value = parse_json(value)
+            except ValueError:
                 value = None
         if not isinstance(value, list):
             raise self._error(name, 'a JSON list of texts, such as ["a cat", "a small cat"]')

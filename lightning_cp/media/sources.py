@@ -30,7 +30,8 @@ def find_sources(
     """Find the images and videos of a folder or table, with their captions.
 
     Folder: all images and videos in it and below it, without hidden files. The captions of `a/b.mp4` are the non-empty
-    lines of `a/b.txt`, and `a/b.reference.png` is its reference. Links to folders are followed.
+    lines of `a/b.txt`, and `a/b.reference.png` is its reference. Links to folders are followed, but each
+    folder is read once.
 
     Table: a `.csv` file with a header, or a `.jsonl` file with one object per line. Columns or keys: `file`, relative
     to the table's folder; `caption`, or `captions`, a JSON list; optional `repeats`, `reference`, and the range of a

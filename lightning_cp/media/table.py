@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lightning_cp.errors import DataError
+from lightning_cp.files import parse_json
+from lightning_cp.media.limits import REPEATS
 from lightning_cp.media.row import Row
 from lightning_cp.media.source import (
     ONE_REFERENCE,
@@ -66,7 +67,7 @@ def _entry(folder: Path, row: Row) -> Entry:
         raise DataError(f"{row.where}: reference={reference.name} must be an image")
     name = Path(os.path.relpath(file, folder)).as_posix()
     id = clip_id(name, start_s, end_s) if frame_range is None else f"{name}#frame{frame_range[0]}+{frame_range[1]}"
-    repeats = row.integer("repeats", least=1)
+    repeats = row.integer("repeats", least=1, most=REPEATS)
     source = Source(
         id=id,
         file=file,
@@ -130,8 +131,8 @@ def _jsonl_rows(table: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             continue
         where = f"{table}, line {line}"
         try:
-            row = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            row = parse_json(text)
+        except ValueError as error:
             raise DataError(f'{where}: not valid JSON ({error}); expected {{"file": …, "caption": …}}') from error
         if not isinstance(row, dict):
             raise DataError(f'{where}: expected an object {{"file": …, "caption": …}}, got {type(row).__name__}')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_cp.errors import DataError
+from lightning_cp.files import read_regular
 
 
 def read_text(file: Path) -> str:
@@ -13,7 +14,7 @@ def read_text(file: Path) -> str:
     Raises: DataError: the file cannot be read or is not UTF-8.
     """
     try:
-        return file.read_bytes().decode("utf-8-sig")
+        return read_regular(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}): "

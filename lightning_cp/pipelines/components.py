@@ -52,7 +52,7 @@ def load_pipeline(
             "from diffusers and transformers only. Or read the code, load the pipeline in your script with "
             "trust_remote_code=True, and call parallelize_pipeline on it"
         ) from error
-    except OSError as error:
+    except (OSError, RecursionError) as error:
         raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 
 from lightning_cp.errors import MediaError
+from lightning_cp.files import open_regular
 from lightning_cp.media import Source
 
 State = tuple[tuple[int, int, int], ...]  # inode, size and time of change of each file of a source
@@ -35,7 +36,7 @@ class FileHashes:
             known = self._known.get(file)
             if known is None or known[0] != state:
                 try:
-                    with file.open("rb") as opened:
+                    with open_regular(file) as opened:
                         known = state, hashlib.file_digest(opened, "sha256").hexdigest()
                 except OSError as error:
                     raise MediaError(f"{file}: cannot be read: {error.strerror or error}") from error

@@ -13,20 +13,20 @@ import torch
 
 from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
+from lightning_cp.files import new_file
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
 from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
 from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
-from lightning_cp.precompute.loading import Loader, caption_fields, check_unchanged
+from lightning_cp.precompute.loading import Loader, caption_fields
 from lightning_cp.precompute.ranks import EncodingRanks, Report
 from lightning_cp.precompute.seen_texts import encode_seen_captions
 from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of
 from lightning_cp.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.precompute.usable import SHEET, check_none_skipped, check_output, usable
-from lightning_cp.safe_files import new_file
 from lightning_cp.vae import parallelize_vae
 
 SKIPPED = "skipped.jsonl"
@@ -191,7 +191,7 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
             index = replace(index, empty_caption=None)
         with _disk_errors(run.output):
             made.append(prepare_cache(run.output, index))
-        _check_stored(made[0], sources, run.output, family)
+            _update_stored(made[0], sources, run.output, family)
 
     try:
         run.ranks.on_first(prepare)
@@ -219,17 +219,17 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def _check_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path, family: Family) -> None:
-    """Raise CacheError if the cache has samples that are not in the data, or that have other captions now."""
-    wanted = {source.id: source for source in sources}
-    others = [row.id for row in prepared.contents.media if row.id not in wanted]
+def _update_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path, family: Family) -> None:
+    """Store the captions and repeats that stored samples have now. Raises: CacheError: one is not in the data."""
+    wanted, stored = {source.id: source for source in sources}, prepared.contents.media
+    others = [row.id for row in stored if row.id not in wanted]
     if others:
         raise CacheError(
             f"{output} has {len(others)} samples that are no longer in the data, such as {others[0]}: delete the "
             "cache, or choose another output"
         )
-    for row in prepared.contents.media:
-        check_unchanged(row, caption_fields(wanted[row.id], row.source_hash, family), output)
+    now = {row.id: replace(row, **caption_fields(wanted[row.id], row.source_hash, family)) for row in stored}
+    prepared.replace_rows({row.id: now[row.id] for row in stored if now[row.id] != row})
 
 
 def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:

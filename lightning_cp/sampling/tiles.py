@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file, writing
 
 
 def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
@@ -44,5 +44,6 @@ def write_png(picture: Tensor, path: Path) -> None:
     """Write a picture [height, width, 3 or 4], uint8, as a PNG."""
     from PIL import Image  # a dependency of diffusers
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(picture.numpy()).save(new_file(path))
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.numpy()).save(new_file(path))

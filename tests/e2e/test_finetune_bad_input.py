@@ -168,3 +168,23 @@ def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
 )
 def test_settings_that_contradict(flux: Path, overrides: tuple[str, ...], message: str) -> None:
     assert message in error_of(_tune(flux, "settings", *overrides))
+
+
+@pytest.mark.full
+def test_a_cache_with_other_facts(flux: Path) -> None:
+    latents = Path(shutil.copytree(flux / "latents", flux / "other_facts"))
+    index = json.loads((latents / "index.json").read_text())
+    index["facts"]["scaling_factor"] = 0
+    (latents / "index.json").write_text(json.dumps(index))
+    error = error_of(_tune(flux, "facts", *RANKS, f"data.path={latents}"))
+    assert f"data.path={latents} has scaling_factor=0, but the VAE of model.pretrained={flux / 'pipe'} has" in error
+
+
+@pytest.mark.full
+def test_a_pipeline_of_an_unknown_class(flux: Path) -> None:
+    pipe = _copied(flux, "unknown_class")
+    index = json.loads((pipe / "model_index.json").read_text())
+    (pipe / "model_index.json").write_text(json.dumps({**index, "_class_name": "NoSuchPipeline"}))
+    error = error_of(_tune(flux, "unknown", *RANKS, pipe=pipe))
+    assert f"model.pretrained={pipe} cannot be loaded: " in error
+    assert "NoSuchPipeline" in error

@@ -76,8 +76,8 @@ def test_pictures_under_torchrun_and_refusals_of_what_changed(tmp_path: Path) ->
     assert ran(*own, folder=tmp_path / "run2").exit_code == 0
     assert contents(tmp_path / "own") == first
     (data / "p1.txt").write_text("new")
-    refused = ran(*own, folder=tmp_path / "run3")
-    assert "p1.png: its captions changed since it was stored" in error_of(refused)
+    assert ran(*own, folder=tmp_path / "run3").exit_code == 0  # a caption may change
+    assert contents(tmp_path / "own") != first
     pictures(data, 5)
     assert "max_upscale" in error_of(ran(*own, "precompute.max_upscale=2", folder=tmp_path / "run5"))
 

@@ -10,10 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from lightning_cp.app.sampling.album import Album
+from lightning_cp.app.training.loop import StepReport
+from lightning_cp.app.training.records import MetricsFile
 from lightning_cp.checkpoint import latest_checkpoint
+from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.launch.rank import was_raised_for_the_user
+from lightning_cp.sampling.tiles import write_png
 from tests.harness import warm
 
 SAVES = {"full": save_checkpoint, "distributed": save_shards}
@@ -63,3 +70,44 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("format", SAVES)
 def test_a_full_disk(small_disk: Path, format: str) -> None:
     saves_until_full(small_disk / "checkpoints", format)
+
+
+def _fills(name: str, folder: Path) -> None:
+    """Write more than 1 MiB as each part of a run does."""
+    noise = torch.randint(0, 256, (1024, 1024, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    if name == "metrics.csv":
+        with MetricsFile(folder / name) as metrics:
+            for step in range(60_000):
+                metrics.watch(StepReport(step, 0.25, 1e-3, 1.0, 0.1, 64.0))
+    elif name == "sheet.png":
+        write_png(noise, folder / name)
+    elif name == "0000":
+        Album(folder).add(0, noise)
+    elif name == "card.md":
+        with atomic_file(folder / name) as scratch:
+            scratch.write_text("x" * (3 << 20))
+    else:
+        with atomic_folder(folder / name) as scratch:
+            save_file({"x": noise}, scratch / "x.safetensors")
+
+
+def each_write_names_its_path(folder: Path) -> None:
+    for name in ("metrics.csv", "sheet.png", "0000", "card.md", "export"):
+        with pytest.raises(OSError, match=rf"{folder / name}\S* could not be written: .*too large") as error:
+            _fills(name, folder)
+        assert was_raised_for_the_user(error.value)
+    for format in SAVES:
+        with pytest.raises(OSError, match=rf"{folder}/\S*00000002\S* could not be written.*arlier checkpoints"):
+            SAVES[format](folder, checkpoint(2, 4096))
+
+
+_EACH = (
+    "import resource, sys; from pathlib import Path\n"
+    "from tests.faults.test_full_disk import each_write_names_its_path\n"
+    "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); each_write_names_its_path(Path(sys.argv[1]))"
+)
+
+
+def test_each_write_names_its_path(tmp_path: Path) -> None:
+    ended = warm.run([sys.executable, "-c", _EACH, str(tmp_path)], timeout=120)
+    assert ended.returncode == 0, ended.stderr[-3000:]

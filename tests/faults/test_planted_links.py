@@ -16,10 +16,10 @@ from lightning_cp.app.sampling.media import write_sample
 from lightning_cp.app.training.records import MetricsFile
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.errors import CacheError
+from lightning_cp.files import PRIVATE, make_private, new_file, no_link
 from lightning_cp.latent_cache.index import write_json
 from lightning_cp.latent_cache.locks import lock_file
 from lightning_cp.latent_cache.shards import write_shard
-from lightning_cp.safe_files import PRIVATE, make_private, new_file, no_link
 from lightning_cp.sampling.tiles import write_png
 
 

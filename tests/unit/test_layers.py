@@ -11,7 +11,7 @@ LAYERS = (
     {
         "errors",
         "job_secret",
-        "safe_files",
+        "files",
         "config",
         "rules",
         "shares",

@@ -14,9 +14,9 @@ from lightning_cp.app.runs.card_sections import add_section
 from lightning_cp.app.runs.outcome import read_rows
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
+from lightning_cp.files import PRIVATE, new_file
 from lightning_cp.launch.job import Failure, FailureKind, Job, Result
 from lightning_cp.launch.local import LocalLauncher
-from lightning_cp.safe_files import PRIVATE, new_file
 
 STEPS = 20
 FILE, FOLDER = "certificate.json", "one_process"  # in the run's folder; the second one is removed

@@ -11,7 +11,7 @@ from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.safe_files import PRIVATE, make_private, new_file
+from lightning_cp.files import PRIVATE, make_private, new_file
 
 _FOLDER = ".outcomes"  # subfolder of the sweep's folder; no other file there is changed
 

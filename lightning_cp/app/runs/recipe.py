@@ -24,13 +24,14 @@ from lightning_cp.app.settings.finetune import check_groups, is_finetuning
 from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
+from lightning_cp.app.terminal import print_error, printable
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
+from lightning_cp.files import make_private, new_file
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
 from lightning_cp.launch.machine import Machine
 from lightning_cp.launch.scratch import temporary_folder
-from lightning_cp.safe_files import make_private, new_file
 
 _REFUSED_EXIT_CODE = 2
 _failed: set[Path] = set()  # sweep folders in which a job failed in this process
@@ -137,18 +138,26 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
         else:
             remove_partials(Path(run.config.output_root))
             if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
-                print(f"SLURM restarted this job: it resumes from {run.config.resume}", flush=True)
+                print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, new_file(hydra_dir / sweep.RESOLVED))
         make_private(hydra_dir)  # Hydra has written its files there
         threads = threads_per_rank(run.world, Machine.this())
         resolved, logs = hydra_dir / sweep.RESOLVED, run_dir / "logs"
         job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
+        if is_first(env):
+            _forget_encoded(run.config)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
         result = launcher.launch(job)
         if run.config.get("certify") and result.failure is None and is_first(env):
             result = certify(config, run.config, job, lambda alone: check(alone, Machine.this(), None))
         return _requeue_if_timed_out(result) if is_first(env) else result
+
+
+def _forget_encoded(config: DictConfig) -> None:
+    """Delete the mark of an earlier run in this folder that its media are encoded: the ranks wait for a new one."""
+    if OmegaConf.select(config, "data.kind") == "folder":
+        (Path(config.run_dir) / "latents" / "complete.json").unlink(missing_ok=True)
 
 
 def _after_rank_zero_reported(result: Result, env: LauncherEnv | None) -> Result:
@@ -190,9 +199,9 @@ def report(result: Result, run_dir: str) -> int:
     if sys.stdout.isatty():
         sys.stdout.write(_SHOW_CURSOR)  # an interrupted progress bar leaves the cursor hidden
     sys.stdout.flush()
-    print(f"error: {failure.describe()}", file=sys.stderr)
+    print_error(failure.describe())
     if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
-        print(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}", file=sys.stderr)
+        print(printable(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}"), file=sys.stderr)
     return failure.exit_code
 
 

@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from typing_extensions import override
 
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.terminal import print_error
 from lightning_cp.launch.external import is_first, launcher_env
 
 LOCK = ".lock"  # lock file in a run folder; its text names the process that holds it
@@ -72,7 +73,7 @@ def _create(config: DictConfig, kind: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        print(f"error: {not_writable(key, folder, error)}", file=sys.stderr)
+        print_error(not_writable(key, folder, error))
         raise SystemExit(_REFUSED_EXIT_CODE) from None
 
 
@@ -217,7 +218,7 @@ def _choose_folder(config: DictConfig, kind: str) -> None:
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
     except SettingsError as error:
         if is_rank_zero or _only_this_rank_failed():
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
         raise SystemExit(_REFUSED_EXIT_CODE) from None
     if is_new:
         config.hydra[kind].dir = str(folder)

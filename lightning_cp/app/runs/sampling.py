@@ -3,7 +3,6 @@
 Imports neither torch nor diffusers.
 """
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from lightning_cp.app.settings.table import SettingsError, check_values, read, s
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.errors import MediaError
+from lightning_cp.files import read_json
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
@@ -199,7 +199,7 @@ def _pipeline_class(source: str) -> str | None:
     if index is None:
         return None
     try:
-        kind = json.loads(index.read_text(encoding="utf-8")).get("_class_name")
+        kind = read_json(index).get("_class_name")
     except ValueError as error:
-        raise SettingsError(f"source={source}: {index} is not valid JSON: {error}") from error
+        raise SettingsError(f"source={source}: {error}") from error
     return kind if isinstance(kind, str) else None  # a custom pipeline class is stored as a list

@@ -9,7 +9,6 @@ import csv
 import math
 import os
 import statistics
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -21,16 +20,16 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 from rich.table import Table
 from typing_extensions import override
 
 from lightning_cp.app.runs import slurm
 from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes, read_rows
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.terminal import console, print_error, printable, rich_text
+from lightning_cp.files import PRIVATE, new_file
 from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
-from lightning_cp.safe_files import PRIVATE, new_file
 
 RESOLVED = "resolved.yaml"  # in the run's .hydra folder: the fully resolved configuration
 _LAST_ROWS = 25  # the objective is the mean loss of these last rows of metrics.csv
@@ -108,7 +107,7 @@ def summarise(sweep: Path) -> int:
     """Write `sweep.csv` and `sweep.png`, and print a table. Returns: exit code, 1 if a job failed or none was found."""
     outcomes = read_outcomes(sweep)
     if not outcomes:
-        print(f"error: no job of the sweep has an outcome in {sweep}", file=sys.stderr)
+        print_error(f"no job of the sweep has an outcome in {sweep}")
         return 1
     with new_file(sweep / "sweep.csv", mode=PRIVATE).open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -119,11 +118,11 @@ def summarise(sweep: Path) -> int:
     drawn = any(outcome.steps for outcome in outcomes)
     if drawn:
         draw_sweep(outcomes, sweep / "sweep.png")
-    Console(width=None if Console().is_terminal else 160).print(_table(outcomes))
+    console(width=160).print(_table(outcomes))
     failed = [outcome for outcome in outcomes if outcome.status is Status.FAILED]
     for outcome in failed:
-        print(f"job {outcome.job} failed: {outcome.message}")
-    print(f"{sweep}\n  sweep.csv{'  sweep.png' if drawn else ''}", flush=True)
+        print(printable(f"job {outcome.job} failed: {outcome.message}"))
+    print(printable(f"{sweep}\n  sweep.csv{'  sweep.png' if drawn else ''}"), flush=True)
     return 1 if failed else 0
 
 
@@ -138,7 +137,7 @@ class SweepSummary(Callback):
         try:
             slurm.check_sweep(config)
         except SettingsError as error:
-            print(f"error: {error}", file=sys.stderr)
+            print_error(error)
             raise SystemExit(2) from None
 
     @override
@@ -227,7 +226,7 @@ def _table(outcomes: list[Outcome]) -> Table:
     for outcome, settings in zip(outcomes, differing(outcomes), strict=True):
         table.add_row(
             str(outcome.job),
-            settings,
+            rich_text(settings),
             _degrees_text(outcome),
             f"[{colours[outcome.status]}]{outcome.status}",
             str(outcome.steps),

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from lightning_cp.app.sampling.media import frames_of, is_sound, write_sample
+from lightning_cp.app.sampling.media import frames_of, is_sound, keep_arrays, write_sample
+from lightning_cp.errors import MediaError
+from lightning_cp.files import writing
 from lightning_cp.pipelines.results import ClipWithSound
 from lightning_cp.sampling.tiles import tile, write_png
 
@@ -32,11 +34,22 @@ class Album:
     fps: int = 16
     rate_hz: int = 44100
     thumbnails: dict[int, Tensor] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
 
     def add(self, number: int, sample: Any) -> Path:
-        """Write a sample as `<number>.<suffix>`. Returns: path of the file. Raises: MediaError: see `write_sample`."""
+        """Write a sample as `<number>.<suffix>`. Returns: path of the file.
+
+        A sample that cannot be written is kept as NumPy arrays, so that no result is lost: `draw_sheet` raises later.
+        """
         stem = self.folder / f"{number:04d}"
-        path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
+        try:
+            path = write_sample(sample, stem, format=self.format, fps=self.fps, rate_hz=self.rate_hz)
+        except Exception as error:
+            path = stem.with_suffix(".npz")
+            with writing(path, "The samples before it are kept"):
+                keep_arrays(sample, path)
+            self.failures.append(f"sample {number} could not be written ({error}); its values are kept in {path}")
+            return path
         if not is_sound(sample):
             frames = sample.frames if isinstance(sample, ClipWithSound) else sample
             self.thumbnails[number] = thumbnail(frames_of(frames))
@@ -46,12 +59,17 @@ class Album:
         """Write one picture of all ranks' samples, sorted by number; a clip is a row of frames.
 
         Ranks: the whole world; the first rank writes. Returns: False if there is nothing to show (sounds only).
+        Raises: MediaError, on every rank: samples could not be written, and are kept as arrays.
         """
-        gathered: list[Any] = [self.thumbnails]
+        gathered: list[Any] = [(self.thumbnails, self.failures)]
         if dist.is_initialized():
             gathered = [None] * dist.get_world_size()
-            dist.all_gather_object(gathered, self.thumbnails)
-        pictures_by_number = {number: picture for thumbnails in gathered for number, picture in thumbnails.items()}
+            dist.all_gather_object(gathered, (self.thumbnails, self.failures))
+        failures = [text for _, some in gathered for text in some]
+        if failures:
+            more = f", and so are {len(failures) - 1} more" if len(failures) > 1 else ""
+            raise MediaError(f"{failures[0]}{more}. Read them with numpy.load")
+        pictures_by_number = {number: picture for thumbnails, _ in gathered for number, picture in thumbnails.items()}
         if not pictures_by_number or (dist.is_initialized() and dist.get_rank() != 0):
             return bool(pictures_by_number)
         pictures = _pad_to_one_size(

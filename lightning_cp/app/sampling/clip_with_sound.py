@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_cp.app.sampling.formats import check_sound_format
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from lightning_cp.app.sampling.clip_with_sound import write_clip_with_sound
 from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.errors import MediaError
+from lightning_cp.files import new_file
 from lightning_cp.pipelines.results import ClipWithSound
-from lightning_cp.safe_files import new_file
 
 
 def frames_of(sample: Any) -> Tensor:
@@ -77,6 +77,16 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     check_format("mp4")  # without imageio, export_to_video falls back to OpenCV
     export_to_video([image.convert("RGB") for image in images], str(new_file(path)), fps=fps, macro_block_size=2)
     return path
+
+
+def keep_arrays(sample: Any, path: Path) -> None:
+    """Write the values of any sample as NumPy arrays (`.npz`), without a conversion that could fail."""
+    parts = (
+        {"frames": sample.frames, "sound": sample.sound} if isinstance(sample, ClipWithSound) else {"sample": sample}
+    )
+    arrays = {name: x.detach().float().cpu() if isinstance(x, Tensor) else x for name, x in parts.items()}
+    values: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
+    np.savez(path, **values)
 
 
 def _write_both(sample: ClipWithSound, stem: Path, format: str, fps: int) -> Path:

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file
 
 _MAX_COLUMNS = 12
 

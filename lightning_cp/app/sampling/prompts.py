@@ -16,11 +16,11 @@ from lightning_cp.app.runs.card_sections import add_section
 from lightning_cp.app.sampling.album import Album
 from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state
+from lightning_cp.files import new_file
 from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.media.images import open_image
-from lightning_cp.safe_files import new_file
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating

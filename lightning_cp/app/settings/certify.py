@@ -3,7 +3,6 @@
 Imports neither torch nor diffusers.
 """
 
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ from omegaconf import DictConfig
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.table import SettingsError, read, show
 from lightning_cp.app.settings.world import is_single
+from lightning_cp.files import open_regular, parse_json
 from lightning_cp.launch.machine import free_memory_bytes
 
 _BYTES = {"float32": 4, "bfloat16": 2}
@@ -65,9 +65,9 @@ def _sizes(folder: Path) -> Iterator[int]:
     """Yield the number of elements of each tensor in the safetensors files of a folder, from their headers."""
     for path in sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length)) if length <= _MAX_HEADER_BYTES else {}
+                header = parse_json(file.read(length)) if length <= _MAX_HEADER_BYTES else {}
             yield from (math.prod(x["shape"]) for name, x in header.items() if name != "__metadata__")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingsError(f"model.pretrained: {path} is damaged, or cannot be read: {error}") from None

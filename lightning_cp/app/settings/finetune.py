@@ -4,7 +4,6 @@ Imports neither torch nor diffusers.
 """
 
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.settings.prompts import check_prompts
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
 from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.files import read_json, read_regular
 from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
@@ -214,7 +214,7 @@ def _check_tokens(config: DictConfig) -> None:
     if ring * ulysses == 1 or read(config, "data.kind") != "latents":
         return
     path = Path(str(read(config, "data.path")))
-    counts = (int(x) for file in path.glob("rows-*-media.jsonl") for x in _TOKENS.findall(file.read_bytes()))
+    counts = (int(x) for file in path.glob("rows-*-media.jsonl") for x in _TOKENS.findall(read_regular(file)))
     fewest = min(counts, default=ring * ulysses)
     if fewest < ring * ulysses:
         raise SettingsError(
@@ -238,9 +238,6 @@ def _check_encoding(config: DictConfig) -> None:
 
 def _read(path: Path, key: str) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{key}: {path} cannot be read: {error}") from None
-    if not isinstance(values, dict):
-        raise SettingsError(f"{key}: {path} must hold a JSON object")
-    return values
+        return read_json(path)
+    except ValueError as error:
+        raise SettingsError(f"{key}: {error}") from None

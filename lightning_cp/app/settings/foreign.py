@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.settings.renamed import replace_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values
+from lightning_cp.files import open_regular
 
 # Classes that a configuration may name without trust=true. Full names only: a prefix such as `lightning_cp.` would
 # allow functions that run a file or a command.
@@ -115,7 +116,7 @@ def _load(path: Path) -> dict[str, Any]:
     try:
         if not path.is_file():
             raise SettingsError(f"{path} is not a file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             data = file.read(_MAX_BYTES + 1)
         if len(data) > _MAX_BYTES:
             raise SettingsError(f"{path} is too large for the configuration of a run: more than {_MAX_BYTES} bytes")

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.world import shards_weights
+from lightning_cp.app.terminal import printable
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
 from lightning_cp.app.training.run import Run, open_run_folder
@@ -145,7 +146,7 @@ class TrainingSetup(ABC):
         if self.config.resume is not None:
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:
-                print(f"Resuming after step {state.step} from {self.config.resume}", flush=True)
+                print(printable(f"Resuming after step {state.step} from {self.config.resume}"), flush=True)
         logger = self._logger() if ranks.is_global_zero else None
         return Run(ranks, state, tuning, folder, data_shard, request, logger)
 

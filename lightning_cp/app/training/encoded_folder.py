@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.terminal import printable
 from lightning_cp.errors import DataError
 from lightning_cp.launch.external import launcher_env
 
@@ -65,5 +66,5 @@ def encoded_folder(config: DictConfig) -> Path:
         progress=config.progress,
     )
     for skipped in result.skipped[:10]:
-        print(f"skipped: {skipped.reason}", flush=True)
+        print(f"skipped: {printable(skipped.reason, keep='')}", flush=True)
     return folder

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,14 +25,15 @@ from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import on_rank_zero
 from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
+from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
-from lightning_cp.finetune.fits import check_fits
+from lightning_cp.finetune.fits import check_cache, check_fits
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.validation import HeldOutData
-from lightning_cp.finetune.weight_files import local_pipeline, read_json
+from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.objectives import Objective, objective_for
@@ -63,7 +65,7 @@ class FineTune(TrainingSetup):
         _check_family(config, family)
         _check_dropout(config, family)
         check_made_by(cache.folder, cache.index.settings, config.model.pretrained)
-        _check_parts(config, cache)
+        _check_parts(config, cache, family)
         _check_validation(config, cache)
         objective = _objective(config, family)
         # context-parallel blocks are compiled for each length of the text: let there be few
@@ -186,10 +188,11 @@ def _check_family(config: DictConfig, family: Family) -> None:
 
     try:
         name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
-    except (OSError, KeyError) as error:
+        kind = getattr(diffusers, name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise FamilyError(f"model.pretrained={config.model.pretrained} cannot be loaded: {reason}") from None
-    expected = family_class(getattr(diffusers, name)).name
+    expected = family_class(kind).name
     if expected != family.name:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
@@ -206,12 +209,14 @@ def _check_dropout(config: DictConfig, family: Family) -> None:
         )
 
 
-def _check_parts(config: DictConfig, cache: LatentCache) -> None:
+def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None:
     """Raise FamilyError if the transformer does not take what the encoders have made."""
     source, component = config.model.pretrained, config.model.component
     folder = local_pipeline(source, component, setting="model.pretrained")
     settings = read_json(folder / component / "config.json")
     check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
+    vae = Path(source) / "vae" / "config.json"
+    check_cache(cache.folder, family, cache.sample(0), source, read_json(vae) if vae.exists() else {})
 
 
 def _check_validation(config: DictConfig, cache: LatentCache) -> None:

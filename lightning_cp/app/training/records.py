@@ -15,7 +15,7 @@ from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
-from lightning_cp.safe_files import new_file, no_link
+from lightning_cp.files import new_file, no_link, writing
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
 
@@ -43,8 +43,9 @@ class MetricsFile(Watcher):
     @override
     def watch(self, report: StepReport) -> None:
         if self._first or report.step % self._every == 0:
-            self._writer.writerow(_cells(report))
-            self._file.flush()
+            with writing(self._file.name, "Its earlier rows and the checkpoints are kept"):
+                self._writer.writerow(_cells(report))
+                self._file.flush()
         self._first = False
 
     def __enter__(self) -> Self:
@@ -53,7 +54,8 @@ class MetricsFile(Watcher):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
+        with writing(self._file.name, "Its earlier rows and the checkpoints are kept"):
+            self._file.close()
 
 
 class LoggedMetrics(Watcher):

@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import profile
 
 from lightning_cp.comm.tracing import traced
-from lightning_cp.safe_files import new_file
+from lightning_cp.files import new_file
 
 
 @dataclass

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.recipe import CheckedRun, check_config
+from lightning_cp.app.runs.recipe import CheckedRun, _forget_encoded, check_config
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.launch import Machine
 
@@ -198,3 +199,16 @@ def test_a_missing_package_is_named(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == package else find(name, *rest))
     with pytest.raises(SettingsError, match=re.escape(message)):
         check(here, given)
+
+
+@pytest.mark.parametrize(("kind", "stays"), [("folder", False), ("latents", True)])
+def test_the_mark_of_an_earlier_encoding_is_deleted_before_ranks_wait_for_it(
+    tmp_path: Path, kind: str, stays: bool
+) -> None:
+    mark = tmp_path / "latents" / "complete.json"
+    mark.parent.mkdir()
+    for _ in range(2):
+        mark.write_text("{}")
+        _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path), "data": {"kind": kind}}))
+        assert mark.exists() == stays
+    _forget_encoded(OmegaConf.create({"run_dir": str(tmp_path)}))

@@ -12,8 +12,10 @@ import torch
 from PIL import Image
 
 from lightning_cp.app.sampling.album import Album
+from lightning_cp.app.sampling.formats import check_clip_format
 from lightning_cp.app.sampling.media import frames_of, write_sample
 from lightning_cp.errors import MediaError
+from lightning_cp.pipelines.results import ClipWithSound
 
 PICTURE = torch.linspace(0, 1, 5 * 7 * 3).view(5, 7, 3)
 CLIP = torch.stack([PICTURE * weight for weight in (0.2, 0.6, 1.0)])
@@ -98,3 +100,26 @@ def test_an_album_has_a_sheet_of_its_samples_in_order(tmp_path: Path) -> None:
     sounds = Album(tmp_path)
     sounds.add(0, torch.zeros(1, 9))
     assert not sounds.draw_sheet(tmp_path / "none.png")
+
+
+def test_a_sample_that_cannot_be_written_is_kept(tmp_path: Path) -> None:
+    album = Album(tmp_path, format="png")
+    clip = torch.rand(3, 4, 4, 3)
+    album.add(0, torch.rand(4, 4, 3))
+    album.add(1, clip)
+    album.add(2, ClipWithSound(clip, torch.zeros(1, 8), 8000))
+    with pytest.raises(MediaError, match=r"sample 1 could not be written \(format=png .*0001\.npz, and so are 1 more"):
+        album.draw_sheet(tmp_path / "sheet.png")
+    assert (tmp_path / "0000.png").is_file()
+    assert (np.load(tmp_path / "0001.npz")["sample"] == clip.numpy()).all()
+    assert set(np.load(tmp_path / "0002.npz")) == {"frames", "sound"}
+
+
+def test_a_format_is_checked_before_sampling() -> None:
+    def call(prompt: str, num_frames: int = 81) -> None: ...
+
+    with pytest.raises(MediaError, match=r"format=png holds one picture, .* num_frames=81: use gif"):
+        check_clip_format("png", call, {})
+    check_clip_format("png", call, {"num_frames": 1})
+    check_clip_format("auto", call, {})
+    check_clip_format("png", lambda prompt: None, {})

@@ -213,6 +213,8 @@ def test_quantised_weights_cannot_be_streamed(copy: Path) -> None:
     path = copy / "transformer" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "quanto"}}))
     assert "quantised weights, which cannot be sharded: use strategy=cp" in error(meta_transformer, copy)
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": {"quant_method": "unknown"}}))
+    assert "transformer has a quantization_config, and cannot be loaded: " in error(load_transformer, copy)
 
 
 def test_streaming_into_another_model_is_refused(wan: Path) -> None:

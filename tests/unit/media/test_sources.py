@@ -67,7 +67,7 @@ def test_a_folder(folder: Path) -> None:
         Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",)),
     )
     assert set(found.skipped) == {
-        Skipped(folder / "a" / "loop", "a link to a folder that contains it"),
+        Skipped(folder / "a" / "loop", f"a link to a folder that is read already, as {folder}"),
         Skipped(folder / "gone.png", "a link to a file that does not exist"),
         Skipped(folder / "meta.csv", "a table: give its path instead of the folder's to use it"),
         Skipped(folder / "notes.md", "files with the suffix .md are not used"),
@@ -133,15 +133,15 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, monkeypatch: py
     """Root may read everything, so the operating system's refusal is simulated."""
     picture(tmp_path / "a.png")
     (tmp_path / "inner").mkdir()
-    read_bytes, listdir = Path.read_bytes, os.listdir
+    opened, listed = os.open, os.scandir
 
-    def deny(path: Any, call: Any) -> Any:
+    def deny(path: Any, call: Any, *more: Any) -> Any:
         if Path(path).name == name:
             raise PermissionError(13, "Permission denied", str(path))
-        return call(path)
+        return call(path, *more)
 
-    monkeypatch.setattr(Path, "read_bytes", lambda path: deny(path, read_bytes))
-    monkeypatch.setattr(os, "listdir", lambda path: deny(path, listdir))
+    monkeypatch.setattr(os, "open", lambda path, flags, *more: deny(path, opened, flags, *more))
+    monkeypatch.setattr(os, "scandir", lambda path: deny(path, listed))
     with pytest.raises(DataError, match=f"{name} cannot be read: Permission denied"):
         find_sources(tmp_path)
 

@@ -1,0 +1,13 @@
+"""Limits of what a small file can claim. Each is checked before memory is allocated for the claim.
+
+Pictures have the limit of Pillow against decompression bombs: `2 * PIL.Image.MAX_IMAGE_PIXELS`, 179 million pixels.
+"""
+
+FRAME_PIXELS = 1 << 26
+"""Pixels of a video's frame, as stored and as shown: 8192 x 8192. The decoder keeps about one frame per thread."""
+BYTES_PER_CLIP = 8
+"""Fewest bytes of a video for each clip that is cut from it: more clips than that need a forged duration."""
+REPEATS = 10_000
+"""Most repeats of one row: an epoch has an index of all its items in memory."""
+EPOCH_ITEMS = 1_000_000_000
+"""Most items of an epoch, with all repeats."""

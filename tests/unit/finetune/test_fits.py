@@ -1,0 +1,83 @@
+"""A cache or LoRA with values that the pipeline cannot train with is refused by name, before training."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lightning_cp.errors import FamilyError
+from lightning_cp.families import load_family
+from lightning_cp.finetune.fits import check_cache
+from lightning_cp.finetune.lora_file import read_lora
+
+FACTS: dict[str, Any] = {
+    "pixels": 16,
+    "shift_factor": 0.5,
+    "scaling_factor": 0.25,
+    "guidance_embeds": True,
+    "text_length": 8,
+    "shift": 3.0,
+}
+SAMPLE = {"latents": torch.ones(4, 2, 2), "prompt_embeds": torch.ones(8, 6), "pooled_embeds": torch.ones(6)}
+VAE = {"scaling_factor": 0.25, "shift_factor": 0.5, "latent_channels": 4}
+
+
+def _check(facts: dict[str, Any], sample: dict[str, torch.Tensor], vae: dict[str, Any]) -> None:
+    check_cache(Path("cache"), load_family("flux", {**FACTS, **facts}), {**SAMPLE, **sample}, "pipe", vae)
+
+
+def test_facts_and_dtypes_that_fit_pass() -> None:
+    _check({}, {}, VAE)
+    _check({}, {"latents": torch.ones(4, 2, 2, dtype=torch.bfloat16), "source": torch.ones(1, dtype=torch.int64)}, {})
+
+
+@pytest.mark.parametrize(
+    ("facts", "sample", "vae", "message"),
+    [
+        (
+            {"scaling_factor": 0},
+            {},
+            VAE,
+            r"data\.path=cache has scaling_factor=0, but the VAE of .*scaling_factor=0\.25",
+        ),
+        ({"shift_factor": 0.1}, {}, VAE, r"has shift_factor=0\.1, but .* has shift_factor=0\.5: encode the data"),
+        ({"scaling_factor": 0}, {}, {}, "has scaling_factor=0, which must be positive"),
+        ({"scaling_factor": math.inf}, {}, {}, "has scaling_factor=inf, which must be positive"),
+        ({"scaling_factor": "1"}, {}, {}, "has scaling_factor=1, which must be positive"),
+        (
+            {},
+            {"latents": torch.ones(4, 2, 2, dtype=torch.int64)},
+            VAE,
+            r"latents in torch\.int64, which must be a float",
+        ),
+        ({}, {"pooled_embeds": torch.ones(6, dtype=torch.bool)}, VAE, r"has pooled_embeds in torch\.bool"),
+    ],
+)
+def test_facts_and_dtypes_that_do_not_fit_are_named(
+    facts: dict[str, Any], sample: dict[str, torch.Tensor], vae: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FamilyError, match=message):
+        _check(facts, sample, vae)
+
+
+@pytest.mark.parametrize(
+    ("b", "metadata", "message"),
+    [
+        (torch.full((4, 2), math.nan), {}, r"its weight transformer\.x\.lora_B\.weight is not finite"),
+        (torch.ones(4, 2, dtype=torch.int64), {}, r"lora_B\.weight is in torch\.int64, not a float dtype"),
+        (torch.ones(4, 2), {"lora_adapter_metadata": "[" * 100_000}, "is damaged .*nested too deeply"),
+        (torch.ones(4, 2), {"lora_adapter_metadata": "[]"}, "metadata must hold a JSON object"),
+    ],
+)
+def test_a_lora_that_cannot_be_trained_is_named(
+    tmp_path: Path, b: torch.Tensor, metadata: dict[str, str], message: str
+) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file({"transformer.x.lora_A.weight": torch.ones(2, 4), "transformer.x.lora_B.weight": b}, file, metadata)
+    with pytest.raises(ValueError, match=message):
+        read_lora(file)
