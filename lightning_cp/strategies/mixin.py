@@ -28,6 +28,7 @@ from lightning_cp.strategies.late_weights import LateWeights
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import check_start_method, choose_start_method
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
+from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.strategy import ContextParallel
 
@@ -176,6 +177,20 @@ class ContextParallelMixin:
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
         return dataloader
 
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.
+
+        Args: group: process group to gather from instead; each of its ranks counts.
+        """
+        if self.context.groups is None or not is_world(group):
+            everyones: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+            return everyones
+        return gather_once(tensor, self.context.groups, differentiable=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (or, with `all=False`, any rank) decided for it; it may differ in a context group."""
+        return reduce_decision(decision, every=all, device=self._lightning.root_device)
+
     def _configure_launcher(self) -> None:
         world = self._planned_world
         if self._whole_world is not None:
@@ -199,7 +214,7 @@ class ContextParallelMixin:
         self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
-        self.context.set_up()
+        gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
