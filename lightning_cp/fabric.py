@@ -32,6 +32,12 @@ class _FabricMixin(ContextParallelMixin):
     _process_launcher = MultiProcessingLauncher
     _script_launcher = ScriptLauncher
 
+    @override
+    def _share_random_state(self) -> None:
+        """Give each context group the random states of its first rank, and each data group other ones."""
+        super()._share_random_state()
+        self._separate_random_states()
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> Any:  # dict or None; Lightning declares a dict

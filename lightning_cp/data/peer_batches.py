@@ -57,19 +57,14 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
         return reordered(loader, UnsizedBatches)
     if isinstance(source, _SAME_ON_ALL_RANKS):
         return loader
+    batches = _unwrapped(loader.batch_sampler)
+    if groups.data_size > 1 and isinstance(batches, GroupBatches):
+        # Data groups draw different numbers, but must divide the same batches.
+        return reordered(loader, lambda _: _divided(batches.order, groups, repeat=batches.repeat))
     if groups.data_size > 1 and not _is_divided(loader):
-        if divide and is_custom(_unwrapped(loader.batch_sampler)):
-            world, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
-
-            def share(order: Order) -> Order:
-                return GroupBatches(
-                    FirstRanksOrder(order, world, shares_states=False),
-                    groups.data_rank,
-                    groups.data_size,
-                    repeat=repeat,
-                )
-
-            return reordered(loader, share)
+        if divide and is_custom(batches):
+            repeat = loader.batch_sampler is batches
+            return reordered(loader, lambda order: _divided(order, groups, repeat=repeat))
         return reordered(
             loader, lambda order: DifferentOrders(_same_on_peers(order, groups), groups, length_or_none(loader.dataset))
         )
@@ -193,6 +188,12 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
         attributes["sampler"] = attributes["batch_sampler"].sampler
     return copied
+
+
+def _divided(order: Order, groups: MeshGroups, *, repeat: bool) -> GroupBatches:
+    """Divide the batches of the world's first rank over data groups. Args: repeat: see `GroupBatches`."""
+    order = FirstRanksOrder(order, dist.group.WORLD, shares_states=False)
+    return GroupBatches(order, groups.data_rank, groups.data_size, repeat=repeat)
 
 
 def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Order:

@@ -21,7 +21,7 @@ from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
 from lightning_cp.data.peer_batches import prepare_loader
-from lightning_cp.data.random_state import RandomStates, share_random_state
+from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.initial_weights import equal_initial_weights
 from lightning_cp.strategies.late_weights import LateWeights
@@ -264,6 +264,11 @@ class ContextParallelMixin:
         """Give each context group the random states of its first rank."""
         if self.context.groups is not None:
             share_random_state(self.context.groups)
+
+    def _separate_random_states(self) -> None:
+        """Let data groups draw different noise, also after `seed_everything`."""
+        if self.context.groups is not None:
+            separate_random_states(self.context.groups)
 
     @property
     def _planned_world(self) -> int:
