@@ -188,7 +188,7 @@ class ContextParallelMixin:
         return gather_once(tensor, self.context.groups, differentiable=sync_grads)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks (or, with `all=False`, any rank) decided for it; it may differ in a context group."""
+        """Return whether all ranks (with `all=False`: any rank) decided for it."""
         return reduce_decision(decision, every=all, device=self._lightning.root_device)
 
     def _configure_launcher(self) -> None:

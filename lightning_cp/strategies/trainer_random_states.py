@@ -17,9 +17,10 @@ _KEY = "lightning_cp_random_states"
 class KeepsRandomStates(ContextParallelMixin):
     """Save the random states of each data group with the optimizer states, and restore them when a fit resumes.
 
-    Data groups draw different numbers from the start of a fit or an evaluation: until then, user code may divide data at
-    random, with the seed that all ranks have. A checkpoint's states are set before the resumed fit begins. In a fit resumed within an epoch they are set again before the first
-    batch, because data loading also draws numbers: `training_step` then draws the same numbers as without the break.
+    Data groups draw different numbers from the start of a fit or an evaluation: until then, user code may divide data
+    at random, with the seed that all ranks have. A checkpoint's states are set before the resumed fit begins. In a fit
+    resumed within an epoch they are set again before the first batch, because data loading also draws numbers:
+    `training_step` then draws the same numbers as without the break.
     """
 
     _resumed: dict[str, Any] | None = None
