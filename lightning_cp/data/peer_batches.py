@@ -35,6 +35,11 @@ def is_custom(batch_sampler: object) -> bool:
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
 
 
+def is_on_all_ranks(order: object) -> bool:
+    """Return True for a sampler of lightning_cp, which has the same number of batches on all ranks."""
+    return isinstance(order, _SAME_ON_ALL_RANKS)
+
+
 def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool) -> DataLoader[Any]:
     """Return a loader that yields the same batches on all ranks of a context group.
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
+from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
@@ -67,6 +68,7 @@ class ContextParallelMixin:
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
+    _evaluates_together = False  # a forward without gradients has collectives of all ranks
 
     def __init__(
         self,
@@ -155,6 +157,8 @@ class ContextParallelMixin:
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
 
+        An iteration raises DataError on all ranks if data groups have different numbers of batches.
+
         Raises: ValueError: an iterable data set without `sharded_by_data_rank = True` (it must yield only this data
             rank's samples), or a DistributedSampler with replicas other than the data groups.
         """
@@ -175,7 +179,7 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return dataloader
+        return with_equal_batches(dataloader, self.data_rank, always=self._evaluates_together)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.
