@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +23,7 @@ from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
 from lightning_cp.strategies.notebook import MultiProcessingLauncher, ScriptLauncher
+from lightning_cp.strategies.sample_counts import is_world, sum_once
 
 
 class _FabricMixin(ContextParallelMixin):
@@ -31,11 +32,25 @@ class _FabricMixin(ContextParallelMixin):
     _process_launcher = MultiProcessingLauncher
     _script_launcher = ScriptLauncher
 
+    @override
+    def _share_random_state(self) -> None:
+        """Give each context group the random states of its first rank, and each data group other ones."""
+        super()._share_random_state()
+        self._separate_random_states()
+
     @property
     @override
     def distributed_sampler_kwargs(self) -> Any:  # dict or None; Lightning declares a dict
         """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
+
+    @override
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
+        reduced = super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        if not is_world(group) or not isinstance(reduced, Tensor):
+            return reduced
+        return sum_once(reduced, reduce_op, self.context.groups)
 
 
 class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):

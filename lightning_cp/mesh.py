@@ -216,12 +216,9 @@ def as_ring(
 
 
 def _build_groups(mesh: DeviceMesh) -> MeshGroups:
-    names = mesh.mesh_dim_names
-    assert names is not None, "ContextParallelConfig rejects a mesh without names"
+    names = _axis_names(mesh)
     ring, ulysses = mesh.size(names.index("ring")), mesh.size(names.index("ulysses"))
-    others = [axis for axis in range(mesh.ndim) if names[axis] not in ("ring", "ulysses")]
-    order = (*others, names.index("ring"), names.index("ulysses"))
-    ranks = mesh.mesh.permute(order).reshape(-1, ring * ulysses)
+    ranks = _context_ranks(mesh)
     coordinates = (ranks == dist.get_rank()).nonzero()
     if not len(coordinates):
         raise ValueError(
@@ -251,6 +248,25 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
         data_rank=data_rank,
         data_size=len(ranks),
     )
+
+
+def first_ranks(groups: MeshGroups) -> list[int]:
+    """Return the first rank of each context group, in data-rank order."""
+    ranks: list[int] = [0] if groups.mesh is None else _context_ranks(groups.mesh)[:, 0].tolist()
+    return ranks
+
+
+def _context_ranks(mesh: DeviceMesh) -> torch.Tensor:
+    """Return the ranks of each context group [data, ring * ulysses], ring-major."""
+    names = _axis_names(mesh)
+    inner = [names.index("ring"), names.index("ulysses")]
+    others = [axis for axis in range(mesh.ndim) if axis not in inner]
+    return mesh.mesh.permute(*others, *inner).reshape(-1, mesh.size(inner[0]) * mesh.size(inner[1]))
+
+
+def _axis_names(mesh: DeviceMesh) -> tuple[str, ...]:
+    assert mesh.mesh_dim_names is not None, "ContextParallelConfig rejects a mesh without names"
+    return mesh.mesh_dim_names
 
 
 def connect(*groups: dist.ProcessGroup | None) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import ThroughputMonitor, WeightAveraging
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -26,6 +26,7 @@ from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.initial_weights import share_initial_weights
+from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import keep_samplers
@@ -33,20 +34,39 @@ from lightning_cp.strategies.trainer_samplers import keep_samplers
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
+class _TrainerMixin(KeepsRandomStates):
+    """Common base of both strategies for the Trainer."""
+
+    _process_launcher = MultiProcessingLauncher
+    _script_launcher = ScriptLauncher
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
+        reduced = super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        if not is_world(group) or not isinstance(reduced, Tensor):
+            return reduced
+        return sum_once(reduced, reduce_op, self.context.groups)
+
+    def _adapt(self, trainer: Trainer) -> None:
+        """Adapt what divides data over ranks or counts ranks, in a Trainer: samplers and throughput monitors."""
+        self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
+        if self.context.groups is not None:
+            callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
+            monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]
+            measure_once((each for one in monitors for each in one._throughputs.values()), self.context.groups)
+
+
+class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
     """Context parallelism with DDP for the transformers of a LightningModule.
 
     Example: `Trainer(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
     """
 
-    _process_launcher = MultiProcessingLauncher
-    _script_launcher = ScriptLauncher
-
     @override
     def setup(self, trainer: Trainer) -> None:
         """Make the module's transformers context-parallel, then run Lightning's setup."""
         assert self.lightning_module is not None, "connected before"
-        self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
+        self._adapt(trainer)
         installed = self._wrap(self.lightning_module)
         with self._from_equal_weights(self.lightning_module):
             pass
@@ -74,14 +94,11 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
-class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_TrainerMixin, FSDPMixin, ModelParallelStrategy):
     """Context parallelism with FSDP2: weights are sharded over all ranks, block by block, after `configure_model`.
 
     Args: see `FSDPMixin`.
     """
-
-    _process_launcher = MultiProcessingLauncher
-    _script_launcher = ScriptLauncher
 
     @override
     @contextmanager
@@ -101,7 +118,7 @@ class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStr
         check_unchanged(ModelParallelStrategy.setup, TRAINER_SETUP)
         self.accelerator.setup(trainer)
         self._refuse_what_needs_whole_weights(trainer)
-        self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
+        self._adapt(trainer)
         if any(isinstance(inner, FullyShardedDataParallel) for inner in self.model.modules()):
             raise TypeError(
                 f"found modules wrapped in FullyShardedDataParallel: {type(self).__name__} only supports the new FSDP2 "

@@ -139,6 +139,13 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
     )
 
 
+def world_control() -> dist.ProcessGroup:
+    """Return a gloo group of all ranks, for messages between hosts only; build it at first use. Ranks: the world."""
+    simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
+    world = torch.arange(dist.get_world_size())
+    return cached("control", lambda: _new_groups(world, backend=None if simulated else "gloo"))
+
+
 def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:
     """Create a group for each row of `ranks` [..., n], and return this rank's."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.reshape(-1, ranks.shape[-1]).tolist(), backend=backend)  # type: ignore[no-untyped-call]

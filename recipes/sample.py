@@ -87,7 +87,7 @@ def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) 
         (data.channels, data.frames, data.height, data.width),
         settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
         num_classes=data.num_classes,
-        data_shard=DataShard(ranks.data_rank, ranks.data_size, ranks.sample.context_rank == 0),
+        data_shard=DataShard(ranks.data_rank, ranks.data_size),
         labels=torch.tensor(labels) if labels else None,
         between=bar.update,
     )

@@ -15,7 +15,8 @@ class GroupBatches(WrappedSampler):
     """Yield every `data_size`-th batch of a batch sampler, starting with batch `data_rank`.
 
     Use it for a custom batch sampler, such as one that groups samples by size. Each data group gets different batches
-    of the same epoch. All ranks must iterate over the same batches: give the sampler the same seed on all ranks.
+    of the same epoch. A loader that the strategy sets up divides the batches of the first rank of the world, on all
+    ranks. Elsewhere, give the sampler the same seed on all ranks.
 
     Args:
         batches: a batch sampler, or another iterable of batches.

@@ -35,6 +35,11 @@ def is_custom(batch_sampler: object) -> bool:
     return not isinstance(batch_sampler, known) and not hasattr(batch_sampler, "sampler")
 
 
+def is_on_all_ranks(order: object) -> bool:
+    """Return True for a sampler of lightning_cp, which has the same number of batches on all ranks."""
+    return isinstance(order, _SAME_ON_ALL_RANKS)
+
+
 def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool) -> DataLoader[Any]:
     """Return a loader that yields the same batches on all ranks of a context group.
 
@@ -57,19 +62,14 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
         return reordered(loader, UnsizedBatches)
     if isinstance(source, _SAME_ON_ALL_RANKS):
         return loader
+    batches = _unwrapped(loader.batch_sampler)
+    if groups.data_size > 1 and isinstance(batches, GroupBatches):
+        # Data groups draw different numbers, but must divide the same batches.
+        return reordered(loader, lambda _: _divided(batches.order, groups, repeat=batches.repeat))
     if groups.data_size > 1 and not _is_divided(loader):
-        if divide and is_custom(_unwrapped(loader.batch_sampler)):
-            world, repeat = dist.group.WORLD, loader.batch_sampler is _unwrapped(loader.batch_sampler)
-
-            def share(order: Order) -> Order:
-                return GroupBatches(
-                    FirstRanksOrder(order, world, shares_states=False),
-                    groups.data_rank,
-                    groups.data_size,
-                    repeat=repeat,
-                )
-
-            return reordered(loader, share)
+        if divide and is_custom(batches):
+            repeat = loader.batch_sampler is batches
+            return reordered(loader, lambda order: _divided(order, groups, repeat=repeat))
         return reordered(
             loader, lambda order: DifferentOrders(_same_on_peers(order, groups), groups, length_or_none(loader.dataset))
         )
@@ -193,6 +193,12 @@ def reordered(loader: DataLoader[Any], wrap: Callable[[Order], Order]) -> DataLo
     if loader.sampler is getattr(loader.batch_sampler, "sampler", None):
         attributes["sampler"] = attributes["batch_sampler"].sampler
     return copied
+
+
+def _divided(order: Order, groups: MeshGroups, *, repeat: bool) -> GroupBatches:
+    """Divide the batches of the world's first rank over data groups. Args: repeat: see `GroupBatches`."""
+    order = FirstRanksOrder(order, dist.group.WORLD, shares_states=False)
+    return GroupBatches(order, groups.data_rank, groups.data_size, repeat=repeat)
 
 
 def _with_order(batch_sampler: Any, wrap: Callable[[Order], Order]) -> Order:

@@ -1,13 +1,13 @@
 """Save, share and restore the global random states that user code draws from: torch, Python and NumPy.
 
-Ranks of a context group share a sample, so they must draw the same numbers. Data groups keep their own states.
+Ranks of a context group share a sample, so they must draw the same numbers. Data groups draw different ones.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.transfer import all_gather_ints
 from lightning_cp.mesh import MeshGroups
 
 State = dict[str, Any]
@@ -57,6 +58,25 @@ def share_random_state(groups: MeshGroups) -> None:
     set_random_state(_as_tensors(gathered[0]))
 
 
+def separate_random_states(groups: MeshGroups) -> None:
+    """Give data groups with equal states different ones: after `seed_everything`, they would draw the same noise.
+
+    Of groups with equal states, the first one keeps them, so a run with one group draws what it always drew. The others
+    are seeded with a hash of the state and their index. Each generator (torch, Python, NumPy) is compared separately.
+
+    Ranks: the whole world, after `share_random_state`.
+    """
+    if groups.data_size == 1:
+        return
+    state = get_random_state()
+    digests = {name: _digest(state[name]) >> 1 for name in _SEED}
+    gathered = all_gather_ints([groups.data_rank, *digests.values()], group=dist.group.WORLD)
+    earlier = [others for data_rank, *others in gathered if data_rank < groups.data_rank]
+    for i, (name, own) in enumerate(digests.items()):
+        if any(others[i] == own for others in earlier):
+            _SEED[name](_digest([own, groups.data_rank]))
+
+
 def random_states(data_rank: int, data_size: int) -> list[State]:
     """Gather the states of each data group's first rank, in data-rank order.
 
@@ -74,27 +94,33 @@ def random_states(data_rank: int, data_size: int) -> list[State]:
 def restore_random_states(states: Sequence[State], data_rank: int, data_size: int) -> None:
     """Restore the states of this rank's data group from the result of `random_states`.
 
-    If the number of data groups has changed and all saved states are equal, every group gets this state. If they
-    differ, each group is seeded with a hash of all saved states and its index, so that no group repeats the numbers of
-    another group or of the earlier run. If `states` is empty, nothing is done.
+    If the number of data groups has changed, each group is seeded with a hash of all saved states and its index, so
+    that no group repeats the numbers of another group or of the earlier run. But if all saved states are equal, the
+    first group gets this state. If `states` is empty, nothing is done.
     """
     if not states:
         return
     digests = [_digest(state) for state in states]
     if len(states) == data_size:
         set_random_state(states[data_rank])
-    elif len(set(digests)) == 1:
+    elif len(set(digests)) == 1 and data_rank == 0:
         set_random_state(states[0])
     else:
-        seed = _digest([*digests, data_rank, data_size])
-        torch.manual_seed(seed >> 1)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        for seed in _SEED.values():
+            seed(_digest([*digests, data_rank, data_size]))
 
 
 def is_same_state(a: State, b: State) -> bool:
     """Return True if two states are equal."""
     return _digest(a) == _digest(b)
+
+
+# Seed a generator with 64 bits, by its name in a state. Seeding torch seeds the GPU's generator too.
+_SEED: dict[str, Callable[[int], object]] = {
+    "torch": lambda seed: torch.manual_seed(seed >> 1),
+    "python": random.seed,
+    "numpy": lambda seed: np.random.seed(seed % 2**32),
+}
 
 
 class RandomStates:

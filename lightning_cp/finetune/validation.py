@@ -160,7 +160,7 @@ class Validation:
         return ValidationResult(sum(by_quantile.values()) / len(by_quantile), by_quantile, len(self.data))
 
     def _batches(self, shard: DataShard) -> Iterator[tuple[int, list[int], bool]]:
-        """Yield this rank's batches: number of the first sample, the samples, and whether this rank adds their losses.
+        """Yield this rank's batches: number of the first sample, the samples, and whether their losses are added.
 
         Each bucket is divided evenly over the data ranks. They all have the same number of batches, because a forward
         may contain collectives of all ranks (sharded weights, buffers of DDP). If a rank has no sample left, it repeats
@@ -172,7 +172,7 @@ class Validation:
             largest_share = -(-len(members) // shard.size)
             for k in range(low, low + largest_share, self.batch_size):
                 batch = members[k : min(k + self.batch_size, high)]
-                yield (start + k, batch, shard.is_first) if batch else (start, members[:1], False)
+                yield (start + k, batch, True) if batch else (start, members[:1], False)
             start += len(members)
 
 

@@ -83,8 +83,6 @@ def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
 
     Ranks: the whole world, with shares of equal shape.
     """
-    shares = torch.zeros(data_shard.size, *share.shape, device=ranks.device, dtype=share.dtype)
-    if data_shard.is_first:  # one rank per context group contributes, so the sum is exact
-        shares[data_shard.rank] = share
-    gathered: Tensor = ranks.all_reduce(shares, reduce_op="sum")
-    return gathered.flatten(0, 1)
+    gathered = ranks.all_gather(share).reshape(-1, *share.shape)
+    # CFG branches and stages of blocks have the same share, and so have all ranks of a strategy without data groups.
+    return gathered[:: len(gathered) // data_shard.size].flatten(0, 1)

@@ -49,6 +49,8 @@ class FSDPMixin(ContextParallelMixin):
         settings: see `ContextParallelMixin`.
     """
 
+    _evaluates_together = True  # weights are all-gathered
+
     def __init__(
         self,
         *,

@@ -20,14 +20,16 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat.check import check_private_uses
 from lightning_cp.config import RotateMethod
+from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
-from lightning_cp.data.random_state import RandomStates, share_random_state
+from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
 from lightning_cp.strategies.initial_weights import equal_initial_weights
 from lightning_cp.strategies.late_weights import LateWeights
 from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import check_start_method, choose_start_method
 from lightning_cp.strategies.replaced_weights import ReplacedWeights
+from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.strategy import ContextParallel
 
@@ -66,6 +68,7 @@ class ContextParallelMixin:
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
+    _evaluates_together = False  # a forward without gradients has collectives of all ranks
 
     def __init__(
         self,
@@ -154,6 +157,8 @@ class ContextParallelMixin:
     def process_dataloader(self, dataloader: Any) -> Any:
         """Give context peers the same batches, and seed workers from the data rank; see `prepare_loader`.
 
+        An iteration raises DataError on all ranks if data groups have different numbers of batches.
+
         Raises: ValueError: an iterable data set without `sharded_by_data_rank = True` (it must yield only this data
             rank's samples), or a DistributedSampler with replicas other than the data groups.
         """
@@ -174,7 +179,21 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return dataloader
+        return with_equal_batches(dataloader, self.data_rank, always=self._evaluates_together)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.
+
+        Args: group: process group to gather from instead; each of its ranks counts.
+        """
+        if self.context.groups is None or not is_world(group):
+            everyones: Tensor = super().all_gather(tensor, group, sync_grads)  # type: ignore[misc]
+            return everyones
+        return gather_once(tensor, self.context.groups, differentiable=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks (with `all=False`: any rank) decided for it."""
+        return reduce_decision(decision, every=all, device=self._lightning.root_device)
 
     def _configure_launcher(self) -> None:
         world = self._planned_world
@@ -199,7 +218,7 @@ class ContextParallelMixin:
         self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
-        self.context.set_up()
+        gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
@@ -249,6 +268,11 @@ class ContextParallelMixin:
         """Give each context group the random states of its first rank."""
         if self.context.groups is not None:
             share_random_state(self.context.groups)
+
+    def _separate_random_states(self) -> None:
+        """Let data groups draw different noise, also after `seed_everything`."""
+        if self.context.groups is not None:
+            separate_random_states(self.context.groups)
 
     @property
     def _planned_world(self) -> int:

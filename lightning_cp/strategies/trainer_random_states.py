@@ -17,8 +17,10 @@ _KEY = "lightning_cp_random_states"
 class KeepsRandomStates(ContextParallelMixin):
     """Save the random states of each data group with the optimizer states, and restore them when a fit resumes.
 
-    They are set before the resumed fit begins. In a fit resumed within an epoch they are set again before the first
-    batch, because data loading also draws numbers: `training_step` then draws the same numbers as without the break.
+    Data groups draw different numbers from the start of a fit or an evaluation: until then, user code may divide data
+    at random, with the seed that all ranks have. A checkpoint's states are set before the resumed fit begins. In a fit
+    resumed within an epoch they are set again before the first batch, because data loading also draws numbers:
+    `training_step` then draws the same numbers as without the break.
     """
 
     _resumed: dict[str, Any] | None = None
@@ -47,6 +49,26 @@ class KeepsRandomStates(ContextParallelMixin):
     def _share_random_state(self) -> None:
         super()._share_random_state()
         self._restore()
+
+    def on_train_start(self) -> None:
+        """Let data groups draw different noise in training."""
+        super().on_train_start()  # type: ignore[misc]
+        self._separate_random_states()
+
+    def on_validation_start(self) -> None:
+        """Let data groups draw different noise in validation."""
+        super().on_validation_start()  # type: ignore[misc]
+        self._separate_random_states()
+
+    def on_test_start(self) -> None:
+        """Let data groups draw different noise in a test."""
+        super().on_test_start()  # type: ignore[misc]
+        self._separate_random_states()
+
+    def on_predict_start(self) -> None:
+        """Let data groups draw different noise in prediction."""
+        super().on_predict_start()  # type: ignore[misc]
+        self._separate_random_states()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Set the random states of a checkpoint that was saved within an epoch, before the first batch."""

@@ -34,7 +34,11 @@ class Ranks(Protocol):
         ...
 
     def all_reduce(self, data: Any, *, reduce_op: str) -> Any:
-        """Reduce a tensor over all ranks with `reduce_op` "sum" or "mean"."""
+        """Reduce a tensor with `reduce_op` "sum" (over the data groups) or "mean" (over all ranks)."""
+        ...
+
+    def all_gather(self, data: Any) -> Any:
+        """Gather a tensor from the data groups: [data groups, ...]; with a single device, the tensor as it is."""
         ...
 
     def broadcast(self, obj: T) -> T:
@@ -74,6 +78,10 @@ class TrainerRanks(Ranks):
         return reduced
 
     @override
+    def all_gather(self, data: Tensor) -> Tensor:
+        return self.trainer.strategy.all_gather(data)
+
+    @override
     def broadcast(self, obj: T) -> T:
         return self.trainer.strategy.broadcast(obj)
 
@@ -89,18 +97,12 @@ class DataShard:
     Args:
         rank: index of the share (data rank).
         size: number of shares.
-        is_first: True on the first rank of the context group: exactly one rank per share.
     """
 
     rank: int
     size: int
-    is_first: bool = True
 
     @classmethod
     def of(cls, strategy: object) -> DataShard:
         """Read the shard from a strategy; a strategy without data ranks gets all the data."""
-        return cls(
-            rank=int(getattr(strategy, "data_rank", 0)),
-            size=int(getattr(strategy, "data_size", 1)),
-            is_first=int(getattr(strategy, "context_rank", 0)) == 0,
-        )
+        return cls(rank=int(getattr(strategy, "data_rank", 0)), size=int(getattr(strategy, "data_size", 1)))

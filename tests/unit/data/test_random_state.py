@@ -47,11 +47,14 @@ def test_as_many_groups_get_their_own_states() -> None:
         assert is_same_state(get_random_state(), states[group])
 
 
-def test_groups_with_equal_states_stay_alike_at_any_number() -> None:
+def test_of_equal_states_the_first_group_keeps_one_and_the_others_get_new_ones() -> None:
     states = [_seeded(1), _seeded(1)]
+    restored = []
     for group in range(3):
         restore_random_states(states, group, 3)
-        assert is_same_state(get_random_state(), states[0])
+        restored.append(get_random_state())
+    assert is_same_state(restored[0], states[0])
+    assert not any(is_same_state(a, b) for i, a in enumerate(restored) for b in [*restored[:i], *states[1 : 2 * i]])
 
 
 def test_another_number_of_groups_draws_other_numbers_reproducibly() -> None:

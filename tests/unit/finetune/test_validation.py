@@ -116,15 +116,6 @@ def test_every_sample_counts_once_at_any_number_of_ranks(size: int, batch_size: 
     assert max(len(batch) for model in models for batch in model.seen) <= batch_size
 
 
-def test_other_ranks_of_a_context_group_add_nothing() -> None:
-    alone, first, second = OneRank(), OneRank(), OneRank()
-    expected = validation().losses(Model(), alone, DataShard(0, 1))
-    validation().losses(Model(), first, DataShard(0, 1, is_first=True))
-    second.others = [first.sums]
-    assert validation().losses(Model(), second, DataShard(0, 1, is_first=False)) == expected
-    assert second.sums.tolist() == [0.0] * 3
-
-
 def test_the_result_is_the_mean_of_the_samples_losses() -> None:
     """Computed here from the objective's own target, one sample at a time."""
     objective, family, data = FlowMatching(seed=5, sample_posterior=False), Clips(), Data((4, 4))

@@ -99,7 +99,7 @@ def test_three_channels_are_drawn_in_colour_and_without_a_prediction(tmp_path: P
 
 
 class FakeWorld:
-    """Ranks of a fabric as threads: what they give is summed for all."""
+    """Ranks of a fabric as threads: each gathers the tensors of one rank of each data group."""
 
     def __init__(self, data_ranks: list[int]) -> None:
         self.data_ranks = data_ranks
@@ -111,15 +111,14 @@ class FakeWorld:
             return list(pool.map(lambda rank: self._draw(rank, count), range(len(self.data_ranks))))
 
     def _draw(self, rank: int, count: int) -> Tensor:
-        def all_reduce(x: Tensor, reduce_op: str) -> Tensor:
-            assert reduce_op == "sum"
+        def all_gather(x: Tensor) -> Tensor:
             self.given[rank] = x
             self.barrier.wait()
-            return torch.stack(self.given).sum(dim=0)
+            groups = range(max(self.data_ranks) + 1)
+            return torch.stack([self.given[self.data_ranks.index(data_rank)] for data_rank in groups])
 
-        data_rank = self.data_ranks[rank]
-        data_shard = DataShard(data_rank, max(self.data_ranks) + 1, is_first=self.data_ranks.index(data_rank) == rank)
-        fabric: Any = SimpleNamespace(device=torch.device("cpu"), all_reduce=all_reduce)
+        data_shard = DataShard(self.data_ranks[rank], max(self.data_ranks) + 1)
+        fabric: Any = SimpleNamespace(device=torch.device("cpu"), all_gather=all_gather)
         settings = SamplingSettings(count, 3, 2.0, seed=0)
         return draw_samples(
             fabric, ScaledNoise(), (1, 1, 2, 2), settings=settings, num_classes=10, data_shard=data_shard
