@@ -24,15 +24,15 @@ from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
-from lightning_cp.strategies.initial_weights import share_initial_weights
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import keep_samplers
+from lightning_cp.strategies.trainer_weights import SharesLateWeights
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
+class ContextParallelStrategy(SharesLateWeights, KeepsRandomStates, DDPMixin, DDPStrategy):
     """Context parallelism with DDP for the transformers of a LightningModule.
 
     Example: `Trainer(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
@@ -54,13 +54,6 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
             self._log_layout(installed)
 
     @override
-    def on_train_start(self) -> None:
-        """Start from rank 0's weights, even if a hook of the module loaded weights on one rank only."""
-        super().on_train_start()
-        assert self.lightning_module is not None, "connected before"
-        share_initial_weights(self.lightning_module, self.root_device)
-
-    @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
         return build_ddp_buckets(super()._setup_model(model))
 
@@ -73,7 +66,7 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
-class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(SharesLateWeights, KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
     """Context parallelism with FSDP2: weights are sharded over all ranks, block by block, after `configure_model`.
 
     Args: see `FSDPMixin`.
