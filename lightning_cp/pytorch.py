@@ -25,16 +25,16 @@ from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
 from lightning_cp.strategies.fsdp import FSDPMixin
-from lightning_cp.strategies.initial_weights import share_initial_weights
 from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
 from lightning_cp.strategies.trainer_samplers import keep_samplers
+from lightning_cp.strategies.trainer_weights import SharesLateWeights
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class _TrainerMixin(KeepsRandomStates):
+class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
     """Common base of both strategies for the Trainer."""
 
     _process_launcher = MultiProcessingLauncher
@@ -73,13 +73,6 @@ class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
         super().setup(trainer)
         with self.precision_plugin.forward_context():
             self._log_layout(installed)
-
-    @override
-    def on_train_start(self) -> None:
-        """Start from rank 0's weights, even if a hook of the module loaded weights on one rank only."""
-        super().on_train_start()
-        assert self.lightning_module is not None, "connected before"
-        share_initial_weights(self.lightning_module, self.root_device)
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:

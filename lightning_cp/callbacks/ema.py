@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
@@ -33,11 +34,13 @@ class AveragingCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the average, or continue the average in the checkpoint.
+        """Continue the average in the checkpoint; without one, the average starts before the first step.
 
         Raises: ValueError: another callback averages the weights too, or the checkpoint's averages do not fit.
         """
-        self._start_average(pl_module)
+        self._average = None
+        if self._saved is not None:
+            self._start_average(pl_module)
         other = averaging_of(trainer, besides=self)
         if self._decay is not None and other is not None:
             raise ValueError(
@@ -45,6 +48,14 @@ class AveragingCallback(Callback):
                 "weights: use one of them"
             )
         self._last_step = trainer.global_step
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        """Start the average of all weights, or of those that begin to train, from their values before this step."""
+        if self._average is None:
+            self._start_average(pl_module)
+        else:
+            self._average.add_trained(pl_module)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -89,20 +100,20 @@ class AveragingCallback(Callback):
     def _start_average(self, pl_module: LightningModule) -> None:
         if self._decay is None:
             return
-        self._average = WeightAverage(pl_module, self._decay)
-        if self._saved is None:
-            return
-        expected = {name: tuple(x.shape) for name, x in self._average.state_dict().items()}
-        saved = {name: tuple(x.shape) for name, x in self._saved.items()}
-        different = sorted(name for name in expected.keys() | saved.keys() if expected.get(name) != saved.get(name))
+        saved = self._saved or {}
+        average = WeightAverage(pl_module, self._decay, names=saved)  # saved ones may be unfrozen later
+        started = average.state_dict()
+        expected = {name: tuple(x.shape) for name, x in started.items()}
+        shapes = {name: tuple(x.shape) for name, x in saved.items()}
+        different = sorted(name for name, shape in shapes.items() if expected.get(name) != shape)
         if different:
             raise ValueError(
                 f"{type(self).__name__}: the EMA weights in the checkpoint do not fit this module: {different[0]} has "
-                f"shape {saved.get(different[0], 'none')} in the checkpoint and {expected.get(different[0], 'none')} "
-                f"here ({len(different)} weights differ). Resume with the same module and the same frozen weights"
+                f"shape {shapes[different[0]]} in the checkpoint and {expected.get(different[0], 'none')} here "
+                f"({len(different)} weights differ). Resume with the same module"
             )
-        self._average.load_state_dict(self._saved)
-        self._saved = None
+        average.load_state_dict({**started, **saved})
+        self._average, self._saved = average, None
 
 
 class EMACallback(AveragingCallback):
@@ -111,7 +122,8 @@ class EMACallback(AveragingCallback):
     Each rank averages its weights: all of them with ContextParallelStrategy, its shards with
     ContextParallelFSDPStrategy. Averages of low-precision weights are float32. Trainer checkpoints hold the averages
     as the callback's state; a resumed run continues them on any number of ranks. The module keeps the training
-    weights; `with callback.averaged(trainer, module): …` swaps the averages in.
+    weights; `with callback.averaged(trainer, module): …` swaps the averages in. The average of a weight starts from its
+    value before its first step, also if it is unfrozen later; a weight that is frozen later is still averaged.
 
     Args:
         decay: EMA decay (weight of the previous average), reached gradually: at step n at most (1 + n) / (10 + n).

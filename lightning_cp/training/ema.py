@@ -4,7 +4,7 @@
 frozen weights, and averages half-precision weights in half precision, where small updates are rounded away.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -20,32 +20,56 @@ class WeightAverage:
     """EMA of a module's trainable parameters; in float32 for float16 and bfloat16 parameters.
 
     Each rank keeps the EMA of its own parameters or shards. Parameters that are equal on all ranks have equal EMAs.
+    Parameters that are frozen later are still averaged.
 
     Args:
         module: the module to average; its buffers are not averaged.
         decay: EMA decay, in [0, 1). It is warmed up: at step n the decay is at most (1 + n) / (10 + n).
+        names: further parameters to average, although they are frozen now.
     """
 
-    def __init__(self, module: nn.Module, decay: float = 0.999) -> None:
+    def __init__(self, module: nn.Module, decay: float = 0.999, *, names: Collection[str] = ()) -> None:
         if not 0 <= decay < 1:
             raise ValueError(f"decay={decay} must be at least 0 and below 1, for instance 0.999")
         self.decay = decay
-        self._average = {
-            name: _at_least_float32(p.detach()).clone() for name, p in module.named_parameters() if p.requires_grad
-        }
+        self._average: dict[str, Tensor] = {}
+        self.add_trained(module, names=names)
+
+    def add_trained(self, module: nn.Module, *, names: Collection[str] = ()) -> None:
+        """Start the EMA of parameters that train and have none yet, from their values. Call it before the step."""
+        for name, p in module.named_parameters():
+            if name not in self._average and (p.requires_grad or name in names):
+                self._average[name] = _at_least_float32(p.detach()).clone()
 
     @torch.no_grad()
     def update(self, module: nn.Module, *, step: int) -> None:
-        """Update the EMA with the weights after a step. Args: step: step number, counted from 1."""
+        """Update the EMA with the weights after a step.
+
+        The EMA of a parameter that trains and has none yet starts from its value after this step; call `add_trained`
+        before the step to start from the value before.
+
+        Args: step: step number, counted from 1.
+        Raises: ValueError: an averaged parameter is no longer in the module.
+        """
+        self.add_trained(module)
         decay = min(self.decay, (1 + step) / (10 + step))
-        parameters = dict(module.named_parameters())
-        averages = list(self._average.values())
+        averages, parameters = list(self._average.values()), self._parameters(module)
         lerp_all_(averages, [_at_least_float32(parameters[name].detach()) for name in self._average], 1 - decay)
+
+    def _parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        parameters = dict(module.named_parameters())
+        for name in self._average:
+            if name not in parameters:
+                raise ValueError(
+                    f"{name} has an EMA and is no longer a weight of {type(module).__name__}: add and remove adapters "
+                    "before the EMA starts"
+                )
+        return parameters
 
     @contextmanager
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
         """Load the EMA weights into the module inside the context, and restore its own weights after it."""
-        parameters = dict(module.named_parameters())
+        parameters = self._parameters(module)
         original = {name: parameters[name].detach().clone() for name in self._average}
         try:
             _copy(self._average, parameters)
