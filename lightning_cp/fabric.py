@@ -37,6 +37,16 @@ class _FabricMixin(ContextParallelMixin):
         """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Replace the parameters of an optimizer that was created before `setup_module` by those that it created.
+
+        Raises: PeerMismatchError: the optimizer has other settings on another rank.
+        """
+        self._replaced.update(optimizer)
+        self._equal_optimizers.compare([optimizer])
+        ready: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        return ready
+
 
 class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
     """Context parallelism with DDP: `fabric.setup` makes the transformers of a module context-parallel.
@@ -58,12 +68,6 @@ class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Move weights that have values; `setup_module` allocates those on the meta device."""
         move_values(module, self.root_device)
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replace an optimizer's parameters on the meta device by the weights that now have storage."""
-        self._replaced.update(optimizer)
-        return super().setup_optimizer(optimizer)
 
     @override
     def load_checkpoint(
@@ -100,12 +104,6 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
         """Lightning's context; with `empty_init`, weights are on the meta device and buffers have storage."""
         with super().module_init_context(empty_init=False), weights_on_meta() if empty_init else nullcontext():
             yield
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replace an optimizer's whole weights by their shards, if it was created before sharding."""
-        self._replaced.update(optimizer)
-        return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **settings: Any) -> None:

@@ -32,14 +32,23 @@ from lightning_cp.strategies.trainer_samplers import keep_samplers
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
+class _TrainerMixin(KeepsRandomStates):
+    """Common base of both strategies for the Trainer."""
+
+    _process_launcher = MultiProcessingLauncher
+    _script_launcher = ScriptLauncher
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimizers. Raises: PeerMismatchError: they have other settings on another rank."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self._equal_optimizers.compare(self._lightning.optimizers)
+
+
+class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
     """Context parallelism with DDP for the transformers of a LightningModule.
 
     Example: `Trainer(strategy=ContextParallelStrategy(ring=2))`. Args: see `DDPMixin`.
     """
-
-    _process_launcher = MultiProcessingLauncher
-    _script_launcher = ScriptLauncher
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -73,14 +82,11 @@ class ContextParallelStrategy(KeepsRandomStates, DDPMixin, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, self._check_checkpoint(checkpoint_path, weights_only))
 
 
-class ContextParallelFSDPStrategy(KeepsRandomStates, FSDPMixin, ModelParallelStrategy):
+class ContextParallelFSDPStrategy(_TrainerMixin, FSDPMixin, ModelParallelStrategy):
     """Context parallelism with FSDP2: weights are sharded over all ranks, block by block, after `configure_model`.
 
     Args: see `FSDPMixin`.
     """
-
-    _process_launcher = MultiProcessingLauncher
-    _script_launcher = ScriptLauncher
 
     @override
     @contextmanager
