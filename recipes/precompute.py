@@ -82,7 +82,7 @@ def report(result: object, output: Path) -> None:
         table.add_row(f"  {frames} × {height} × {width}", str(sizes.count((frames, height, width))))
     console.print(table)
     for one in result.skipped[:10]:
-        console.print(f"skipped: {one.reason}", highlight=False, soft_wrap=True)
+        console.print(f"skipped: {one}", highlight=False, soft_wrap=True)
     if len(result.skipped) > 10:
         console.print(f"… and {len(result.skipped) - 10} more, see {output / 'skipped.jsonl'}")
 
