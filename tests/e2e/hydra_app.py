@@ -70,7 +70,7 @@ def with_trainer(config: Any, model: nn.Module) -> int:
 
 def fail(config: Any, rank: int) -> None:
     """Raise an error on the ranks that `fails` names."""
-    if config.fails in (str(rank), "all"):
+    if str(config.fails) in (str(rank), "all"):
         raise ArithmeticError(f"rank {rank} fails")
 
 
