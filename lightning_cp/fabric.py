@@ -44,13 +44,22 @@ class _FabricMixin(ContextParallelMixin):
         """Arguments of DistributedSampler. None with one data group: Fabric then replaces no sampler."""
         return super().distributed_sampler_kwargs if self.data_size > 1 else None
 
-    @override
     def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over the data groups, or over the ranks of `group`; see `sum_once`."""
         reduced = super().all_reduce(tensor, group, reduce_op)  # type: ignore[misc]
         if not is_world(group) or not isinstance(reduced, Tensor):
             return reduced
         return sum_once(reduced, reduce_op, self.context.groups)
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Replace the parameters of an optimizer that was created before `setup_module` by those that it created.
+
+        Raises: PeerMismatchError: the optimizer has other settings on another rank.
+        """
+        self._replaced.update(optimizer)
+        self._equal_optimizers.compare([optimizer])
+        ready: Optimizer = super().setup_optimizer(optimizer)  # type: ignore[misc]
+        return ready
 
 
 class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
@@ -73,12 +82,6 @@ class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
     def module_to_device(self, module: nn.Module) -> None:
         """Move weights that have values; `setup_module` allocates those on the meta device."""
         move_values(module, self.root_device)
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replace an optimizer's parameters on the meta device by the weights that now have storage."""
-        self._replaced.update(optimizer)
-        return super().setup_optimizer(optimizer)
 
     @override
     def load_checkpoint(
@@ -115,12 +118,6 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
         """Lightning's context; with `empty_init`, weights are on the meta device and buffers have storage."""
         with super().module_init_context(empty_init=False), weights_on_meta() if empty_init else nullcontext():
             yield
-
-    @override
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Replace an optimizer's whole weights by their shards, if it was created before sharding."""
-        self._replaced.update(optimizer)
-        return super().setup_optimizer(optimizer)
 
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **settings: Any) -> None:

@@ -55,6 +55,11 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
             monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]
             measure_once((each for one in monitors for each in one._throughputs.values()), self.context.groups)
 
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Create the optimizers. Raises: PeerMismatchError: they have other settings on another rank."""
+        super().setup_optimizers(trainer)  # type: ignore[misc]
+        self._equal_optimizers.compare(self._lightning.optimizers)
+
 
 class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
     """Context parallelism with DDP for the transformers of a LightningModule.

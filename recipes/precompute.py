@@ -85,7 +85,7 @@ def report(result: object, output: Path) -> None:
         table.add_row(f"  {frames} × {height} × {width}", str(sizes.count((frames, height, width))))
     console.print(table)
     for one in result.skipped[:10]:
-        console.print(f"skipped: {rich_text(one.reason)}", highlight=False, soft_wrap=True)
+        console.print(f"skipped: {rich_text(one)}", highlight=False, soft_wrap=True)
     if len(result.skipped) > 10:
         console.print(
             f"… and {len(result.skipped) - 10} more, see {rich_text(output / 'skipped.jsonl')}", soft_wrap=True

@@ -113,6 +113,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     from lightning_cp.app.sampling.formats import check_clip_format
     from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
     from lightning_cp.finetune.load import meta_transformers
+    from lightning_cp.finetune.lora_file import load_lora
     from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
     from lightning_cp.pipelines.components import components_of, transformers_of
 
@@ -122,8 +123,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
     given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
     pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
     if config.lora is not None:
-        file = Path(config.lora)
-        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+        load_lora(pipe, Path(config.lora))
     inputs = call_arguments(config)
     check_clip_format(config.format, type(pipe).__call__, inputs)
     pipe.set_progress_bar_config(disable=not config.progress)

@@ -68,6 +68,7 @@ def separate_random_states(groups: MeshGroups) -> None:
     """
     if groups.data_size == 1:
         return
+    assert dist.group.WORLD is not None, "several data groups are ranks of a process group"
     state = get_random_state()
     digests = {name: _digest(state[name]) >> 1 for name in _SEED}
     gathered = all_gather_ints([groups.data_rank, *digests.values()], group=dist.group.WORLD)

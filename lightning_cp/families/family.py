@@ -251,6 +251,13 @@ class Family(ABC):
         """Return the pipeline's call arguments that pass the conditions in `media` (a first frame, a reference)."""
         return {}
 
+    def sigma_range(self, component: str) -> tuple[float, float]:
+        """Return (lowest, highest) sigma at which the pipeline uses a transformer. Default: all.
+
+        Args: component: name of the transformer in the pipeline.
+        """
+        return 0.0, 1.0
+
     def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
         """Return the shift of flow times. Args: latents: shape of one sample's x0."""
         return self.objective.shift

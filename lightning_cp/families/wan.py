@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cp.errors import FamilyError
 from lightning_cp.families.family import (
     Components,
     Facts,
@@ -31,8 +32,8 @@ from lightning_cp.families.shift import shift_facts, shift_from
 class Wan(Family):
     """Wan, text to video.
 
-    With two transformers (2.2 A14B), `transformer` was trained on sigma >= `facts["boundary_ratio"]` and
-    `transformer_2` below: train each with the `sigma_range` of its objective.
+    With two transformers (2.2 A14B), the pipeline uses `transformer` for sigma >= `facts["boundary_ratio"]` and
+    `transformer_2` below. By default, each is trained on these noise levels only.
     """
 
     name = "wan"
@@ -71,6 +72,15 @@ class Wan(Family):
     @override
     def objective(self) -> ObjectiveDefaults:
         return ObjectiveDefaults(shift=shift_from(self.facts["shift"]))
+
+    @override
+    def sigma_range(self, component: str) -> tuple[float, float]:
+        boundary = self.facts.get("boundary_ratio")
+        if boundary is None:
+            return super().sigma_range(component)
+        if not isinstance(boundary, (int, float)) or not 0 < boundary < 1:
+            raise FamilyError(f"boundary_ratio={boundary!r} of the pipeline must be above 0 and below 1")
+        return (0.0, float(boundary)) if component == "transformer_2" else (float(boundary), 1.0)
 
     @override
     def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:

@@ -19,6 +19,7 @@ from lightning_cp.finetune.lora_file import LoraFile, read_lora
 from lightning_cp.training.ema import full_tensor
 
 ADAPTER = "default"  # name of the adapter in the transformer
+_RANK = 16  # of a new adapter
 _LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -27,7 +28,7 @@ class LoraSettings:
     """Settings of a LoRA.
 
     Args:
-        rank: rank of the matrices.
+        rank: rank of the matrices; None: that of `file`, or 16.
         alpha: the adapter's output is scaled by alpha / rank; None: `rank`, or that of `file`.
         targets: layers to adapt: ends of their names, or a regular expression that matches whole names; None: the
             family's, or those of `file`.
@@ -37,15 +38,15 @@ class LoraSettings:
     Raises: ValueError: an invalid value.
     """
 
-    rank: int = 16
+    rank: int | None = None
     alpha: float | None = None
     targets: Sequence[str] | str | None = None
     dropout: float = 0.0
     file: str | Path | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1")
+        if self.rank is not None and (isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1):
+            raise ValueError(f"lora.rank={self.rank!r} must be an integer of at least 1, or None")
         if self.alpha is not None and not (_is_number(self.alpha) and 0 < self.alpha < math.inf):
             raise ValueError(f"lora.alpha={self.alpha!r} must be a positive number, or None for lora.rank")
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
@@ -96,13 +97,12 @@ def add_lora(
         raise ValueError(f"{type(model).__name__} already has adapters ({', '.join(model.peft_config)}): remove them")
     file = None if settings.file is None else read_lora(settings.file, component=component)
     names = _layers_to_adapt(model, settings, family, file)
-    alpha = _checked_alpha(settings, file)
+    rank = settings.rank or (_RANK if file is None else file.rank)
+    alpha = _checked_alpha(settings, file, rank)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):  # peft draws its own matrices, which are replaced below
         model.add_adapter(
-            peft.LoraConfig(
-                r=settings.rank, lora_alpha=alpha, target_modules=names, lora_dropout=settings.dropout, bias="none"
-            ),
+            peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=names, lora_dropout=settings.dropout, bias="none"),
             ADAPTER,
         )
     for name in names:
@@ -143,8 +143,11 @@ def _layers_to_adapt(
     wanted = None if settings.targets is None else _matched(settings.targets, layers, type(model).__name__)
     if file is not None:
         _check_fits(file, layers, type(model).__name__)
-        if settings.rank != file.rank:
-            raise ValueError(f"lora.rank={settings.rank} differs from the rank {file.rank} of lora.file={file.path}")
+        if settings.rank not in (None, file.rank):
+            raise ValueError(
+                f"lora.rank={settings.rank} differs from the rank {file.rank} of lora.file={file.path}: leave "
+                "lora.rank unset (null) to continue with the file's rank"
+            )
         if wanted is not None and set(wanted) != file.layers.keys():
             first = min(set(wanted) ^ file.layers.keys())
             where = "not adapted in" if first in wanted else "adapted in"
@@ -207,14 +210,14 @@ def _check_fits(file: LoraFile, layers: Mapping[str, nn.Module], model: str) -> 
             )
 
 
-def _checked_alpha(settings: LoraSettings, file: LoraFile | None) -> float:
+def _checked_alpha(settings: LoraSettings, file: LoraFile | None, rank: int) -> float:
     """Return alpha. Raises: ValueError: the settings and the file differ."""
     saved = None if file is None else file.alpha
     if file is not None and saved is not None and settings.alpha not in (None, saved):
         raise ValueError(
             f"lora.alpha={settings.alpha} differs from alpha={saved} of lora.file={file.path}: leave lora.alpha unset"
         )
-    return saved or settings.alpha or settings.rank
+    return saved or settings.alpha or rank
 
 
 def _set_matrices(layer: Any, name: str, values: tuple[Tensor, Tensor] | None, seed: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_cp.export import LORA_FILE
 from lightning_cp.files import check_regular, parse_json
 
+_SECOND = "transformer_2"  # the expert of Wan 2.2 for low noise
 _METADATA_KEY = "lora_adapter_metadata"  # of the safetensors header; diffusers writes JSON there
 _OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
 
@@ -70,6 +71,29 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
             raise ValueError(f"lora.file={file} cannot be continued: its weight {name} is {state}")
     layers = _pairs(file, {name.removeprefix(f"{component}."): x for name, x in tensors.items()})
     return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
+
+
+def load_lora(pipe: Any, file: Path) -> None:
+    """Load a LoRA into a pipeline, each weight into the transformer that it was trained for.
+
+    diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2.
+
+    Raises: ValueError: the file is damaged, or the pipeline has no second transformer.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            components = {name.partition(".")[0] for name in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"lora={file} is damaged or not a safetensors file ({error})") from None
+    if components != {_SECOND}:
+        pipe.load_lora_weights(str(file.parent), weight_name=file.name)
+    if _SECOND in components:
+        expert = getattr(pipe, _SECOND, None)
+        if expert is None:
+            raise ValueError(f"lora={file} was trained for {_SECOND}, which this {type(pipe).__name__} does not have")
+        expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=_SECOND)
 
 
 def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

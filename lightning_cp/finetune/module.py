@@ -48,7 +48,7 @@ class FineTuning(LightningModule):
     Args:
         transformer: diffusers transformer, with or without adapters (`add_lora`).
         family: model family, from `LatentCache.family` or `family_for`.
-        objective: None: the family's, with seed 0.
+        objective: None: the family's for this component, with seed 0; see `objective_for`.
         optimizer: builds the optimizer from the parameters that require gradients; None: AdamW with lr=1e-4.
         data: data set such as `LatentData`; None: give Trainer.fit a loader.
         batch_size: global batch size, with `data`.
@@ -58,7 +58,7 @@ class FineTuning(LightningModule):
         num_workers: workers of the loader of `data`.
         held_out: data set of the samples for validation.
         quantiles: quantiles of the timestep density for validation.
-        component: name of the transformer in its pipeline, for `export`.
+        component: name of the transformer in its pipeline, for the objective and `export`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FineTuning(LightningModule):
         super().__init__()
         self.strict_loading = False  # frozen weights are not in checkpoints
         self.transformer, self.family = transformer, family
-        self.objective = objective or objective_for(family, seed=0)
+        self.objective = objective or objective_for(family, seed=0, component=component)
         self.batches, self.component = 0, component
         self._optimizer, self._quantiles = optimizer, tuple(quantiles)
         self._data, self._batch_size, self._num_workers, self._held_out = data, batch_size, num_workers, held_out

@@ -26,7 +26,6 @@ from lightning_cp.launch.machine import free_port
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Any], None]
-_GATHERS_S = 5.0  # wait for background gathers; other ranks may have failed
 PACKAGE_DIR = Path(__file__).resolve().parents[1]
 
 
@@ -58,12 +57,9 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     ports = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(ports, src=0)
-    from lightning_cp.comm.background import wait_for_gathers
-    from lightning_cp.comm.stall import stop_watch
+    from lightning_cp.comm.departure import leave_process_group
 
-    stop_watch()
-    wait_for_gathers(within_s=_GATHERS_S)
-    torch.distributed.destroy_process_group()
+    leave_process_group()
     return ports[0] if more_to_come else None
 
 

@@ -37,7 +37,8 @@ def cut_clips(entry: Entry, *, clip_frames: int | None, fps: float | None) -> li
     available = resampled_frames(info, fps=rate, start_s=start, end_s=end)
     if available < clip_frames:
         raise MediaError(
-            f"{source.file}: has {available} frames at {rate:g} frames per second, fewer than clip_frames={clip_frames}"
+            f"{source.file}: has {available} frames at {rate:g} frames per second, fewer than the {clip_frames} of a "
+            "clip (clip_frames; in the recipes precompute.frames, and data.frames for data=folder)"
         )
     size = source.file.stat().st_size
     if available // clip_frames > size // BYTES_PER_CLIP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,10 +48,16 @@ class Source:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A file that is not used, and why."""
+    """A file that is not used, and why. The reason does not begin with the file's name."""
 
     file: Path
     reason: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", self.reason.removeprefix(f"{self.file}: "))
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,13 @@ def is_image(file: Path) -> bool:
 def is_video(file: Path) -> bool:
     """Return True if the suffix is that of a video."""
     return file.suffix.lower() in VIDEO_SUFFIXES
+
+
+def first_reasons(skipped: Sequence[Skipped]) -> str:
+    """Return up to three files with different reasons, pictures and videos first; "" if there are none."""
+    media_first = sorted(skipped, key=lambda one: not (is_image(one.file) or is_video(one.file)))
+    by_reason = {one.reason: one for one in reversed(media_first)}
+    return "; ".join([f"{one.file.name}: {one.reason}" for one in media_first if by_reason[one.reason] is one][:3])
 
 
 def accepted_suffixes() -> str:

@@ -12,7 +12,7 @@ from lightning_cp.errors import DataError, MediaError
 from lightning_cp.media.clips import cut_clips
 from lightning_cp.media.decoder import require_pyav
 from lightning_cp.media.folder import read_folder
-from lightning_cp.media.source import Entry, Skipped, Source, Sources, accepted_suffixes
+from lightning_cp.media.source import Entry, Skipped, Source, Sources, accepted_suffixes, first_reasons
 from lightning_cp.media.table import TABLE_SUFFIXES, read_table
 
 CaptionRule = Literal["required", "optional"]
@@ -67,8 +67,7 @@ def find_sources(
         try:
             clip_sources = cut_clips(entry, clip_frames=clip_frames if clips == "all" else None, fps=fps)
         except MediaError as error:
-            file = entry.source.file
-            skipped.append(Skipped(file, str(error).removeprefix(f"{file}: ")))
+            skipped.append(Skipped(entry.source.file, str(error)))
             continue
         found.extend((source, entry.where) for source in clip_sources)
     if not found:
@@ -137,5 +136,4 @@ def _check_unique(found: Sequence[tuple[str, str]]) -> None:
 def _first_reasons(skipped: Sequence[Skipped]) -> str:
     if not skipped:
         return ""
-    reasons = "; ".join(f"{entry.file.name}: {entry.reason}" for entry in skipped[:3])
-    return f" ({len(skipped)} skipped, such as {reasons})"
+    return f" ({len(skipped)} skipped, such as {first_reasons(skipped)})"

@@ -17,6 +17,7 @@ from lightning_cp.files import new_file
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
 from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
+from lightning_cp.media.source import first_reasons
 from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
@@ -248,11 +249,11 @@ def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed)
         new_file(output / SKIPPED).write_text(text, encoding="utf-8", errors="surrogateescape")
         if result.encoded + result.stored == 0:
             raise DataError(
-                f"none of the {result.found} files could be used, such as {result.skipped[-1].reason}. "
+                f"none of the {result.found} files could be used: {first_reasons(result.skipped)}. "
                 f"{output / SKIPPED} has all reasons"
             )
         prepared.finish()
 
 
 def _skipped_row(one: Skipped) -> Mapping[str, str]:
-    return {"file": str(one.file), "reason": one.reason.removeprefix(f"{one.file}: ")}
+    return {"file": str(one.file), "reason": one.reason}

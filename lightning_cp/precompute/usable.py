@@ -9,7 +9,7 @@ from lightning_cp.errors import DataError, MediaError
 from lightning_cp.families import Family
 from lightning_cp.latent_cache.index import INDEX
 from lightning_cp.media import Bucket, Skipped, Source, Sources
-from lightning_cp.media.source import is_image, is_video
+from lightning_cp.media.source import first_reasons, is_image, is_video
 
 SHEET = "contact_sheet.png"
 
@@ -34,9 +34,9 @@ def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources
         if reason is None:
             kept.append(source)
         else:
-            skipped.append(Skipped(source.file, f"{source.file}: {reason}"))
+            skipped.append(Skipped(source.file, reason))
     if not kept:
-        raise DataError(f"none of the {len(found.sources)} files can be used. {skipped[-1].reason}")
+        raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
     return Sources(tuple(kept), tuple(skipped))
 
 
@@ -44,8 +44,7 @@ def check_none_skipped(skipped: Iterable[Skipped]) -> None:
     """Raise MediaError for the first picture or video that is skipped; other files, such as a README, may be."""
     for one in skipped:
         if is_image(one.file) or is_video(one.file):
-            reason = one.reason.removeprefix(f"{one.file}: ")
-            raise MediaError(f"{one.file}: {reason}")
+            raise MediaError(str(one))
 
 
 def buckets_for(source: Source, buckets: Sequence[Bucket]) -> Sequence[Bucket]:

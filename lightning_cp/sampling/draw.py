@@ -83,6 +83,6 @@ def gather_shares(ranks: Ranks, share: Tensor, data_shard: DataShard) -> Tensor:
 
     Ranks: the whole world, with shares of equal shape.
     """
-    gathered = ranks.all_gather(share).reshape(-1, *share.shape)
+    gathered: Tensor = ranks.all_gather(share).reshape(-1, *share.shape)
     # CFG branches and stages of blocks have the same share, and so have all ranks of a strategy without data groups.
     return gathered[:: len(gathered) // data_shard.size].flatten(0, 1)

@@ -24,6 +24,7 @@ from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
+from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
 from lightning_cp.strategies.initial_weights import equal_initial_weights
 from lightning_cp.strategies.late_weights import LateWeights
 from lightning_cp.strategies.local_ranks import LocalRanks
@@ -32,6 +33,7 @@ from lightning_cp.strategies.replaced_weights import ReplacedWeights
 from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_once, is_world, reduce_decision
 from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.strategy import ContextParallel
+from lightning_cp.strategies.sweep_ranks import end_previous_job
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 
@@ -102,6 +104,7 @@ class ContextParallelMixin:
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
         self._late_weights = LateWeights()
+        self._equal_optimizers = EqualOptimizers()
         self.local_ranks = LocalRanks()
 
     @property
@@ -196,6 +199,7 @@ class ContextParallelMixin:
         return reduce_decision(decision, every=all, device=self._lightning.root_device)
 
     def _configure_launcher(self) -> None:
+        end_previous_job()
         world = self._planned_world
         if self._whole_world is not None:
             degree: dict[str, Any] = {self._whole_world: world}
@@ -218,6 +222,7 @@ class ContextParallelMixin:
         self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
+        compare_jobs()
         gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
@@ -225,6 +230,12 @@ class ContextParallelMixin:
         """Run a backward. Raises: ValueError: weights were loaded on some ranks only, after set-up."""
         self._late_weights.check()
         return super().backward(*args, **settings)  # type: ignore[misc]
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
+        """Run an optimizer step. Raises: PeerMismatchError: see `EqualOptimizers.step`; not with check_peers="off"."""
+        if self._settings.check_peers != "off":
+            self._equal_optimizers.step(optimizer)
+        return super().optimizer_step(optimizer, *args, **settings)  # type: ignore[misc]
 
     def save_checkpoint(self, *args: Any, **settings: Any) -> None:
         """Save a checkpoint. Raises: PeerMismatchError: context peers were given different data in the last forward."""

@@ -20,7 +20,7 @@ from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import process_groups
 from lightning_cp.mesh import cached_groups
-from lightning_cp.strategies.local_ranks import LocalRanks
+from lightning_cp.strategies.sweep_ranks import StartsScripts
 
 # Keep destroyed process groups: freeing one in a forked process would hang, waiting for threads of the parent.
 _KEPT_ALIVE: list[object] = []
@@ -117,14 +117,5 @@ class MultiProcessingLauncher(fabric_names.MultiProcessingLauncher):
             return super().launch(function, *args, **kwargs)
 
 
-class ScriptLauncher(fabric_names.SubprocessScriptLauncher):
-    """Fabric's launcher of scripts; ranks listen on the loopback interface only."""
-
-    def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:
-        super().__init__(*args)
-        self._local_ranks = local_ranks
-
-    @override
-    def _call_children_scripts(self) -> None:
-        with self._local_ranks.for_scripts(self.cluster_environment, num_nodes=self.num_nodes):
-            super()._call_children_scripts()
+class ScriptLauncher(StartsScripts, fabric_names.SubprocessScriptLauncher):
+    """Fabric's launcher of scripts; ranks listen on the loopback interface only. See `StartsScripts`."""

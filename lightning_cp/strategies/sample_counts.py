@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torchmetrics.metric
 from lightning.fabric.utilities.throughput import Throughput
 from torch import Tensor
+from torchmetrics import metric
 
 from lightning_cp.comm.shards import gather
 from lightning_cp.mesh import MeshGroups, as_ring, cached, first_ranks
@@ -89,11 +89,11 @@ def gather_metrics_once(groups: MeshGroups) -> None:
     A metric without `process_group` or `dist_sync_fn` gathers its states from all ranks of the world. This replaces the
     function that gathers them, because a metric need not belong to a module that the strategy knows.
     """
-    original = torchmetrics.metric.gather_all_tensors
+    module: Any = metric
+    original = module.gather_all_tensors
     if isinstance(original, _GatherOnce):
         original = original.original
-    function: Any = original if groups.context_size == 1 else _GatherOnce(original, groups)
-    torchmetrics.metric.gather_all_tensors = function
+    module.gather_all_tensors = original if groups.context_size == 1 else _GatherOnce(original, groups)
 
 
 class _GatherOnce:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from fnmatch import fnmatch
 from typing import Any
 from weakref import WeakSet
 
@@ -152,8 +153,13 @@ class ContextParallel:
         return given[0] if given else plan_for(module)
 
     def unused_parameters(self, module: nn.Module) -> bool:
-        """Return whether a selected transformer has parameters that never get a gradient."""
-        return any(isinstance(plan, Plan) and plan.unused for _, plan in self._selected(module))
+        """Return whether a selected transformer trains parameters that get no gradient, always or for some inputs."""
+        return any(
+            parameter.requires_grad and any(fnmatch(name, pattern.replace(".-1.", ".*.")) for pattern in plan.unused)
+            for inner, plan in self._selected(module)
+            if isinstance(plan, Plan)
+            for name, parameter in inner.named_parameters()
+        )
 
     def describe(self, installed: Sequence[Installed], *, ranks_per_node: int) -> str | None:
         """Describe the layout in one line; None if already described. Call it under the precision of the forward."""

@@ -12,8 +12,8 @@ from typing_extensions import override
 
 from lightning_cp.compat import trainer_names
 from lightning_cp.compat.trainer_names import WorkerOutput
-from lightning_cp.strategies.local_ranks import LocalRanks
 from lightning_cp.strategies.notebook import ready_to_launch
+from lightning_cp.strategies.sweep_ranks import StartsScripts
 from lightning_cp.training.ema import full_tensor
 
 
@@ -48,14 +48,5 @@ class MultiProcessingLauncher(trainer_names.MultiProcessingLauncher):
             handle.remove()
 
 
-class ScriptLauncher(trainer_names.SubprocessScriptLauncher):
-    """The Trainer's launcher of scripts; ranks listen on the loopback interface only."""
-
-    def __init__(self, *args: Any, local_ranks: LocalRanks) -> None:
-        super().__init__(*args)
-        self._local_ranks = local_ranks
-
-    @override
-    def _call_children_scripts(self) -> None:
-        with self._local_ranks.for_scripts(self.cluster_environment, num_nodes=self.num_nodes):
-            super()._call_children_scripts()
+class ScriptLauncher(StartsScripts, trainer_names.SubprocessScriptLauncher):
+    """The Trainer's launcher of scripts; ranks listen on the loopback interface only. See `StartsScripts`."""

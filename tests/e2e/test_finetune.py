@@ -232,8 +232,11 @@ def test_overfitting_four_samples_halves_the_loss(family: str, tmp_path: Path) -
 def test_the_second_expert_trains_on_its_range(tmp_path: Path) -> None:
     made = write_cache(tmp_path / "experts", "wan_two_experts", count=3)
     given = ("lora.rank=4", "batch_size=2", "data.validation=1", "validation.every=2")
-    second = ("model.component=transformer_2", "objective.sigma_range=[0.0,0.875]", "max_steps=2")
+    second = ("model.component=transformer_2", "max_steps=2")
     finished = tune(made, "second", *given, *second)
+    assert "transformer_2 is trained on 0 < sigma <= 0.875" in finished.stdout
+    wide = tune(made, "wide", *given, *second, "objective.sigma_range=[0.5,1.0]")
+    assert "warning: transformer_2 is trained on 0.5 < sigma <= 1 (objective.sigma_range), but the pip" in wide.stdout
     names = load_file(finished.folder / LORA_FILE)
     assert names
     assert all(name.startswith("transformer_2.") for name in names)

@@ -31,7 +31,8 @@ class Outcome:
 
     Attributes:
         job: job number. overrides: Hydra overrides of the job. degrees: data_parallel, ring, ulysses.
-        message: error message of a failed job. loss: mean loss of the last rows, the objective.
+        message: error message of a failed job. loss: mean loss of the last rows.
+        val_loss: lowest validation loss; NaN without validation. It is then the objective, otherwise `loss` is.
         step_time_s, tokens_per_s: medians. seconds: duration of the whole job. folder: run folder.
     """
 
@@ -43,10 +44,16 @@ class Outcome:
     exit_code: int
     steps: int
     loss: float
+    val_loss: float
     step_time_s: float
     tokens_per_s: float
     seconds: float
     folder: str
+
+    @property
+    def objective(self) -> float:
+        """The value that a sweeper minimises."""
+        return self.loss if math.isnan(self.val_loss) else self.val_loss
 
     def write(self, sweep: Path) -> None:
         """Write the outcome into the sweep's folder atomically."""

@@ -105,7 +105,7 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
     # Under a launcher, each rank uses its own record of failed jobs: rank 0's files may not be visible to it yet.
     failed_before = sweep.is_stopped(folder) if env is None else folder in _failed
     if read(config, "sweep.on_error") == "stop" and failed_before:
-        return sweep.record(config, None, started).loss if is_first(env) else math.nan
+        return sweep.record(config, None, started).objective if is_first(env) else math.nan
     result = attempt(config, env, target=target, check=check)
     report(result, HydraConfig.get().runtime.output_dir)
     if result.failure is not None:
@@ -115,7 +115,7 @@ def run_recipe(config: DictConfig, *, target: str, check: Check = check_config) 
         if is_first(env):
             sweep.summarise(folder)  # do not return to Hydra: under a launcher, other ranks may wait forever
         sys.exit(result.exit_code)
-    return math.nan if outcome is None else outcome.loss
+    return math.nan if outcome is None else outcome.objective
 
 
 def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: Check = check_config) -> Result:
@@ -137,7 +137,7 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             hydra_dir = stack.enter_context(temporary_folder())
         else:
             remove_partials(Path(run.config.output_root))
-            if run.config.get("resume") != config.get("resume") and config.get("resume") != "last":
+            if run.config.get("resume") is not None and _requeued_checkpoint(config) is not None:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, new_file(hydra_dir / sweep.RESOLVED))
@@ -213,8 +213,7 @@ def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
 def _resume(config: DictConfig) -> str | None:
     resume = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
-    earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
-    requeued = next((folder for folder in earlier if folder is not None), None)
+    requeued = _requeued_checkpoint(config)
     if requeued is None and resume is None:
         return None
     if root not in run_dir.absolute().parents:
@@ -239,6 +238,13 @@ def _resume(config: DictConfig) -> str | None:
             f"trace_step={trace_step} must be more than {step}, the step of the checkpoint to resume ({folder})"
         )
     return str(folder.absolute())
+
+
+def _requeued_checkpoint(config: DictConfig) -> Path | None:
+    """Return the newest checkpoint of this job from before SLURM restarted it; None if SLURM did not."""
+    root = Path(read(config, "output_root")).absolute()
+    earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
+    return next((folder for folder in earlier if folder is not None), None)
 
 
 def _identity(config: DictConfig) -> str:

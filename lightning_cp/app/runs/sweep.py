@@ -32,7 +32,7 @@ from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
 
 RESOLVED = "resolved.yaml"  # in the run's .hydra folder: the fully resolved configuration
-_LAST_ROWS = 25  # the objective is the mean loss of these last rows of metrics.csv
+_LAST_ROWS = 25  # without validation, the objective is the mean loss of these last rows of metrics.csv
 
 
 def in_sweep() -> bool:
@@ -83,6 +83,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
     metrics, resolved = run / "metrics.csv", run / ".hydra" / RESOLVED
     rows = list(read_rows(metrics)) if ran and _is_newer(metrics, started) else []
     resolved_config = OmegaConf.load(resolved) if ran and resolved.is_file() else config
+    validated = [row["val_loss"] for row in rows if not math.isnan(row.get("val_loss", math.nan))]
     failure = None if result is None else result.failure
     status = Status.SKIPPED if result is None else Status.FINISHED if failure is None else Status.FAILED
     outcome = Outcome(
@@ -94,6 +95,7 @@ def record(config: DictConfig, result: Result | None, started: float) -> Outcome
         exit_code=0 if result is None else result.exit_code,
         steps=int(rows[-1]["step"]) if rows else 0,
         loss=_mean([row["loss"] for row in rows[-_LAST_ROWS:]]) if status is Status.FINISHED else math.nan,
+        val_loss=min(validated, default=math.nan) if status is Status.FINISHED else math.nan,
         step_time_s=_median([row["step_time_s"] for row in rows]),
         tokens_per_s=_median([row["tokens_per_s"] for row in rows]),
         seconds=time.monotonic() - started,
@@ -220,7 +222,7 @@ def _table(outcomes: list[Outcome]) -> Table:
     table = Table(title="sweep", title_justify="left")
     for name in ("job", "settings", "degrees", "status"):
         table.add_column(name)
-    for name in ("steps", "loss", "ms/step", "tokens/s", "seconds"):
+    for name in ("steps", "loss", "val_loss", "ms/step", "tokens/s", "seconds"):
         table.add_column(name, justify="right")
     colours = {Status.FINISHED: "green", Status.FAILED: "red", Status.SKIPPED: "yellow"}
     for outcome, settings in zip(outcomes, differing(outcomes), strict=True):
@@ -231,6 +233,7 @@ def _table(outcomes: list[Outcome]) -> Table:
             f"[{colours[outcome.status]}]{outcome.status}",
             str(outcome.steps),
             _shown(outcome.loss, ".4f"),
+            _shown(outcome.val_loss, ".4f"),
             _shown(outcome.step_time_s * 1000, ".0f"),
             _shown(outcome.tokens_per_s, ",.0f"),
             f"{outcome.seconds:.0f}",

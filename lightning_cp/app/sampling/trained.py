@@ -19,7 +19,6 @@ from lightning_cp.checkpoint.manifest import check_same_tensors
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import load_checkpoint
 from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.lora_file import read_lora
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_split
 from lightning_cp.sample_groups import SampleGroups
 
@@ -65,8 +64,7 @@ def load_denoiser(
     check_same_tensors(expected, {name: tuple(x.shape) for name, x in weights.items()}, checkpoint)
     module.load_state_dict(weights)
     if lora is not None:
-        rank = read_lora(lora, component="transformer").rank
-        add_lora(module.get_submodule("transformer"), LoraSettings(rank=rank, file=lora))
+        add_lora(module.get_submodule("transformer"), LoraSettings(file=lora))
     return module.eval().requires_grad_(False)
 
 

@@ -46,6 +46,7 @@ def encoded_folder(config: DictConfig) -> Path:
             time.sleep(_POLL_S)
         return folder
     from lightning_cp.precompute import PrecomputeSettings, precompute
+    from lightning_cp.precompute.run import SKIPPED
 
     sizes = None if config.data.sizes is None else OmegaConf.to_container(config.data.sizes)
     frames = OmegaConf.to_container(config.data.frames) if OmegaConf.is_list(config.data.frames) else config.data.frames
@@ -66,5 +67,7 @@ def encoded_folder(config: DictConfig) -> Path:
         progress=config.progress,
     )
     for skipped in result.skipped[:10]:
-        print(f"skipped: {printable(skipped.reason, keep='')}", flush=True)
+        print(f"skipped: {printable(skipped, keep='')}", flush=True)
+    if len(result.skipped) > 10:
+        print(printable(f"… and {len(result.skipped) - 10} more, see {folder / SKIPPED}"), flush=True)
     return folder

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from typing_extensions import override
@@ -22,7 +23,7 @@ from lightning_cp.app.training.run import Run
 from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
-from lightning_cp.export import on_rank_zero
+from lightning_cp.export import on_rank_zero, unwrapped
 from lightning_cp.families import Family
 from lightning_cp.families.registry import family_class
 from lightning_cp.files import read_json
@@ -159,14 +160,15 @@ class FineTune(TrainingSetup):
             held_out=held_out,
             captions=len({caption for row in rows for caption in row.captions}),
             sizes=sizes,
-            adapter=None if config.lora is None else _plain(config.lora),
+            adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
             losses=self.validation_losses,
         )
 
 
 def _objective(config: DictConfig, family: Family) -> Objective:
     """Build the objective. Raises: ValueError: a setting is of another kind of objective than the family's."""
-    default = objective_for(family, seed=config.seed, cond_dropout=config.cond_dropout)
+    component = config.model.component
+    default = objective_for(family, seed=config.seed, component=component, cond_dropout=config.cond_dropout)
     valid = [name for name in map(str, config.objective) if hasattr(default, name)]
     given = {str(name): value for name, value in config.objective.items() if value is not None}
     for name, value in given.items():
@@ -179,7 +181,23 @@ def _objective(config: DictConfig, family: Family) -> Objective:
             given[name] = tuple(value)
     if "density" in given:
         given["density"] = instantiate(given["density"])
-    return replace(default, **given)
+    objective = replace(default, **given)
+    _report_range(objective, family, component)
+    return objective
+
+
+def _report_range(objective: Objective, family: Family, component: str) -> None:
+    """Print the noise levels that are trained on rank 0, if they are not all."""
+    trained, used = getattr(objective, "sigma_range", (0.0, 1.0)), family.sigma_range(component)
+    if trained == used == (0.0, 1.0):
+        return
+    text = f"{component} is trained on {trained[0]:g} < sigma <= {trained[1]:g}"
+    if not used[0] <= trained[0] < trained[1] <= used[1]:
+        text = (
+            f"warning: {text} (objective.sigma_range), but the pipeline uses it for {used[0]:g} < sigma <= {used[1]:g} "
+            "only: leave objective.sigma_range out to train on these"
+        )
+    rank_zero_only(print)(text, flush=True)
 
 
 def _check_family(config: DictConfig, family: Family) -> None:
@@ -227,6 +245,13 @@ def _check_validation(config: DictConfig, cache: LatentCache) -> None:
             f"data.validation={config.data.validation} must be less than {files}, the number of files in data.path="
             f"{config.data.path}: samples of one file are held out together"
         )
+
+
+def _rank_and_alpha(run: Run) -> dict[str, float]:
+    """Return rank and alpha of the adapter: the settings may leave them to the defaults or to `lora.file`."""
+    model: Any = unwrapped(run.tuning.transformer)
+    (adapter,) = model.peft_config.values()
+    return {"rank": adapter.r, "alpha": adapter.lora_alpha}
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def check(here: Path, *overrides: str, experiment: str = "finetune_wan") -> Chec
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_every_experiment_composes(here: Path, experiment: str) -> None:
     config = check(here, experiment=experiment).config
-    assert config.lora.rank == 16
+    assert (config.lora.rank, config.lora.dropout) == (None, 0.0)
     assert config.data.kind == "latents"
 
 
@@ -124,7 +124,7 @@ REFUSED = [
     ("model.quantize=int8 strategy=cp_fsdp", "model.quantize=int8 gives quantised weights, which FSDP cannot shard"),
     ("model.pretrained=HERE/int8 lora=null", "HERE/int8/transformer has quantised weights, which cannot be trained"),
     ("model.pretrained=HERE/int8 strategy=cp_fsdp", "HERE/int8/transformer has quantised weights, which FSDP cannot"),
-    ("lora.rank=0", "lora.rank=0 is not valid: must be a whole number, at least 1"),
+    ("lora.rank=0", "lora.rank=0 is not valid: must be null or a whole number, at least 1"),
     ("lora.alpha=0", "lora.alpha=0 is not valid"),
     ("lora=5", "lora=5 is not valid: must be null, or settings such as lora.rank=16"),
     ("lora.targets='('", "lora.targets=( is not a valid regular expression"),

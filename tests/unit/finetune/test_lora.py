@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from lightning_cp.export import LORA_FILE, save_lora
+from lightning_cp.families import family_for
 from lightning_cp.families.sd3 import StableDiffusion3
 from lightning_cp.finetune.lora import LoraSettings, add_lora, lora_state
+from lightning_cp.finetune.lora_file import load_lora
+from tests.families.cases import made
 from tests.models import TINY
 from tests.pretrained import inputs
 
@@ -258,3 +262,24 @@ def test_frozen_weights_have_no_gradient() -> None:
     add_lora(model, LoraSettings(rank=2))
     model(**inputs("wan"), return_dict=False)[0].square().mean().backward()
     assert all((x.grad is not None) == (".lora_" in name) for name, x in model.named_parameters())
+
+
+def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> None:
+    trained = deepcopy(made("wan_two_experts"))
+    settings = LoraSettings(rank=2, alpha=8)
+    add_lora(trained.transformer_2, settings, family=family_for(trained), component="transformer_2")
+    with torch.no_grad():
+        for name, x in trained.transformer_2.named_parameters():
+            if "lora_" in name:
+                x.normal_(generator=torch.Generator().manual_seed(len(name)))
+    save_lora(trained.transformer_2, tmp_path, component="transformer_2")
+    pipe = deepcopy(made("wan_two_experts"))
+    load_lora(pipe, tmp_path / "pytorch_lora_weights.safetensors")
+    assert not getattr(pipe.transformer, "peft_config", None)
+    channels = pipe.transformer.config.in_channels, pipe.transformer.config.text_dim
+    inputs = (torch.ones(1, channels[0], 1, 4, 4), torch.tensor([500.0]), torch.ones(1, 3, channels[1]))
+    outputs = [one.transformer_2(*inputs, return_dict=False)[0] for one in (trained, pipe, made("wan_two_experts"))]
+    assert torch.equal(outputs[0], outputs[1])
+    assert not torch.allclose(outputs[0], outputs[2])
+    with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
+        load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_cp.app.family import LabelledClips
 from lightning_cp.errors import FamilyError
-from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch
+from lightning_cp.families import ObjectiveDefaults, ResolutionShift, Stored, StoredBatch, family_for
 from lightning_cp.objectives import (
     Diffusion,
     FlowMatching,
@@ -23,6 +23,7 @@ from lightning_cp.objectives import (
     objective_for,
 )
 from lightning_cp.objectives.density import shifted, unshifted
+from tests.families.cases import made
 
 LEVELS = tuple(np.linspace(0.999, 0.0, 1000).tolist())
 
@@ -318,3 +319,22 @@ def test_micro_batches_have_the_losses_of_the_whole_batch() -> None:
         loss, sigma = (sum(values) for values in zip(*(part.loss(Linear()) for part in parts), strict=True))
         torch.testing.assert_close(loss, whole)
         torch.testing.assert_close(sigma, times.mean())
+
+
+@pytest.mark.parametrize(("case", "boundary"), [("wan_two_experts", 0.875), ("wan_image_two_experts", 0.875)])
+def test_an_expert_is_trained_where_its_pipeline_uses_it(case: str, boundary: float) -> None:
+    family = family_for(made(case))
+    for component, expected in (("transformer", (boundary, 1.0)), ("transformer_2", (0.0, boundary))):
+        objective = objective_for(family, seed=0, component=component)
+        assert isinstance(objective, FlowMatching)
+        assert objective.sigma_range == expected
+        drawn = objective.times(family, torch.zeros(16, 4, 1, 4, 4), step=0, first_index=0)
+        assert ((drawn > expected[0]) & (drawn <= expected[1])).all()  # sigmas after the shift
+        low, high = (objective.times_at(family, torch.zeros(1, 4, 1, 4, 4), p) for p in (0.01, 0.99))
+        assert expected[0] < low < high <= expected[1]
+        given = objective_for(family, seed=0, component=component, sigma_range=(0.2, 0.3))
+        assert isinstance(given, FlowMatching)
+        assert given.sigma_range == (0.2, 0.3)
+    assert objective_for(family_for(made("wan")), seed=0) == FlowMatching(seed=0)
+    with pytest.raises(FamilyError, match=r"boundary_ratio=1.5 of the pipeline must be above 0 and below 1"):
+        type(family)({**family.facts, "boundary_ratio": 1.5}).sigma_range("transformer")

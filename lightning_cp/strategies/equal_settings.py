@@ -1,0 +1,101 @@
+"""Compare what must be equal on all ranks because their weights are averaged: Hydra's job, and optimizer settings."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
+from lightning_cp.errors import PeerMismatchError
+from lightning_cp.strategies.sweep_ranks import job_overrides
+
+
+def compare_jobs() -> None:
+    """Check that all ranks run the same job of Hydra. Ranks: the whole world.
+
+    Raises: PeerMismatchError: on all ranks, if the overrides differ.
+    """
+    _compare(
+        {"overrides of the Hydra job": " ".join(job_overrides())},
+        "all ranks must run the same job, so a sweeper that draws values must not run on each rank: let the strategy "
+        "start the ranks, or start one job at a time",
+    )
+
+
+class EqualOptimizers:
+    """Compare the settings of optimizers between ranks, when they are set up and in each later step."""
+
+    def __init__(self) -> None:
+        self._last: tuple[BackgroundGather, dict[str, str]] | None = None
+
+    def compare(self, optimizers: Sequence[Any]) -> None:
+        """Compare optimizers. Ranks: the whole world. Raises: PeerMismatchError: on all ranks, if settings differ."""
+        self._last = None
+        settings = {name: value for i, one in enumerate(optimizers) for name, value in _settings(one, i).items()}
+        _compare({"number of optimizers": str(len(optimizers)), **settings}, _REMEDY)
+
+    def step(self, optimizer: Any) -> None:
+        """Compare one optimizer before its step, in the background: a difference is raised in the next step.
+
+        Ranks: the whole world. Raises: PeerMismatchError: on all ranks, if settings have differed in the step before.
+        """
+        world = dist.group.WORLD
+        if world is None or dist.get_world_size() == 1:
+            return
+        last, self._last = self._last, None
+        if last is not None:
+            sums = last[0].read()[:, 0]
+            if (sums != sums[0]).any():
+                _compare(last[1], _REMEDY)
+        settings = _settings(optimizer, 0)
+        checksum = zlib.crc32(repr(settings).encode())
+        values = torch.tensor([checksum], dtype=torch.float64, device=gather_device(world))
+        self._last = gather_in_background(values, group=world), settings
+
+    @override
+    def __reduce__(self) -> tuple[type[EqualOptimizers], tuple[()]]:
+        return type(self), ()
+
+
+_REMEDY = "weights are averaged over all ranks, so all must use the same settings"
+
+
+def _settings(optimizer: Any, number: int) -> dict[str, str]:
+    """Return the class and the settings of each parameter group, as text by name."""
+    inner = optimizer if isinstance(optimizer, Optimizer) else getattr(optimizer, "optimizer", optimizer)
+    name = type(inner).__name__
+    found = {f"class of optimizer {number}": name}
+    found[f"number of parameter groups of {name}"] = str(len(inner.param_groups))
+    for i, group in enumerate(inner.param_groups):
+        found[f"number of parameters in group {i} of {name}"] = str(len(group["params"]))
+        for key, value in group.items():
+            if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+                value = value.item()
+            if _is_plain(value):
+                found[f"{key} of {name} in group {i}"] = repr(value)
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _compare(settings: dict[str, str], remedy: str) -> None:
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    by_rank: list[dict[str, str]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(by_rank, settings)
+    for rank, other in enumerate(by_rank):
+        for name in dict.fromkeys((*by_rank[0], *other)):
+            first, here = by_rank[0].get(name, "missing"), other.get(name, "missing")
+            if first != here:
+                raise PeerMismatchError(f"{name} differs: {first} on rank 0, {here} on rank {rank}; {remedy}")
