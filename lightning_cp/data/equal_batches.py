@@ -21,7 +21,7 @@ _REMEDY = (
 )
 
 
-def with_equal_batches(loader: Any, data_rank: int, *, always: bool) -> Any:
+def with_equal_batches(loader: Any, *, always: bool) -> Any:
     """Return a loader that raises on all ranks if the ranks have different numbers of batches.
 
     Lengths are compared when iteration begins. A loader without a length, or of an iterable data set, whose length is a
@@ -29,7 +29,6 @@ def with_equal_batches(loader: Any, data_rank: int, *, always: bool) -> Any:
 
     Args:
         loader: the DataLoader, or another iterable. It is not modified.
-        data_rank: index of this rank's context group.
         always: compare in each iteration; False: only while gradients are enabled, because an evaluation with whole
             weights may have a different number of batches on each rank.
     Ranks: the whole world, here and whenever iteration begins.
@@ -37,7 +36,7 @@ def with_equal_batches(loader: Any, data_rank: int, *, always: bool) -> Any:
     inner = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
     if not dist.is_initialized() or dist.get_world_size() == 1 or is_on_all_ranks(inner):
         return loader
-    kind, comparison = type(loader), _Comparison(data_rank, always, world_control())
+    kind, comparison = type(loader), _Comparison(always, world_control())
     try:
         compared = copy.copy(loader)
         # The class of a loader decides how Lightning treats it, so it gets a subclass of its class.
@@ -51,46 +50,44 @@ def with_equal_batches(loader: Any, data_rank: int, *, always: bool) -> Any:
 class _Comparison:
     """Compare the numbers of batches between ranks."""
 
-    def __init__(self, data_rank: int, always: bool, group: dist.ProcessGroup) -> None:
-        self._data_rank, self._always, self._group, self._world = data_rank, always, group, dist.group.WORLD
+    def __init__(self, always: bool, group: dist.ProcessGroup) -> None:
+        self._always, self._group, self._world = always, group, dist.group.WORLD
 
     def iterate(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator of the loader that compares. In a later world, which has other ranks, it does not."""
+        """Return an iterator of the loader that compares. In a later world, which has other ranks, it does not.
+
+        It raises with the first batch, because the Trainer hides what is raised before.
+        """
         if dist.group.WORLD is not self._world or not (self._always or torch.is_grad_enabled()):
             return batches
         length = length_or_none(loader)
         by_index = isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
-        if length is None or not by_index:
-            return self._each(batches)
-        self.lengths(length)
-        return batches
+        return self._by_length(batches, length) if by_index and length is not None else self._one_by_one(batches)
 
-    def lengths(self, length: int) -> None:
-        """Raise DataError on all ranks if loaders have different lengths. Ranks: the whole world."""
-        by_rank = all_gather_ints([length, self._data_rank], group=self._group)
-        shortest, longest = min(by_rank), max(by_rank)
-        if shortest[0] != longest[0]:
+    def _by_length(self, batches: Iterator[Any], length: int) -> Iterator[Any]:
+        lengths, least, most = self._gather(length)
+        if least != most:
             raise DataError(
-                f"the data loader has {shortest[0]} batches in data group {shortest[1]}, but {longest[0]} in data "
-                f"group {longest[1]}. {_REMEDY}"
+                f"the data loader has {lengths[least]} batches on rank {least}, but {lengths[most]} on rank {most}. "
+                f"{_REMEDY}"
             )
+        yield from batches
 
-    def is_next(self, found: bool, count: int) -> None:
-        """Raise DataError on all ranks if only some ranks have a next batch. Ranks: the whole world."""
-        by_rank = all_gather_ints([int(found), self._data_rank], group=self._group)
-        ended, more = min(by_rank), max(by_rank)
-        if ended[0] != more[0]:
-            raise DataError(
-                f"the data loader ended after {count} batches in data group {ended[1]}, but data group {more[1]} has "
-                f"more. {_REMEDY}"
-            )
-
-    def _each(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _one_by_one(self, batches: Iterator[Any]) -> Iterator[Any]:
         count, nothing = 0, object()
         while True:
             batch = next(batches, nothing)
-            self.is_next(batch is not nothing, count)
+            _, ended, more = self._gather(int(batch is not nothing))
+            if ended != more:
+                raise DataError(
+                    f"the data loader ended after {count} batches on rank {ended}, but rank {more} has more. {_REMEDY}"
+                )
             if batch is nothing:
                 return
             count += 1
             yield batch
+
+    def _gather(self, number: int) -> tuple[list[int], int, int]:
+        """Return the numbers of all ranks, and the first ranks with the least and with the largest one."""
+        numbers = [n for (n,) in all_gather_ints([number], group=self._group)]
+        return numbers, numbers.index(min(numbers)), numbers.index(max(numbers))

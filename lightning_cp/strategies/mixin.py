@@ -182,7 +182,7 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return with_equal_batches(dataloader, self.data_rank, always=self._evaluates_together)
+        return with_equal_batches(dataloader, always=self._evaluates_together)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.
