@@ -126,10 +126,10 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
             "torch.distributed.init_process_group first, start with torchrun, or use lightning_cp's strategy"
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
-    prove_membership()
     built = _cache.of(dist.group.WORLD)
     key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
+        prove_membership()
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
         built[key] = groups  # keeps the mesh alive, so that no other mesh gets its id
         _by_name[groups.name] = groups
