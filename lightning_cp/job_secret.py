@@ -77,4 +77,4 @@ def _gather(data: bytes, device: str) -> list[bytes]:
     mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
-    return [x.cpu().numpy().tobytes() for x in gathered]
+    return [bytes(x.tolist()) for x in gathered]

@@ -279,6 +279,11 @@ _TRAINER = [
     ),
     *_uses(
         "trainer",
+        "lightning.pytorch.callbacks.throughput_monitor:ThroughputMonitor",
+        _throughputs="count the samples of data groups, not of ranks",
+    ),
+    *_uses(
+        "trainer",
         "lightning.pytorch.trainer.trainer:Trainer",
         _data_connector="keep the user's samplers",
         _accelerator_connector="read use_distributed_sampler",

@@ -33,8 +33,8 @@ def with_equal_batches(loader: Any, *, always: bool) -> Any:
             weights may have a different number of batches on each rank.
     Ranks: the whole world, here and whenever iteration begins.
     """
-    inner = getattr(loader, "batch_sampler", None) or getattr(loader, "sampler", None)
-    if not dist.is_initialized() or dist.get_world_size() == 1 or is_on_all_ranks(inner):
+    samplers = (getattr(loader, name, None) for name in ("batch_sampler", "sampler"))
+    if not dist.is_initialized() or dist.get_world_size() == 1 or any(map(is_on_all_ranks, samplers)):
         return loader
     kind, comparison = type(loader), _Comparison(always, world_control())
     try:

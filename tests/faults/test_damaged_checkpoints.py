@@ -234,19 +234,19 @@ def test_what_may_not_be_read_is_passed_over(tmp_path: Path, monkeypatch: pytest
     good = written(tmp_path / "run" / "checkpoints", "full", 1)
     locked = written(tmp_path / "theirs" / "checkpoints", "full", 2)
     hidden = written(tmp_path / "hidden" / "checkpoints", "full", 3)
-    read, listed = Path.read_bytes, os.listdir
+    opened, listed = os.open, os.listdir
 
-    def may_read(path: Path) -> bytes:
-        if path.parent == locked:
+    def may_open(path: Any, *args: Any, **settings: Any) -> int:
+        if Path(path).parent == locked:
             raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+        return opened(path, *args, **settings)
 
     def may_list(path: Any = ".") -> list[str]:
         if hidden.is_relative_to(path) and Path(path) != tmp_path:
             raise PermissionError(13, "Permission denied", str(path))
         return listed(path)
 
-    monkeypatch.setattr(Path, "read_bytes", may_read)
+    monkeypatch.setattr(os, "open", may_open)
     monkeypatch.setattr(os, "listdir", may_list)
     assert latest_checkpoint(tmp_path) == good
     with pytest.raises(CheckpointError, match="cannot be read: Permission denied"):

@@ -102,7 +102,7 @@ def test_files_with_overrides_are_private(tmp_path: Path) -> None:
         (hydra / name).chmod(0o644)
     (hydra / "link").symlink_to(tmp_path / "target")
     make_private(hydra)
-    outcome = Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 1, 0.0, 0.0, 0.0, 0.0, "x")
+    outcome = Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 1, 0.0, 0.0, 0.0, 0.0, 0.0, "x")
     outcome.write(tmp_path)
     files = [hydra / "config.yaml", hydra / "overrides.yaml", *tmp_path.glob("*/0.json")]
     assert len(files) == 3
