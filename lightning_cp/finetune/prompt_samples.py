@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
 from lightning_cp.engine.apply import installed_on, parallelize
 from lightning_cp.errors import FamilyError
 from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
+from lightning_cp.media.images import read_image
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.encoders import release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
@@ -37,11 +39,12 @@ class PromptSampler:
     Args:
         source: the pipeline's folder, or its id on the Hub.
         prompts: texts to draw.
+        images: for edit models and image to video: a picture file for each prompt, the source or the first frame.
         component: name of the transformer in training.
         seed: seed of the first sample.
         setting: name of the setting that holds `source`, for error messages.
         call: other arguments of the pipeline's call, such as `height` and `num_inference_steps`.
-    Raises: ValueError: no prompts, or arguments that are set here.
+    Raises: ValueError: no prompts, another number of images, or arguments that are set here.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class PromptSampler:
         source: str | Path,
         prompts: Sequence[str],
         *,
+        images: Sequence[str | Path] | None = None,
         component: str = "transformer",
         seed: int = 0,
         setting: str = "model.pretrained",
@@ -56,9 +60,13 @@ class PromptSampler:
     ) -> None:
         if isinstance(prompts, str) or not prompts or not all(isinstance(x, str) for x in prompts):
             raise ValueError(f"prompts={prompts!r} must be a list of one text or more")
-        reserved = [name for name in ("prompt", "generator", "output_type", "return_dict") if name in call]
+        reserved = [name for name in ("prompt", "image", "generator", "output_type", "return_dict") if name in call]
         if reserved:
             raise ValueError(f"{reserved[0]} is set by PromptSampler: leave it out")
+        if images is not None and len(images) != len(prompts):
+            raise ValueError(f"images must be one for each of the {len(prompts)} prompts, got {len(images)}")
+        self._images = images
+        self._pictures: list[Image.Image] = []
         self.prompts, self._source, self._component = list(prompts), str(source), component
         self._seed, self._setting, self._call = seed, setting, call
         self._pipe: Any = None
@@ -81,22 +89,23 @@ class PromptSampler:
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
         kind = _pipeline_class(self._source)
-        _check_call(kind, self._call)
+        _check_call(kind, self._call, has_images=self._images is not None)
         names = family_class(kind).components.text
         model: Any = transformer
         text = RecordedPrompts()
         failure, pipe = "", None
         if ranks.is_global_zero:
             try:
+                self._pictures = [_picture(file) for file in self._images or ()]
                 pipe = self._load(model, without=())
-                text.record(pipe, [self._arguments(i) for i in range(len(self))], names, ranks.device)
+                text.record(pipe, [self._arguments(i) for i in range(len(self))], ranks.device)
                 release(pipe, names)
             except Exception as error:
                 failure = f"{type(error).__name__}: {error}"
         failure = ranks.broadcast(failure)
         if failure:
             raise ValueError(f"sampling: the prompts cannot be encoded: {failure}")
-        text = ranks.broadcast(text)
+        text, self._pictures = ranks.broadcast((text, self._pictures))
         pipe = pipe or self._load(model, without=names)
         text.replay_in(pipe, ranks.device)
         self._move_components(pipe, model, ranks.device)
@@ -126,7 +135,8 @@ class PromptSampler:
         return sample.transpose(0, 1) if sample.ndim == 4 else sample  # clips are [f, c, h, w]
 
     def _arguments(self, i: int) -> dict[str, Any]:
-        return {"prompt": self.prompts[i], **self._call}
+        picture = {"image": self._pictures[i]} if self._pictures else {}
+        return {"prompt": self.prompts[i], **picture, **self._call}
 
     def _load(self, model: Any, *, without: Sequence[str]) -> Any:
         pipe = load_pipeline(
@@ -167,11 +177,19 @@ def _pipeline_class(source: str) -> type:
         raise ValueError(f"model.pretrained={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
-def _check_call(kind: type, call: Mapping[str, Any]) -> None:
-    """Check the arguments of the call. Raises: FamilyError: the pipeline needs media, or has no such argument."""
+def _picture(file: str | Path) -> Image.Image:
+    return Image.fromarray(read_image(file).permute(1, 2, 0).numpy())
+
+
+def _check_call(kind: type, call: Mapping[str, Any], *, has_images: bool) -> None:
+    """Check the arguments of the call. Raises: FamilyError: the pipeline needs images, or has no such argument."""
     accepted = [name for name in inspect.signature(kind.__call__).parameters if name != "self"]
     unknown = [name for name in call if name not in accepted]
     if unknown:
         raise FamilyError(f"sampling.call.{unknown[0]} is not an argument of {kind.__name__}: {', '.join(accepted)}")
-    if "image" in accepted and "image" not in call:
-        raise FamilyError(f"{kind.__name__} draws from pictures, not from prompts alone: leave out sampling.prompts")
+    if "image" in accepted and not has_images:
+        raise FamilyError(
+            f"{kind.__name__} draws from pictures: set sampling.images to a list of files, one for each prompt"
+        )
+    if has_images and "image" not in accepted:
+        raise FamilyError(f"sampling.images is set, but {kind.__name__} takes no picture: leave it out")

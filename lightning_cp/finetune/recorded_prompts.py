@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor, nn
 
 from lightning_cp.nest import replace
 
+_PIXELS: Any = (Image, Tensor, np.ndarray)
 _MARGIN = 1.2  # memory that an encoder needs, as a multiple of its weights
 
 
@@ -25,20 +29,18 @@ class RecordedPrompts:
         self._results: dict[str, Any] = {}
 
     @torch.no_grad()
-    def record(
-        self, pipe: Any, calls: Sequence[Mapping[str, Any]], encoders: Sequence[str], device: torch.device
-    ) -> None:
+    def record(self, pipe: Any, calls: Sequence[Mapping[str, Any]], device: torch.device) -> None:
         """Call the pipeline with each call's arguments, up to the first call of a transformer, and keep the text.
 
         Args:
-            pipe: pipeline with its text encoders, on the CPU.
-            encoders: names of the text encoders and tokenizers.
-            device: device of this rank; the encoders run there if its free memory allows, otherwise on the CPU.
+            pipe: pipeline with its text encoders and its VAE, on the CPU.
+            device: device of this rank; they run there if its free memory allows, otherwise on the CPU.
         Raises: the exception of the pipeline, if it does not accept the arguments.
         """
-        modules = [pipe.components[name] for name in encoders if isinstance(pipe.components.get(name), nn.Module)]
+        found = {name: x for name, x in pipe.components.items() if isinstance(x, nn.Module)}
+        transformers = [x for name, x in found.items() if name.startswith("transformer")]
+        modules = [x for name, x in found.items() if not name.startswith("transformer")]  # the VAE encodes pictures
         at = device if _fits(modules, device) else torch.device("cpu")
-        transformers = [x for name, x in pipe.components.items() if name.startswith("transformer") and x is not None]
         with ExitStack() as stack:
             for transformer in transformers:
                 hook = transformer.register_forward_pre_hook(_stop, prepend=True)
@@ -79,8 +81,15 @@ def _stop(*_: object) -> NoReturn:
 
 
 def _key(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """Return the arguments of `encode_prompt` as text, without the device."""
-    return repr((args, sorted((name, x) for name, x in kwargs.items() if name != "device")))
+    """Return the arguments of `encode_prompt` as text, without the device. Pictures and arrays are hashed."""
+    given = (args, sorted((name, x) for name, x in kwargs.items() if name != "device"))
+    return repr(replace(_PIXELS, _digest, given))
+
+
+def _digest(picture: Any) -> tuple[str, ...]:
+    """Return the shape, the type and a hash of the values of a picture, tensor or array."""
+    array = np.ascontiguousarray(picture.detach().cpu().float() if isinstance(picture, Tensor) else picture)
+    return str(array.shape), str(array.dtype), hashlib.sha256(array.tobytes()).hexdigest()
 
 
 def _fits(modules: Sequence[nn.Module], device: torch.device) -> bool:

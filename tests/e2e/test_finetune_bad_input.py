@@ -163,6 +163,8 @@ def test_certify_where_one_process_cannot_hold_the_model(flux: Path) -> None:
         (("sampling.every=2",), "sampling.every=2 and sampling.prompts=null belong together"),
         (("sampling.every=2", "sampling.prompts=7"), "sampling.prompts=7 is not valid"),
         (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.fps=0"), "sampling.fps=0 is not valid"),
+        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[a,b]"), "must be a list of files, one for"),
+        (("sampling.every=2", "sampling.prompts=[a cat]", "sampling.images=[no.png]"), "no.png does not exist"),
         (("sampling=midpoint", "sampling.every=2"), "needs sampling=prompts"),
     ],
 )

@@ -52,8 +52,7 @@ def edited(made: Path, name: str, *overrides: str, source: str = "media/0.refere
     command += [f"output_root={made}", *CALL, *overrides]
     ran = warm.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=made, timeout=400)
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    with Image.open(made / name / "samples" / "0000.png") as image:
-        return np.asarray(image.convert("RGB")).astype(float)
+    return _picture(made / name / "samples" / "0000.png")
 
 
 def check_equal(here: Finished, alone: Finished) -> None:
@@ -77,6 +76,30 @@ def test_an_edit_is_sampled_with_and_without_the_lora(kontext: Path, alone: Fini
     assert np.abs(other - after).max() > 0
     parallel = edited(kontext, "parallel", lora, "strategy=cp", "ring=2")
     assert np.abs(parallel - after).max() <= 1
+
+
+@pytest.mark.full
+def test_pictures_are_edited_during_training(kontext: Path) -> None:
+    sources = [f"media/{i}.reference.png" for i in (0, 1)]
+    images = ",".join(str(kontext / source) for source in sources)
+    drawing = ("sampling.every=2", "sampling.prompts=[wave number 1,wave number 1]", "sampling.num_inference_steps=2")
+    call = ("+sampling.call._auto_resize=false", "+sampling.call.max_area=384")
+    given = (*SMALL, "max_steps=2", *drawing, *call, f"sampling.images=[{images}]")
+    one, three = (
+        tune(kontext, f"drawn{i}", *given, *ranks, experiment="finetune_kontext")
+        for i, ranks in enumerate([(), ("strategy=cp", "ring=3")])
+    )
+    drawn = [_picture(one.folder / f"samples/final/000{i}.png") for i in (0, 1)]
+    for i, source in enumerate(sources):
+        assert np.abs(drawn[i] - _picture(three.folder / f"samples/final/000{i}.png")).max() <= 1
+        later = edited(kontext, f"later{i}", f"lora={one.folder / LORA_FILE}", f"seed={i}", source=source)
+        assert np.abs(drawn[i] - later).max() <= 1
+    assert np.abs(drawn[0] - drawn[1]).max() > 1
+
+
+def _picture(file: Path) -> np.ndarray:
+    with Image.open(file) as image:
+        return np.asarray(image.convert("RGB")).astype(float)
 
 
 @pytest.mark.full

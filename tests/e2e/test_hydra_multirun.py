@@ -24,7 +24,7 @@ def sweep(folder: Path, *overrides: str, module: bool = False) -> subprocess.Com
         env=environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=540,  # not reached: a loaded machine takes a minute to start the ranks of a job
         check=False,
     )
     left = [one for one in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(one.info["cmdline"] or [])]

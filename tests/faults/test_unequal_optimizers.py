@@ -88,15 +88,15 @@ class _Scheduled(TrainsWan):
 
 def _fit(rank: int, world: int, at_once: bool) -> tuple[str, int]:
     module = _Scheduled(at_once=at_once)
-    trainer = trainer_of(rank, world, for_trainer.ContextParallelStrategy(ring=world), max_steps=6)
+    trainer = trainer_of(rank, world, for_trainer.ContextParallelStrategy(ring=world), max_steps=12)
     with pytest.raises(PeerMismatchError) as error:
-        trainer.fit(module, torch.utils.data.DataLoader(Clips(16), batch_size=2))
+        trainer.fit(module, torch.utils.data.DataLoader(Clips(24), batch_size=2))
     return str(error.value), module.steps
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_trainer_finds_unequal_optimizers_and_schedules(run_ranks: RankPool) -> None:
-    for at_once, steps, values in ((True, 0, ("0.1", "0.2")), (False, 2, ("0.1", "0.05"))):
+    for at_once, steps, values in ((True, 0, ("0.1", "0.2")), (False, 9, ("0.1", "0.05"))):
         for message, done in run_ranks(3, _fit, at_once, init=False):
             assert f"lr of SGD in group 0 differs: {values[0]} on rank 0, {values[1]} on rank 2" in message
             assert done == steps

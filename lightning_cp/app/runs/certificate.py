@@ -117,7 +117,7 @@ def one_process(config: DictConfig, resolved: DictConfig) -> DictConfig:
     alone.update({name: None for name in ("logger", "shares") if name in alone})
     alone.sampling.every = None
     if "prompts" in alone.sampling:
-        alone.sampling.prompts = None
+        alone.sampling.update({"prompts": None, "images": None})
     if resolved.data.get("kind") == "folder":  # the run has encoded it
         alone.data.update({"kind": "latents", "path": str(folder / "latents")})
     if resolved.get("validation") is not None and resolved.validation.every is not None:

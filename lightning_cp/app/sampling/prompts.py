@@ -80,6 +80,7 @@ class PromptPictures:
         self._sampler = PromptSampler(
             config.model.pretrained,
             list(config.sampling.prompts),
+            images=None if config.sampling.images is None else list(config.sampling.images),
             component=config.model.component,
             seed=config.seed,
             **{str(key): value for key, value in call.items()},
