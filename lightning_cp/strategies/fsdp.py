@@ -130,8 +130,8 @@ class FSDPMixin(ContextParallelMixin):
         )
         if has_other_files and not self._lightning._save_distributed_checkpoint:
             raise IsADirectoryError(
-                f"{target} is a folder with other files, which one checkpoint file would replace: use another path, or "
-                "move the folder"
+                f"{target} exists and is a directory with other files, which one checkpoint file would replace: use "
+                "another path, or move the folder"
             )
         if has_other_files or not dist.is_initialized():
             yield target  # a folder with other files: Lightning writes into it or raises; or a single process
