@@ -19,6 +19,7 @@ from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folde
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
+from lightning_cp.compat.fabric_names import loading_optimizers_without_state
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -114,10 +115,10 @@ class FSDPMixin(ContextParallelMixin):
         path = Path(self._lightning.broadcast(path))  # before any rank reads it, so that all ranks read the same path
         loaded: dict[str, Any]
         if allows_code(weights_only):
-            with reraise_as(CheckpointError, f"{path} cannot be loaded"):
+            with reraise_as(CheckpointError, f"{path} cannot be loaded"), loading_optimizers_without_state():
                 loaded = super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
         else:
-            with without_code(path):
+            with without_code(path), loading_optimizers_without_state():
                 loaded = super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
         return loaded
 
