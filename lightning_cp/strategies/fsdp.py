@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +19,7 @@ from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
 from lightning_cp.compat.fabric_names import loading_optimizers_without_state
+from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -178,7 +178,6 @@ class FSDPMixin(ContextParallelMixin):
                 self._shard(module, installed, steps)
 
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # outputs stay unmodified
         frozen = frozen_children(module, installed)
         unsharded = {parameter for child in frozen for parameter in child.parameters()}
         for child in frozen:
@@ -196,6 +195,10 @@ class FSDPMixin(ContextParallelMixin):
                 mp_policy=self._mp_policy,
                 ignored_params=unsharded,
             )
+            sharded = cast("FSDPModule", unit)
+            allow_returned_views(sharded)  # outputs are not changed in place
+            if self._mp_policy.reduce_dtype is not None:
+                accumulate_in_one_dtype(sharded)
         if module in units:
             for name in steps:
                 register_fsdp_forward_method(module, name)
