@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl
+from lightning_cp.compat.fabric_names import ParallelBackwardSyncControl, keeping_optimizers_without_state
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
@@ -122,7 +122,7 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
     @override
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **settings: Any) -> None:
         """Save a checkpoint as Lightning does; an older one at this path is kept until the new one is complete."""
-        with self._all_or_nothing(path) as scratch:
+        with self._all_or_nothing(path) as scratch, keeping_optimizers_without_state():
             super().save_checkpoint(scratch, state, *args, **settings)
 
     def _parallelize(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:

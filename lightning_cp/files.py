@@ -115,10 +115,10 @@ def writing(path: str | Path, kept: str = "") -> Iterator[None]:
             raise
         raise _write_error(error.filename or path, error.strerror or str(error), error.errno, kept) from error
     except Exception as error:
-        found = _SAFETENSORS_CODE.search(str(error)) if type(error).__name__ == "SafetensorError" else None
-        if found is None:
+        if type(error).__name__ != "SafetensorError":
             raise
-        raise _write_error(path, str(error), int(found[1]), kept) from error
+        found = _SAFETENSORS_CODE.search(str(error))  # not in the message of every version
+        raise _write_error(path, str(error), int(found[1]) if found else None, kept) from error
 
 
 class _WriteError(OSError):

@@ -17,10 +17,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_cp.compat.copied import TRAINER_SETUP, check_unchanged
-from lightning_cp.compat.fabric_names import optimizers_to_device
+from lightning_cp.compat.fabric_names import keeping_optimizers_without_state, optimizers_to_device
 from lightning_cp.engine.meta import weights_on_meta
 from lightning_cp.strategies.ddp import DDPMixin
 from lightning_cp.strategies.ddp_buckets import build_ddp_buckets
@@ -165,6 +166,13 @@ class ContextParallelFSDPStrategy(_TrainerMixin, FSDPMixin, ModelParallelStrateg
             return loaded
         finally:
             self.optimizers = optimizers
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer to save. It is not changed."""
+        with keeping_optimizers_without_state():
+            state: dict[str, Any] = super().optimizer_state(optimizer)
+            return state
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:

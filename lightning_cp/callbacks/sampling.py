@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ class SamplingCallback(AveragingCallback):
     the average of this callback (`ema_decay`) or of an `EMACallback` or `WeightAveraging` of the Trainer; without an
     average, the current weights. Training is not affected: random states, training modes and weights are restored.
 
-    Pictures are written to `samples/step_<n>.png` in the Trainer's log directory, and sent to its TensorBoard and
-    W&B loggers.
+    Pictures are written to `<name>/step_<n>.png` in the Trainer's log directory, and sent to its TensorBoard and
+    W&B loggers. A Trainer can have several of these callbacks, with different names.
 
     Args:
         sample: function of the LightningModule and a CPU generator. It returns pictures [n, c, h, w] or clips
@@ -46,6 +47,7 @@ class SamplingCallback(AveragingCallback):
         value_range: (black, white) values of the samples.
         folder: output folder; None: the Trainer's log directory.
         seed: seed of the generator.
+        name: name of the folder, of the picture in loggers, and of this callback's state in checkpoints.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SamplingCallback(AveragingCallback):
         value_range: tuple[float, float] = (-1.0, 1.0),
         folder: str | Path | None = None,
         seed: int = 0,
+        name: str = "samples",
     ) -> None:
         super().__init__("ema_decay", ema_decay)
         if isinstance(every_n_train_steps, bool) or not isinstance(every_n_train_steps, int) or every_n_train_steps < 1:
@@ -73,10 +76,23 @@ class SamplingCallback(AveragingCallback):
         if num_samples is not None and (isinstance(num_samples, bool) or num_samples < 1):
             raise ValueError(f"num_samples={num_samples!r} must be None or an integer of at least 1")
         self._range, self._folder, self._seed, self._num_samples = value_range, folder, seed, num_samples
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise ValueError(
+                f"name={name!r} must name a folder: letters, digits, '_', '-' and '.', for instance 'samples_wide'"
+            )
+        self._name = name
         self._drawn = -1  # step of the last picture
+
+    @property
+    @override
+    def state_key(self) -> str:
+        """Name of this callback's state in checkpoints. It is the class for the default name."""
+        return super().state_key if self._name == "samples" else f"{super().state_key}[{self._name}]"
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._decay is not None:
+            return  # a checkpoint callback, which comes last, must save this callback's average after its update
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # Run after the EMA callback, which updates the average. A new list: the Trainer iterates over the old one.
         trainer.callbacks = [*(one for one in callbacks if one is not self), self]  # type: ignore[attr-defined]
@@ -109,9 +125,9 @@ class SamplingCallback(AveragingCallback):
 
     def _write(self, trainer: Trainer, picture: Tensor, folder: Path) -> None:
         step = trainer.global_step
-        write_png(picture, folder / "samples" / f"step_{step:08d}.png")
+        write_png(picture, folder / self._name / f"step_{step:08d}.png")
         for logger in trainer.loggers:
-            log_picture(logger, "samples", picture.numpy(), step)
+            log_picture(logger, self._name, picture.numpy(), step)
 
 
 def _check_shapes(samples: object) -> None:

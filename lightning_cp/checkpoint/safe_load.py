@@ -67,7 +67,13 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
     Args: index: index of the folder, if already read.
     Raises: CheckpointError: it is damaged, does not fit the state, or holds more than tensors and plain values.
     """
-    reader = _Reader(path, index or read_index(path))
+    index = index or read_index(path)
+    saved = index.state_dict_metadata
+    for name, values in state.items():
+        is_optimizer = isinstance(values, dict) and values.keys() == {"state", "param_groups"}
+        if is_optimizer and not any(key.startswith(f"{name}.state.") for key in saved):
+            values["state"] = {}  # the saved one had not stepped; torch has given the new one a state
+    reader = _Reader(path, index)
     try:
         load(state, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:  # a BaseException

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import unwrap
+from types import ModuleType
 from typing import Any
 
 from lightning.fabric.strategies import model_parallel
 from lightning.fabric.utilities import imports
+from torch.distributed.checkpoint import state_dict as torch_state_dict
+from torch.nn import Module
+from torch.optim import Optimizer
 
 from lightning_cp.compat.versions import incompatible, private_names
 
@@ -26,7 +31,9 @@ __all__ = [
     "ParallelBackwardSyncControl",
     "SubprocessScriptLauncher",
     "is_interactive",
+    "keeping_optimizers_without_state",
     "loading_distributed_checkpoints_with",
+    "loading_optimizers_without_state",
     "optimizers_to_device",
 ]
 
@@ -43,15 +50,66 @@ def loading_distributed_checkpoints_with(load: Callable[..., None]) -> Iterator[
 
     Raises: IncompatibleVersionError: Lightning's function has another name, so its own would be called.
     """
-    lightning: Any = model_parallel
-    before = getattr(lightning, "_distributed_checkpoint_load", None)
-    used_in = model_parallel._load_checkpoint.__code__.co_names
-    if before is None or "_distributed_checkpoint_load" not in used_in:
-        raise incompatible(
-            "lightning", f"{model_parallel.__name__}._load_checkpoint calls no _distributed_checkpoint_load"
-        )
-    lightning._distributed_checkpoint_load = load
+    with _calling(model_parallel, "_distributed_checkpoint_load", load):
+        yield
+
+
+@contextmanager
+def loading_optimizers_without_state() -> Iterator[None]:
+    """Make ModelParallelStrategy load optimizers that have no state, such as SGD or one that has not stepped.
+
+    Inside the context, such an optimizer loads its parameter groups only. Lightning reads the first key of the state,
+    and torch would start a state with one step in it, or fail if the optimizer never has one.
+
+    Raises: IncompatibleVersionError: Lightning's functions have other names, so its own would be called.
+    """
+    rekey: Any = getattr(model_parallel, "_rekey_optimizer_state_if_needed", None)
+    load = torch_state_dict.set_optimizer_state_dict
+
+    def rekey_state(state: dict[str, Any], module: Module) -> dict[str, Any]:
+        renamed: dict[str, Any] = rekey(state, module) if state["state"] else state
+        return renamed
+
+    def load_state(module: Module, optimizer: Optimizer, *, optim_state_dict: dict[str, Any], options: Any) -> None:
+        if optim_state_dict["state"]:
+            load(module, optimizer, optim_state_dict=optim_state_dict, options=options)
+        else:
+            optimizer.load_state_dict(optim_state_dict)
+
+    with (
+        _calling(model_parallel, "_rekey_optimizer_state_if_needed", rekey_state),
+        _calling(torch_state_dict, "set_optimizer_state_dict", load_state),
+    ):
+        yield
+
+
+@contextmanager
+def keeping_optimizers_without_state() -> Iterator[None]:
+    """Let torch return the state of an optimizer that has not stepped as it is, inside the context.
+
+    Torch would make a step without gradients first, which Adam counts: to save would change the training.
+
+    Raises: IncompatibleVersionError: torch's function has another name, so its own would be called.
+    """
+
+    def leave(_: Optimizer) -> None:
+        pass
+
+    with _calling(torch_state_dict, "_init_optim_state", leave, by="_get_optim_state_dict"):
+        yield
+
+
+@contextmanager
+def _calling(module: ModuleType, name: str, function: Callable[..., Any], *, by: str = "") -> Iterator[None]:
+    """Make a caller call `function` in place of the function of this name: `by`, or Lightning's `_load_checkpoint`."""
+    before = getattr(module, name, None)
+    caller: Any = getattr(module, by, None) if by else model_parallel._load_checkpoint
+    code = getattr(unwrap(caller), "__code__", None)
+    if before is None or code is None or name not in (*code.co_names, *code.co_varnames):
+        package = "torch" if by else "lightning"
+        raise incompatible(package, f"{by or '_load_checkpoint'} calls no {module.__name__}.{name}")
+    setattr(module, name, function)
     try:
         yield
     finally:
-        lightning._distributed_checkpoint_load = before
+        setattr(module, name, before)

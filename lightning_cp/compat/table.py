@@ -43,6 +43,8 @@ _REMOVE_HOOKS = "remove the engine's hooks from a module"
 _CACHES = "let a step cache decide for all ranks"
 _RANDOM_GUIDANCE = "refuse guiders that skip layers at random"
 _COMPILED = "find out whether a module is compiled"
+_REDUCE = "reduce gradients of accumulated and of single micro-batches together"
+_FSDP = "torch.distributed.fsdp._fully_shard."
 _LAUNCHERS = "lightning.{}.strategies.launchers."
 
 _MODEL = [
@@ -240,6 +242,21 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             "torch.nn.parallel:DistributedDataParallel",
             _ddp_params_and_buffers_to_ignore="leave out tensors that DDP ignores when ranks' weights are compared",
         ),
+        *_uses(feature, "torch.distributed.fsdp:FSDPModule", _get_fsdp_state="adapt one sharded module"),
+        *_uses(
+            feature,
+            f"{_FSDP}_fsdp_state:FSDPState",
+            _fsdp_param_group=_REDUCE,
+            _register_pre_backward_hook="omit a warning about returned views",
+        ),
+        *_uses(feature, f"{_FSDP}_fsdp_param_group:FSDPParamGroup", fsdp_params=_REDUCE, post_backward=_REDUCE),
+        *_uses(
+            feature,
+            f"{_FSDP}_fsdp_param:FSDPParam",
+            _unsharded_param=_REDUCE,
+            to_accumulated_grad_if_needed=_REDUCE,
+            unsharded_accumulated_grad=_REDUCE,
+        ),
         *_uses(feature, "torch.distributed:Reducer", _rebuild_buckets="fix the order in which gradients are summed"),
         *_uses(
             feature,
@@ -302,6 +319,11 @@ _TRAINER = [
         "trainer",
         "lightning.pytorch.overrides.distributed:_IndexBatchSamplerWrapper",
         _batch_sampler="find the batch sampler inside Lightning's wrapper",
+    ),
+    *_uses(
+        "trainer",
+        "lightning.pytorch.callbacks.throughput_monitor:ThroughputMonitor",
+        _throughputs="count each sample once",
     ),
     *_uses(
         "trainer",

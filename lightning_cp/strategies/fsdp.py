@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,8 @@ from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folde
 from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
+from lightning_cp.compat.fabric_names import loading_optimizers_without_state
+from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -114,10 +115,10 @@ class FSDPMixin(ContextParallelMixin):
         path = Path(self._lightning.broadcast(path))  # before any rank reads it, so that all ranks read the same path
         loaded: dict[str, Any]
         if allows_code(weights_only):
-            with reraise_as(CheckpointError, f"{path} cannot be loaded"):
+            with reraise_as(CheckpointError, f"{path} cannot be loaded"), loading_optimizers_without_state():
                 loaded = super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
         else:
-            with without_code(path):
+            with without_code(path), loading_optimizers_without_state():
                 loaded = super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
         return loaded
 
@@ -130,8 +131,8 @@ class FSDPMixin(ContextParallelMixin):
         )
         if has_other_files and not self._lightning._save_distributed_checkpoint:
             raise IsADirectoryError(
-                f"{target} is a folder with other files, which one checkpoint file would replace: use another path, or "
-                "move the folder"
+                f"{target} exists and is a directory with other files, which one checkpoint file would replace: use "
+                "another path, or move the folder"
             )
         if has_other_files or not dist.is_initialized():
             yield target  # a folder with other files: Lightning writes into it or raises; or a single process
@@ -177,7 +178,6 @@ class FSDPMixin(ContextParallelMixin):
                 self._shard(module, installed, steps)
 
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
-        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")  # outputs stay unmodified
         frozen = frozen_children(module, installed)
         unsharded = {parameter for child in frozen for parameter in child.parameters()}
         for child in frozen:
@@ -195,6 +195,10 @@ class FSDPMixin(ContextParallelMixin):
                 mp_policy=self._mp_policy,
                 ignored_params=unsharded,
             )
+            sharded = cast("FSDPModule", unit)
+            allow_returned_views(sharded)  # outputs are not changed in place
+            if self._mp_policy.reduce_dtype is not None:
+                accumulate_in_one_dtype(sharded)
         if module in units:
             for name in steps:
                 register_fsdp_forward_method(module, name)

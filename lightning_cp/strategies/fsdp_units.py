@@ -32,9 +32,15 @@ def find_fsdp_units(
 
 
 def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:
-    """Return whether the weights of `unit` are used nowhere else in `module`."""
-    own, inside = set(unit.parameters()), set(unit.modules())
-    outside = (inner for inner in module.modules() if inner not in inside)
+    """Return whether the weights of `unit` are used nowhere else in `module`, also not through a shared child."""
+    own, outside = set(unit.parameters()), {unit}
+    waiting = [module]
+    while waiting:  # every module that is reachable without passing through `unit`
+        inner = waiting.pop()
+        if inner not in outside:
+            outside.add(inner)
+            waiting += inner.children()
+    outside.remove(unit)
     return not any(parameter in own for inner in outside for parameter in inner.parameters(recurse=False))
 
 
@@ -83,4 +89,4 @@ def _blocks(module: nn.Module, installed: Sequence[Installed], *, without: Seque
         if any(True for _ in block.parameters())
     ]
     nested = {inner for block in (*planned, *in_lists) for inner in block.modules() if inner is not block}
-    return [block for block in (*planned, *in_lists) if block not in nested]
+    return [block for block in dict.fromkeys((*planned, *in_lists)) if block not in nested]  # one may be listed twice

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 from lightning_cp import ContextParallelConfig
 from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.checkpoint.folder import EARLIER_KEPT
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch.job import FailureKind
 from lightning_cp.launch.rank import failure_of
@@ -35,7 +36,8 @@ def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("lightning_cp.checkpoint.store.save_file", fails)
     failure = failure_of(_caught(save_checkpoint, tmp_path, Checkpoint(1, {"a": {"x": torch.zeros(1)}}, {})), rank=0)
     assert failure.kind is FailureKind.REFUSED
-    assert failure.message.endswith("a.safetensors could not be written: No space left on device")
+    assert "a.safetensors could not be written: No space left on device. " in failure.message
+    assert failure.message.endswith(EARLIER_KEPT)
 
 
 def test_a_mistake_in_our_own_code_or_elsewhere_has_its_traceback() -> None:

@@ -1,0 +1,48 @@
+"""Private parts of FSDP2, changed on one sharded module: nothing global is patched."""
+
+from __future__ import annotations
+
+import warnings
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+
+def allow_returned_views(unit: FSDPModule) -> None:
+    """Omit the warning of a unit that it returned a view. Warning filters would not last: `catch_warnings` undoes them.
+
+    The unit runs a copy of torch's function that has another global `warnings`.
+    """
+    state: Any = unit._get_fsdp_state()
+    original = type(state)._register_pre_backward_hook
+    scope = {**original.__globals__, "warnings": SimpleNamespace(warn=_warn)}
+    copied = FunctionType(original.__code__, scope, original.__name__, original.__defaults__, original.__closure__)
+    state._register_pre_backward_hook = MethodType(copied, state)
+
+
+def accumulate_in_one_dtype(unit: FSDPModule) -> None:
+    """Let a unit reduce a weight whose first gradient arrives in the last micro-batch of an accumulation.
+
+    With a `reduce_dtype`, FSDP2 keeps accumulated gradients in it, and new ones in the dtype of the weights. It cannot
+    reduce both together. So convert the new ones first; a weight without a gradient still gets none.
+    """
+    state: Any = unit._get_fsdp_state()
+    group = state._fsdp_param_group
+    if group is None:  # all weights are in other units
+        return
+    reduce_gradients = group.post_backward
+
+    def post_backward(*arguments: Any) -> None:
+        if any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params):
+            for one in group.fsdp_params:
+                if one.unsharded_accumulated_grad is None and hasattr(one, "_unsharded_param"):
+                    one.to_accumulated_grad_if_needed()
+        reduce_gradients(*arguments)
+
+    group.post_backward = post_backward
+
+
+def _warn(message: str, category: type[Warning] | None = None, stacklevel: int = 1) -> None:
+    if "returned a view tensor" not in message:
+        warnings.warn(message, category, stacklevel=stacklevel + 1)
