@@ -22,7 +22,7 @@ class KernelError(ValueError):
 
 
 class PeerMismatchError(RuntimeError):
-    """Ranks of one context group were given different data."""
+    """Ranks that must do the same do not: they were given different data or settings, or run different modules."""
 
 
 class CallFailedError(RuntimeError):

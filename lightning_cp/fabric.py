@@ -134,6 +134,7 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
             with self._from_equal_weights(module):
                 parallel = self._user_parallelize_fn(module, mesh)
             self._check_sharded(module)
+            self._compare_branches(module, installed)
         with self.precision.forward_context():
             self._log_layout(installed)
         return parallel

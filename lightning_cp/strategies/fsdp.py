@@ -24,6 +24,7 @@ from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
 from lightning_cp.engine.paths import class_of
+from lightning_cp.strategies.equal_branches import EqualBranches
 from lightning_cp.strategies.fsdp_units import find_fsdp_units, frozen_children
 from lightning_cp.strategies.initial_weights import move_values
 from lightning_cp.strategies.mixin import ContextParallelMixin
@@ -85,6 +86,7 @@ class FSDPMixin(ContextParallelMixin):
                 "are sharded"
             )
         self._replicate = replicate
+        self._branches = EqualBranches()
         self._weights_mesh: DeviceMesh | None = None
         self._reshard, self._mp_policy = reshard_after_forward, mp_policy or MixedPrecisionPolicy()
 
@@ -176,6 +178,17 @@ class FSDPMixin(ContextParallelMixin):
                 self._check_sharded(module)
             elif dist.is_initialized():
                 self._shard(module, installed, steps)
+        self._compare_branches(module, installed)
+
+    def _compare_branches(self, module: nn.Module, installed: Sequence[Installed]) -> None:
+        """Compare which modules data groups run, unless check_peers="off". Ranks of one data group run the same."""
+        if self.context.groups is not None and self.data_size > 1 and self._settings.check_peers != "off":
+            self._branches.follow(module, installed, every_unit=self._settings.check_peers == "always")
+
+    def backward(self, *args: Any, **settings: Any) -> Any:
+        """Run a backward. Raises: PeerMismatchError: other ranks run a forward; see `EqualBranches.next`."""
+        self._branches.backward()
+        return super().backward(*args, **settings)
 
     def _shard(self, module: nn.Module, installed: Sequence[Installed], steps: Sequence[str]) -> None:
         frozen = frozen_children(module, installed)

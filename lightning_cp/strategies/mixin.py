@@ -52,7 +52,8 @@ class ContextParallelMixin:
         kernel: name of the attention kernel; "auto" chooses by device, dtype and mask.
         check_peers: comparison of transformer inputs between context peers. "first": the first 2 forwards, in full.
             "sampled": also samples of every later forward, in the background; a difference is raised in the next
-            forward. "always": every forward, in full. "off": none.
+            forward. "always": every forward, in full. "off": none. With sharded weights, each setting but "off" also
+            compares which modules the data groups run; "always" includes blocks.
         stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order (ring-major):
             [2, 1] gives the first rank two thirds of the tokens, and of the heads with Ulysses. All context groups use
