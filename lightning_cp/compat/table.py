@@ -239,6 +239,12 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             feature,
             "torch.nn.parallel:DistributedDataParallel",
             _ddp_params_and_buffers_to_ignore="leave out tensors that DDP ignores when ranks' weights are compared",
+            _comm_hooks="keep communication hooks when other parameters begin to train",
+        ),
+        *_uses(
+            feature,
+            "torch.distributed.fsdp:FSDPModule",
+            _get_fsdp_state="renew dtypes of gradients when other parameters begin to train",
         ),
         *_uses(feature, "torch.distributed:Reducer", _rebuild_buckets="fix the order in which gradients are summed"),
         *_uses(
