@@ -51,6 +51,11 @@ class _FabricMixin(ContextParallelMixin):
             return reduced
         return sum_once(reduced, reduce_op, self.context.groups)
 
+    @override
+    def watch_trained(self, wrapper: nn.Module) -> None:
+        super().watch_trained(wrapper)
+        wrapper.register_forward_pre_hook(self._trained_weights.before_forward, prepend=True)  # before FSDP2 gathers
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Replace the parameters of an optimizer that was created before `setup_module` by those that it created.
 
@@ -76,7 +81,9 @@ class ContextParallelStrategy(_FabricMixin, DDPMixin, DDPStrategy):
             pass
         with self.precision.forward_context():
             self._log_layout(installed)
-        return build_ddp_buckets(super().setup_module(module))
+        ddp = build_ddp_buckets(super().setup_module(module))
+        self.watch_trained(ddp)
+        return ddp
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
@@ -137,6 +144,7 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
             self._compare_branches(module, installed)
         with self.precision.forward_context():
             self._log_layout(installed)
+        self.watch_trained(parallel)
         return parallel
 
 

@@ -56,6 +56,18 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
             monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]
             measure_once((each for one in monitors for each in one._throughputs.values()), self.context.groups)
 
+    def training_step(self, *args: Any, **settings: Any) -> Any:
+        """Run a training step. Raises: ValueError: see `TrainedWeights.before_forward`."""
+        self._trained_weights.before_forward(self._lightning.model)
+        return super().training_step(*args, **settings)  # type: ignore[misc]
+
+    def backward(self, *args: Any, **settings: Any) -> Any:
+        """Run a backward. Raises: ValueError: see `ContextParallelMixin`; the loss does not use a trained parameter."""
+        loss = super().backward(*args, **settings)
+        if self._lightning.lightning_module.automatic_optimization:  # otherwise, further backwards may follow
+            self._trained_weights.check_reduced()
+        return loss
+
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Create the optimizers. Raises: PeerMismatchError: they have other settings on another rank."""
         super().setup_optimizers(trainer)  # type: ignore[misc]
@@ -82,7 +94,9 @@ class ContextParallelStrategy(_TrainerMixin, DDPMixin, DDPStrategy):
 
     @override
     def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        return build_ddp_buckets(super()._setup_model(model))
+        ddp = build_ddp_buckets(super()._setup_model(model))
+        self.watch_trained(ddp)
+        return ddp
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -127,6 +141,7 @@ class ContextParallelFSDPStrategy(_TrainerMixin, FSDPMixin, ModelParallelStrateg
         self._shard_weights(self.lightning_module, installed, steps=_STEPS)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
+        self.watch_trained(self.model)
         self.barrier()
         fits = trainer.state.fn == TrainerFn.FITTING
         if fits:

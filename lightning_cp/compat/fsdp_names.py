@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -27,20 +29,32 @@ def accumulate_in_one_dtype(unit: FSDPModule) -> None:
     With a `reduce_dtype`, FSDP2 keeps accumulated gradients in it, and new ones in the dtype of the weights. It cannot
     reduce both together. So convert the new ones first; a weight without a gradient still gets none.
     """
+    for group in _weight_groups(unit):
+        group.post_backward = partial(_reduce_in_one_dtype, group, group.post_backward)
+
+
+def renew_fsdp_dtypes(unit: FSDPModule) -> None:
+    """Read the dtypes in which FSDP2 reduces gradients again. It reads them before the first forward only.
+
+    Raises: AssertionError: the trained weights of the unit have several dtypes.
+    """
+    for group in _weight_groups(unit):
+        group._init_mp_dtypes()
+
+
+def _weight_groups(unit: FSDPModule) -> list[Any]:
+    """Return the groups of weights that the unit gathers together; none if all its weights are in other units."""
     state: Any = unit._get_fsdp_state()
-    group = state._fsdp_param_group
-    if group is None:  # all weights are in other units
-        return
-    reduce_gradients = group.post_backward
+    groups = getattr(state, "_fsdp_param_groups", None)  # newer versions of torch
+    return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
-    def post_backward(*arguments: Any) -> None:
-        if any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params):
-            for one in group.fsdp_params:
-                if one.unsharded_accumulated_grad is None and hasattr(one, "_unsharded_param"):
-                    one.to_accumulated_grad_if_needed()
-        reduce_gradients(*arguments)
 
-    group.post_backward = post_backward
+def _reduce_in_one_dtype(group: Any, reduce_gradients: Callable[..., None], *arguments: Any) -> None:
+    if any(one.unsharded_accumulated_grad is not None for one in group.fsdp_params):
+        for one in group.fsdp_params:
+            if one.unsharded_accumulated_grad is None and hasattr(one, "_unsharded_param"):
+                one.to_accumulated_grad_if_needed()
+    reduce_gradients(*arguments)
 
 
 def _warn(message: str, category: type[Warning] | None = None, stacklevel: int = 1) -> None:

@@ -241,6 +241,12 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
             feature,
             "torch.nn.parallel:DistributedDataParallel",
             _ddp_params_and_buffers_to_ignore="leave out tensors that DDP ignores when ranks' weights are compared",
+            _comm_hooks="keep communication hooks when other parameters begin to train",
+        ),
+        *_uses(
+            feature,
+            "torch.distributed.fsdp:FSDPModule",
+            _get_fsdp_state="renew dtypes of gradients when other parameters begin to train",
         ),
         *_uses(feature, "torch.distributed.fsdp:FSDPModule", _get_fsdp_state="adapt one sharded module"),
         *_uses(

@@ -13,6 +13,7 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
+from lightning_cp.strategies.ddp_buckets import rebuild_ddp
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
 
@@ -55,3 +56,10 @@ class DDPMixin(ContextParallelMixin):
             # the weights themselves, which torchao's do not support.
             self._lightning._ddp_kwargs.setdefault("init_sync", False)
         return super()._wrap(module)
+
+    def _follow_trained(self, wrapper: nn.Module) -> None:
+        """Average the gradients of the parameters that train now. Raises: ValueError: see `rebuild_ddp`."""
+        assert isinstance(wrapper, DistributedDataParallel), "added by setup"
+        if self.context.unused_parameters(wrapper.module):
+            wrapper.find_unused_parameters = True
+        rebuild_ddp(wrapper)

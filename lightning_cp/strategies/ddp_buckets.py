@@ -1,4 +1,6 @@
-"""Fix the order in which DistributedDataParallel sums gradients, so that every step of every run uses the same one."""
+"""Build the gradient buckets of DistributedDataParallel: before training, and when other parameters begin to train."""
+
+import re
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -22,7 +24,8 @@ def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
     if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1 or hooked:
         return ddp
     gradients = [parameter.grad for parameter in parameters]
-    ddp.zero_grad(set_to_none=True)
+    for parameter in parameters:
+        parameter.grad = None
     with torch.enable_grad():
         nothing = torch.stack([parameter.flatten()[:0].float().sum() for parameter in parameters]).sum()
     ddp.reducer.prepare_for_forward()
@@ -32,3 +35,47 @@ def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return ddp
+
+
+def rebuild_ddp(ddp: DistributedDataParallel) -> None:
+    """Average the gradients of the parameters that train now, in place of those at construction.
+
+    Ranks: the whole world, with equal trained parameters. Raises: ValueError: static_graph or mixed_precision is set.
+    """
+    if ddp.static_graph or ddp.mixed_precision is not None:
+        setting = "static_graph=True" if ddp.static_graph else "mixed_precision of DistributedDataParallel"
+        raise ValueError(
+            f"parameters began to train, or were frozen, after set-up, which {setting} does not support: do not set "
+            "it, or choose the parameters that train before set-up"
+        )
+    comm_hooks, ddp._comm_hooks = ddp._comm_hooks, []
+    state = ddp.__getstate__()  # type: ignore[no-untyped-call]
+    del ddp.reducer, ddp.logger  # the only references: their hooks on the parameters end
+    ddp.__setstate__(state)  # type: ignore[no-untyped-call]
+    build_ddp_buckets(ddp)
+    for hook, hook_state in comm_hooks:
+        ddp.register_comm_hook(hook_state, hook)
+
+
+def check_reduced(ddp: DistributedDataParallel) -> None:
+    """Check that the last backward has averaged all gradients. Raises: ValueError: parameters got no gradient."""
+    if ddp.find_unused_parameters or ddp.static_graph or ddp.process_group.size() == 1:
+        return
+    try:
+        ddp.reducer._rebuild_buckets()  # raises if a reduction has begun and not ended
+    except RuntimeError as error:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        if found is None:
+            raise
+        trained = [name for name, x in _named_parameters(ddp) if x.requires_grad]
+        unused = [trained[int(index)] for index in found[1].split()]
+        more = f" and {len(unused) - 3} more" if len(unused) > 3 else ""
+        raise ValueError(
+            f"the loss does not use the trained parameters {', '.join(unused[:3])}{more}, so their gradients and those "
+            "of others were not averaged over the ranks: set ContextParallelStrategy(find_unused_parameters=True), or "
+            "freeze them"
+        ) from error
+
+
+def _named_parameters(ddp: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(name, x) for name, x in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]

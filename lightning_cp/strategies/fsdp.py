@@ -19,7 +19,7 @@ from lightning_cp.checkpoint.manifest import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
 from lightning_cp.compat.fabric_names import loading_optimizers_without_state
-from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views
+from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views, renew_fsdp_dtypes
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
 from lightning_cp.engine.apply import Installed
@@ -227,6 +227,31 @@ class FSDPMixin(ContextParallelMixin):
                     "gradient would be averaged over these only: shard it along strategy.weights_mesh, or let the "
                     "strategy shard it"
                 )
+
+    def _follow_trained(self, wrapper: nn.Module) -> None:
+        """Let FSDP2 reduce the gradients of the parameters that train now; it follows changes of sharded ones.
+
+        Raises: ValueError: one is not sharded, or has another dtype than others of its unit.
+        """
+        for name, x in wrapper.named_parameters():
+            if x.requires_grad and not isinstance(x, DTensor):
+                raise ValueError(
+                    f"{name} began to train after set-up and is not sharded (it was frozen in a child without trained "
+                    "weights, was added after set-up, or was gathered by an evaluation with "
+                    "reshard_after_forward=False): leave it trainable at set-up and freeze it afterwards, add adapters "
+                    "before set-up, or use strategy cp"
+                )
+        self._check_sharded(wrapper)
+        for unit in wrapper.modules():
+            if isinstance(unit, FSDPModule):
+                try:
+                    renew_fsdp_dtypes(unit)
+                except AssertionError as error:
+                    raise ValueError(
+                        f"{class_of(unit).__name__} has weights of several dtypes that train since a change after "
+                        f"set-up, which FSDP2 cannot reduce together ({error}): convert them with .to(dtype) before "
+                        "set-up, or use strategy cp"
+                    ) from error
 
 
 def _check_unit(unit: nn.Module, *, without: set[nn.Parameter]) -> None:

@@ -34,6 +34,7 @@ from lightning_cp.strategies.sample_counts import gather_metrics_once, gather_on
 from lightning_cp.strategies.settings import StrategySettings, check_known
 from lightning_cp.strategies.strategy import ContextParallel
 from lightning_cp.strategies.sweep_ranks import end_previous_job
+from lightning_cp.strategies.trained_weights import TrainedWeights
 
 _log = logging.getLogger("lightning.fabric.strategies.context_parallel")  # child of a logger with a handler
 
@@ -105,6 +106,7 @@ class ContextParallelMixin:
         self.context = ContextParallel(self._settings)
         self._replaced = ReplacedWeights()
         self._late_weights = LateWeights()
+        self._trained_weights = TrainedWeights()
         self._equal_optimizers = EqualOptimizers()
         self.local_ranks = LocalRanks()
 
@@ -228,12 +230,19 @@ class ContextParallelMixin:
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)
 
     def backward(self, *args: Any, **settings: Any) -> Any:
-        """Run a backward. Raises: ValueError: weights were loaded on some ranks only, after set-up."""
+        """Run a backward. Raises: ValueError: weights were loaded, or began to train, on some ranks only."""
         self._late_weights.check()
+        self._trained_weights.before_backward()
         return super().backward(*args, **settings)  # type: ignore[misc]
 
     def optimizer_step(self, optimizer: Any, *args: Any, **settings: Any) -> Any:
-        """Run an optimizer step. Raises: PeerMismatchError: see `EqualOptimizers.step`; not with check_peers="off"."""
+        """Run an optimizer step.
+
+        Raises:
+            PeerMismatchError: see `EqualOptimizers.step`; not with check_peers="off".
+            ValueError: the loss does not use a trained parameter; see `check_reduced`.
+        """
+        self._trained_weights.check_reduced()
         if self._settings.check_peers != "off":
             self._equal_optimizers.step(optimizer)
         return super().optimizer_step(optimizer, *args, **settings)  # type: ignore[misc]
@@ -275,6 +284,14 @@ class ContextParallelMixin:
             yield
         self._late_weights.add(module)
         self._share_random_state()
+
+    def watch_trained(self, wrapper: nn.Module) -> None:
+        """Follow parameters of a DDP or sharded module that begin to train after set-up."""
+        self._trained_weights.add(wrapper, self._lightning.root_device, self._follow_trained)
+
+    def _follow_trained(self, wrapper: nn.Module) -> None:
+        """Adapt a wrapper to the parameters that train now. Ranks: the whole world."""
+        raise NotImplementedError
 
     def _share_random_state(self) -> None:
         """Give each context group the random states of its first rank."""
