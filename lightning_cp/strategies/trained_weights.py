@@ -32,7 +32,7 @@ class TrainedWeights:
             follow: adapts a wrapper to the parameters that train now. Ranks: the whole world.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._modules[wrapper] = _Watched(device, follow, _trained(wrapper))
+            self._modules[wrapper] = _Watched(device, follow, _trained(wrapper), _fingerprint(wrapper))
 
     def before_forward(self, wrapper: nn.Module, _: object = None) -> None:
         """Follow a change. Call it before each forward, or register it as a hook.
@@ -57,7 +57,7 @@ class TrainedWeights:
             watched.exchange = None
             share_initial_weights(_inner(wrapper), watched.device, buffers=False)
             watched.follow(wrapper)
-            watched.known = _trained(wrapper)
+            watched.known, watched.fingerprint = _trained(wrapper), _fingerprint(wrapper)
 
     def before_backward(self) -> None:
         """Check all modules before their gradients are averaged.
@@ -87,7 +87,7 @@ class _Watched:
 
     Attributes:
         device, follow: see `TrainedWeights.add`.
-        known: the trained parameters that the wrapper knows, see `_trained`.
+        known, fingerprint: the trained parameters that the wrapper knows, see `_trained` and `_fingerprint`.
         exchange: exchange of whether a rank has a change, from a forward to its backward.
         seen: whether a forward was seen. In a compiled module, none is.
     """
@@ -95,11 +95,14 @@ class _Watched:
     device: torch.device
     follow: Callable[[nn.Module], None]
     known: dict[str, int]
+    fingerprint: list[tuple[int, str, int]]
     exchange: BackgroundGather | None = None
     seen: bool = False
 
     def has_changed(self, wrapper: nn.Module) -> bool:
         """Return whether the wrapper must be adapted. DDP ignores unused parameters if it looks for them."""
+        if _fingerprint(wrapper) == self.fingerprint:
+            return False
         now = _trained(wrapper)
         ignores_unused = getattr(wrapper, "find_unused_parameters", False) or getattr(wrapper, "static_graph", False)
         return bool(now) and now != self.known and not (ignores_unused and now.items() <= self.known.items())
@@ -119,6 +122,8 @@ class _Watched:
 
     def check_step(self, wrapper: nn.Module) -> None:
         """Check that no parameter began to train since the forward. Raises: ValueError: one did."""
+        if _fingerprint(wrapper) == self.fingerprint:
+            return
         added = [name for name, key in _trained(wrapper).items() if self.known.get(name) != key]
         if added:
             raise ValueError(
@@ -130,6 +135,26 @@ class _Watched:
 
 def _inner(wrapper: nn.Module) -> nn.Module:
     return wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
+
+
+def _fingerprint(wrapper: nn.Module) -> list[tuple[int, str, int]]:
+    """Return the modules, names and objects (see `_trained`) of the trained parameters.
+
+    It is compared in each step. On one core, 2,280 parameters of 1,200 modules take 1.1 ms (`_trained`: 3 ms).
+    """
+    left, is_ddp = [_inner(wrapper)], isinstance(wrapper, DistributedDataParallel)
+    found: list[tuple[int, str, int]] = []
+    while left:
+        module = left.pop()
+        if module._parameters:
+            key = id(module)
+            found += [
+                (key, name, id(x) if is_ddp else 0)
+                for name, x in module._parameters.items()
+                if x is not None and x.requires_grad
+            ]
+        left += [inner for inner in module._modules.values() if inner is not None]
+    return found
 
 
 def _trained(wrapper: nn.Module) -> dict[str, int]:
