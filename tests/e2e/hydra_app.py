@@ -11,6 +11,7 @@ import hydra
 import torch
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 VARIABLES = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME")
@@ -41,30 +42,33 @@ def with_fabric(config: Any, model: nn.Module) -> int:
     return fabric.global_rank
 
 
+class Fit(BoringModel):
+    """Train the model's layer; a class of the module, because spawned ranks unpickle it."""
+
+    def __init__(self, config: Any, model: nn.Module) -> None:
+        super().__init__()
+        self.config, self.layer = config, model
+
+    def training_step(self, *_: Any) -> Any:
+        fail(self.config, self.global_rank)
+        return self.layer(torch.ones(1, self.layer.in_features)).sum()  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.config.lr)
+
+
 def with_trainer(config: Any, model: nn.Module) -> int:
     """Train one step with the Trainer. Returns: the rank."""
     from lightning.pytorch import Trainer
-    from lightning.pytorch.demos.boring_classes import BoringModel
 
     from lightning_cp.pytorch import ContextParallelStrategy
-
-    class Fit(BoringModel):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = model
-
-        def training_step(self, *_: Any) -> Any:
-            fail(config, self.global_rank)
-            return self.layer(torch.ones(1, model.in_features)).sum()  # type: ignore[arg-type]
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=config.lr)
 
     quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     quiet["limit_val_batches"] = 0
     strategy = ContextParallelStrategy(ring=config.n, start_method=config.method)
     trainer = Trainer(accelerator="cpu", devices=config.n, strategy=strategy, max_steps=1, **quiet)
-    trainer.fit(Fit(), Fit().train_dataloader())
+    module = Fit(config, model)
+    trainer.fit(module, module.train_dataloader())
     return int(trainer.global_rank)
 
 
