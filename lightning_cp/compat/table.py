@@ -233,6 +233,11 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
         ),
         *_uses(
             feature,
+            "lightning.fabric.utilities.distributed:_DatasetSamplerWrapper",
+            _sampler="let data groups divide one order of a sampler of your own",
+        ),
+        *_uses(
+            feature,
             "torch.nn:Module",
             _parameters="create weights on the meta device",
             _apply="allocate weights that are on the meta device",

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 from typing_extensions import override
 
+from lightning_cp.data.equal_draws import draw_equally
 from lightning_cp.data.group_batches import GroupBatches
 from lightning_cp.data.random_state import get_random_state, is_same_state, set_random_state
 from lightning_cp.data.sampler import EndlessBatches, OrderSampler, UnsizedBatches
@@ -63,6 +64,9 @@ def prepare_loader(loader: DataLoader[Any], groups: MeshGroups, *, divide: bool)
     if isinstance(source, _SAME_ON_ALL_RANKS):
         return loader
     batches = _unwrapped(loader.batch_sampler)
+    if groups.data_size > 1:
+        for sampler in (loader.sampler, getattr(batches, "sampler", None)):
+            draw_equally(sampler)
     if groups.data_size > 1 and isinstance(batches, GroupBatches):
         # Data groups draw different numbers, but must divide the same batches.
         return reordered(loader, lambda _: _divided(batches.order, groups, repeat=batches.repeat))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,18 @@ def restore_random_states(states: Sequence[State], data_rank: int, data_size: in
     else:
         for seed in _SEED.values():
             seed(_digest([*digests, data_rank, data_size]))
+
+
+@contextmanager
+def seeded(*numbers: int) -> Iterator[None]:
+    """Draw from states that depend on some numbers only; restore the states after the context."""
+    state = get_random_state()
+    for seed in _SEED.values():
+        seed(_digest(numbers))
+    try:
+        yield
+    finally:
+        set_random_state(state)
 
 
 def is_same_state(a: State, b: State) -> bool:

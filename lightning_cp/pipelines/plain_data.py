@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class PlainData:
 
     tree: list[Any]
     tensors: list[Tensor]
+    _packed_generators: dict[int, int] = field(default_factory=dict)  # index of the state by id of the object
+    _built_generators: dict[int, torch.Generator] = field(default_factory=dict)  # by index of the state
 
     @classmethod
     def of(cls, *nests: Any) -> PlainData:
@@ -39,7 +41,11 @@ class PlainData:
         return data
 
     def on(self, device: torch.device) -> list[Any]:
-        """Rebuild the nests. Tensors and generators that were not on rank 0's CPU are put on `device`."""
+        """Rebuild the nests. Tensors and generators that were not on rank 0's CPU are put on `device`.
+
+        A generator in several places is one generator again: each place draws further numbers.
+        """
+        self._built_generators.clear()
         return self._items(self.tree, device)
 
     def _built(self, tree: Any, device: torch.device) -> Any:
@@ -61,9 +67,11 @@ class PlainData:
 
     def _generator(self, contents: Any, device: torch.device) -> torch.Generator:
         index, was_on_cpu = contents
-        generator = torch.Generator(torch.device("cpu") if was_on_cpu else device)
-        generator.set_state(self.tensors[index].clone())  # torch crashes with a view of a larger buffer
-        return generator
+        if index not in self._built_generators:
+            generator = torch.Generator(torch.device("cpu") if was_on_cpu else device)
+            generator.set_state(self.tensors[index].clone())  # torch crashes with a view of a larger buffer
+            self._built_generators[index] = generator
+        return self._built_generators[index]
 
     def _image(self, contents: Any) -> Image.Image:
         mode, size, pixels, palette, transparency = contents
@@ -86,7 +94,9 @@ class PlainData:
             )
             return {"dict": list(pairs)}
         if isinstance(value, torch.Generator):
-            return {"generator": [self._index(value.get_state()), value.device.type == "cpu"]}
+            if id(value) not in self._packed_generators:
+                self._packed_generators[id(value)] = self._index(value.get_state())
+            return {"generator": [self._packed_generators[id(value)], value.device.type == "cpu"]}
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             on_cpu = value.detach().cpu().resolve_conj().resolve_neg()
             return {"tensor": [self._index(on_cpu), value.device.type == "cpu"]}

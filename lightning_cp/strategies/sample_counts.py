@@ -43,14 +43,15 @@ def sum_once(total: Tensor, reduce_op: Any, groups: MeshGroups | None) -> Tensor
             f"reduce_op={reduce_op!r} would count each sample {groups.context_size} times, because all ranks of a "
             "context group hold it: use 'mean', 'sum', 'min' or 'max', or reduce with torch.distributed"
         )
-    if total.is_floating_point() or total.is_complex():
-        return total.div_(groups.context_size)
-    if (total % groups.context_size).any():
+    is_integer = not (total.is_floating_point() or total.is_complex())
+    if is_integer and (total % groups.context_size).any():
         raise ValueError(
             "a sum of integers over the data groups needs equal values on all ranks of a context group, and they "
             "differ: sum values of shards with torch.distributed"
         )
-    return total.floor_divide_(groups.context_size)
+    # As the all-reduce does: no part of the gradient, and allowed for leaves and for inference tensors.
+    with torch.inference_mode() if total.is_inference() else torch.no_grad():
+        return total.floor_divide_(groups.context_size) if is_integer else total.div_(groups.context_size)
 
 
 def _operation(reduce_op: Any) -> Any:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from lightning_cp import fabric as for_fabric
 from lightning_cp.pytorch import ContextParallelFSDPStrategy, ContextParallelStrategy
@@ -233,3 +233,26 @@ def _through_fabric(rank: int, world: int, path: Path) -> list[bool]:
 
 def test_fabric_saves_and_loads_random_states_as_an_entry_of_its_state(run_ranks: RankPool, tmp_path: Path) -> None:
     assert all(map(all, run_ranks(4, _through_fabric, tmp_path / "state.ckpt", init=False)))
+
+
+def _subsets(rank: int, world: int, flavour: str) -> list[int]:
+    data, order = Clips(augments=False), SubsetRandomSampler(range(16))
+    loader: Any = DataLoader(data, batch_size=2, sampler=order)
+    torch.manual_seed(1)
+    if flavour == "trainer":
+        module = Noisy()
+        strategy = ContextParallelStrategy(plans={"Plain": PLAIN_PLAN})
+        trainer_of(rank, world, strategy, max_epochs=2).fit(module, loader)
+        return [int(x) for batch in module.batches for x in batch[:, 0, 0]]
+    fabric = fabric_of(rank, world, for_fabric.ContextParallelStrategy(plans={"Plain": PLAIN_PLAN}))
+    fabric.setup(Plain())
+    loader = fabric.setup_dataloaders(loader)
+    return [int(x) for _ in range(2) for batch in loader for x in batch[:, 0, 0]]
+
+
+@pytest.mark.parametrize("flavour", ["trainer", pytest.param("fabric", marks=pytest.mark.full)])
+def test_groups_divide_one_order_of_a_random_sampler(run_ranks: RankPool, flavour: str) -> None:
+    first, second = run_ranks(2, _subsets, flavour, init=False)
+    epochs = [first[i : i + 8] + second[i : i + 8] for i in (0, 8)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(16))] * 2
+    assert epochs[0] != epochs[1]

@@ -114,6 +114,19 @@ def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
         "ranks": every.item(),
         "gradient": None if x.grad is None else (x.grad / world).sum().item(),
     }
+    leaf = torch.full((2,), 1.0 + group, requires_grad=True)
+    loss = (3 * leaf).sum()
+    fabric.all_reduce(loss, reduce_op="sum")  # in place, and before the backward
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    with torch.inference_mode():
+        inferred = torch.tensor(1.0 + group)
+    found |= {
+        "summed loss": loss.item(),
+        "gradient of a summed loss": leaf.grad.tolist(),
+        "leaf": fabric.all_reduce(leaf, reduce_op="sum").tolist(),
+        "inference": fabric.all_reduce(inferred, reduce_op="sum").item(),
+    }
     with pytest.raises(ValueError, match="count each sample 2 times"):
         fabric.all_reduce(torch.tensor(1), reduce_op="product")
     with pytest.raises(ValueError, match="they differ"):
@@ -123,6 +136,7 @@ def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
 
 def test_fabrics_reductions_and_free_metrics_count_samples(run_ranks: RankPool) -> None:
     expected = {"metric": 3, "sum": 3, "integer": 3, "mean": 1.5, "least": 1, "nested": [0, 1], "ranks": 4}
+    expected |= {"summed loss": 18, "gradient of a summed loss": [3, 3], "leaf": [3, 3], "inference": 3}
     found = run_ranks(4, _of_fabric, 2)
     for one in found:
         assert {name: one[name] for name in expected} == expected

@@ -52,6 +52,15 @@ def test_plain_data_arrives_as_it_was_sent() -> None:
     assert torch.equal(torch.rand(3, generator=again), torch.rand(3, generator=generator))
 
 
+def test_a_generator_in_several_places_arrives_as_one() -> None:
+    generator, other = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    (found, (again, equal)) = _arrived([generator, generator], [generator, other])
+    assert found[0] is found[1] is again
+    assert equal is not again, "equal states, but another generator"
+    for one in found:
+        assert torch.equal(torch.rand(3, generator=one), torch.rand(3, generator=generator))
+
+
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "1", "P", "I;16", "F", "CMYK"])
 def test_images_of_all_modes_arrive(mode: str) -> None:
     pixels = np.random.default_rng(0).integers(0, 255, (5, 3, 3), dtype=np.uint8)
