@@ -30,9 +30,7 @@ class EqualDraws(WrappedSampler):
 
 def draw_equally(sampler: Any) -> None:
     """Change a sampler that Lightning wraps to divide it: its parts on all data groups are of the same order."""
-    wrapped: Any = getattr(
-        sampler, "dataset", None
-    )  # DistributedSamplerWrapper has a data set of the sampler's entries
+    wrapped: Any = getattr(sampler, "dataset", None)  # of Lightning's wrapper: the entries of the user's sampler
     wraps = isinstance(sampler, DistributedSampler) and hasattr(wrapped, "_sampler")
     if wraps and not isinstance(wrapped._sampler, EqualDraws):
         wrapped._sampler = EqualDraws(wrapped._sampler, sampler)
