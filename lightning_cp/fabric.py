@@ -144,7 +144,8 @@ class ContextParallelFSDPStrategy(_FabricMixin, FSDPMixin, ModelParallelStrategy
             self._compare_branches(module, installed)
         with self.precision.forward_context():
             self._log_layout(installed)
-        self.watch_trained(parallel)
+        if isinstance(parallel, nn.Module):  # Lightning refuses anything else
+            self.watch_trained(parallel)
         return parallel
 
 
