@@ -116,8 +116,7 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
         connect(by_branch, by_stage, *results, sample)
     control = None
     if cfg * pipe * groups.context_size > 1:
-        simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
-        control = _new_groups(ranks.flatten(1), backend=None if simulated else "gloo")
+        control = _new_control_groups(ranks.flatten(1))
     sample_size = cfg * pipe * groups.context_size
     sample_rank = (cfg_rank * pipe + pipe_rank) * groups.context_size + context_rank
     return SampleGroups(
@@ -141,9 +140,13 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
 
 def world_control() -> dist.ProcessGroup:
     """Return a gloo group of all ranks, for messages between hosts only; build it at first use. Ranks: the world."""
+    return cached("control", lambda: _new_control_groups(torch.arange(dist.get_world_size())))
+
+
+def _new_control_groups(ranks: torch.Tensor) -> dist.ProcessGroup:
+    """Create a gloo group for each row of `ranks` [..., n], and return this rank's."""
     simulated = dist.get_backend() == "fake"  # a world that sends nothing, in tests and benchmarks of one rank
-    world = torch.arange(dist.get_world_size())
-    return cached("control", lambda: _new_groups(world, backend=None if simulated else "gloo"))
+    return _new_groups(ranks, backend=None if simulated else "gloo")
 
 
 def _new_groups(ranks: torch.Tensor, backend: str | None = None) -> dist.ProcessGroup:

@@ -14,7 +14,7 @@ from lightning_cp.checkpoint.folder import flush
 from lightning_cp.errors import CacheError
 from lightning_cp.latent_cache.contents import Contents, check_contents, join_rows, read_contents, rows_files
 from lightning_cp.latent_cache.fingerprint import check_fresh
-from lightning_cp.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index
+from lightning_cp.latent_cache.index import COMPLETE, INDEX, CacheIndex, Counts, read_index, replace_file
 from lightning_cp.latent_cache.locks import OWNER, FolderLock, lock_file, unlock_file
 from lightning_cp.latent_cache.row_checks import SHARD_NAME
 from lightning_cp.latent_cache.rows import MediaRow, RowsFile, line_of, read_rows
@@ -146,17 +146,13 @@ def _recovered(path: Path) -> RowsFile:
 
 
 def _rewrite(file: RowsFile, rows: Mapping[str, MediaRow]) -> None:
-    """Write a rows file with other rows for some samples, under a temporary name, and rename it."""
+    """Write a rows file with other rows for some samples; see `replace_file`."""
     lines = list[bytes]()
     for shard in file.shards:
         stored = [row for row in file.rows if row.shard == shard.shard]
         lines += [line_of(rows.get(row.id, row) if isinstance(row, MediaRow) else row) for row in stored]
         lines.append(line_of(shard))
-    scratch = file.path.with_name(f"{TEMPORARY}-{file.path.name}")
-    scratch.write_bytes(b"".join(lines))
-    flush(scratch)
-    os.rename(scratch, file.path)
-    flush(file.path.parent)
+    replace_file(file.path, b"".join(lines))
 
 
 def _remove_leftovers(folder: Path, contents: Contents) -> None:

@@ -102,9 +102,14 @@ def read_complete(folder: Path, cache_id: str) -> Counts | None:
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write a JSON file under a temporary name, flush it to disk and rename it."""
+    """Write a JSON file; see `replace_file`."""
+    replace_file(path, json.dumps(values, indent=1, allow_nan=False).encode())
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file under a temporary name, flush it to disk and rename it."""
     scratch = path.with_name(f".tmp-{path.name}")
-    new_file(scratch).write_text(json.dumps(values, indent=1, allow_nan=False), encoding="utf-8")
+    new_file(scratch).write_bytes(data)
     flush(scratch)
     os.rename(scratch, path)
     flush(path.parent)

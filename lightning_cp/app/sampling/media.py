@@ -86,7 +86,7 @@ def keep_arrays(sample: Any, path: Path) -> None:
     )
     arrays = {name: x.detach().float().cpu() if isinstance(x, Tensor) else x for name, x in parts.items()}
     values: dict[str, Any] = {name: np.asarray(x) for name, x in arrays.items()}
-    np.savez(path, **values)
+    np.savez(new_file(path), **values)
 
 
 def _write_both(sample: ClipWithSound, stem: Path, format: str, fps: int) -> Path:
