@@ -77,7 +77,7 @@ def new_file(path: Path, *, mode: int = 0o666) -> Path:
     """Create an empty file in place of an older file or link, so that writing to `path` follows no link.
 
     Args: mode: permissions, reduced by the umask.
-    Returns: `path`. Raises: OSError: there is a folder, or another process has created something at `path` meanwhile.
+    Returns: `path`. Raises: OSError: `path` is a folder, or another process creates it at the same time.
     """
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))

@@ -24,7 +24,7 @@ def allow_returned_views(unit: FSDPModule) -> None:
 
 
 def accumulate_in_one_dtype(unit: FSDPModule) -> None:
-    """Let a unit reduce a weight whose first gradient arrives in the last micro-batch of an accumulation.
+    """Let a unit reduce weights that get their first gradient in the last micro-batch of an accumulation.
 
     With a `reduce_dtype`, FSDP2 keeps accumulated gradients in it, and new ones in the dtype of the weights. It cannot
     reduce both together. So convert the new ones first; a weight without a gradient still gets none.

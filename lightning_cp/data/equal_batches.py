@@ -24,8 +24,8 @@ _REMEDY = (
 def with_equal_batches(loader: Any, *, always: bool) -> Any:
     """Return a loader that raises on all ranks if the ranks have different numbers of batches.
 
-    Lengths are compared when iteration begins. A loader without a length, or of an iterable data set, whose length is a
-    promise only, is compared before each batch.
+    Lengths are compared when iteration begins. Loaders without a length, and loaders of iterable data sets (whose
+    length may be wrong), are compared before each batch.
 
     Args:
         loader: the DataLoader, or another iterable. It is not modified.
