@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_cp.strategies.fsdp import FSDPMixin
 from lightning_cp.strategies.sample_counts import is_world, measure_once, sum_once
 from lightning_cp.strategies.trainer_launcher import MultiProcessingLauncher, ScriptLauncher
 from lightning_cp.strategies.trainer_random_states import KeepsRandomStates
-from lightning_cp.strategies.trainer_samplers import keep_samplers
+from lightning_cp.strategies.trainer_samplers import batches_taken, keep_samplers
 from lightning_cp.strategies.trainer_weights import SharesLateWeights
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -51,6 +52,7 @@ class _TrainerMixin(SharesLateWeights, KeepsRandomStates):
     def _adapt(self, trainer: Trainer) -> None:
         """Adapt what divides data over ranks or counts ranks, in a Trainer: samplers and throughput monitors."""
         self._shards_batch_samplers = keep_samplers(trainer, data_size=self.data_size)
+        self._batches_taken = partial(batches_taken, trainer)
         if self.context.groups is not None:
             callbacks: list[object] = trainer.callbacks  # type: ignore[attr-defined]
             monitors = [one for one in callbacks if isinstance(one, ThroughputMonitor)]

@@ -138,9 +138,14 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
     )
 
 
-def world_control() -> dist.ProcessGroup:
-    """Return a gloo group of all ranks, for messages between hosts only; build it at first use. Ranks: the world."""
-    return cached("control", lambda: _new_control_groups(torch.arange(dist.get_world_size())))
+def world_control(purpose: str) -> dist.ProcessGroup:
+    """Return a gloo group of all ranks, for messages between hosts only; build it at first use.
+
+    Args: purpose: what the messages are about. Each has a group of its own, so that messages of two threads, or of
+        ranks that are at different places, never pair up.
+    Ranks: the world.
+    """
+    return cached(("control", purpose), lambda: _new_control_groups(torch.arange(dist.get_world_size())))
 
 
 def _new_control_groups(ranks: torch.Tensor) -> dist.ProcessGroup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +57,12 @@ class DDPMixin(ContextParallelMixin):
             # the weights themselves, which torchao's do not support.
             self._lightning._ddp_kwargs.setdefault("init_sync", False)
         return super()._wrap(module)
+
+    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
+        """Return the ranks that share a sample; all ranks, if each forward broadcasts rank 0's buffers."""
+        if isinstance(wrapper, DistributedDataParallel) and wrapper.will_sync_module_buffers():  # type: ignore[no-untyped-call]
+            return dist.group.WORLD
+        return None if self.context.groups is None else self.context.groups.context
 
     def _follow_trained(self, wrapper: nn.Module) -> None:
         """Average the gradients of the parameters that train now. Raises: ValueError: see `rebuild_ddp`."""

@@ -46,7 +46,7 @@ class EqualBranches:
         Ranks: the whole world.
         """
         if dist.group.WORLD is not self._world or self._group is None:
-            self._world, self._group = dist.group.WORLD, world_control()
+            self._world, self._group = dist.group.WORLD, world_control("branches")
         transformers: set[nn.Module] = {one.module for one in installed}
         inside: set[nn.Module] = {inner for one in transformers for inner in one.modules()} - transformers
         for name, unit in module.named_modules():

@@ -228,6 +228,9 @@ class FSDPMixin(ContextParallelMixin):
                     "strategy shard it"
                 )
 
+    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
+        return dist.group.WORLD  # see `EqualBranches`
+
     def _follow_trained(self, wrapper: nn.Module) -> None:
         """Let FSDP2 reduce the gradients of the parameters that train now; it follows changes of sharded ones.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
@@ -72,6 +73,7 @@ class ContextParallelMixin:
     _process_launcher: Any  # launcher class for start methods other than popen
     _script_launcher: Any  # launcher class for popen
     _shards_batch_samplers = False  # divide batch samplers that Lightning cannot divide
+    _batches_taken: Callable[[int], int] | None = None  # number that a loop takes from a loader of a length
     _evaluates_together = False  # a forward without gradients has collectives of all ranks
 
     def __init__(
@@ -185,7 +187,7 @@ class ContextParallelMixin:
             is_lightnings = isinstance(chosen, partial) and chosen.func is pl_worker_init_function
             if is_lightnings or (chosen is None and os.environ.get("PL_SEED_WORKERS", "0") == "1"):
                 dataloader.worker_init_fn = partial(pl_worker_init_function, rank=self.data_rank)
-        return with_equal_batches(dataloader, always=self._evaluates_together)
+        return with_equal_batches(dataloader, always=self._evaluates_together, taken=self._batches_taken)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """All-gather the tensors of the data groups, [data groups, ...]: the ranks of a context group count once.
@@ -287,7 +289,9 @@ class ContextParallelMixin:
 
     def watch_trained(self, wrapper: nn.Module) -> None:
         """Follow parameters of a DDP or sharded module that begin to train after set-up."""
-        self._trained_weights.add(wrapper, self._lightning.root_device, self._follow_trained)
+        self._trained_weights.add(
+            wrapper, self._lightning.root_device, self._follow_trained, peers=self._forward_peers(wrapper)
+        )
 
     def _follow_trained(self, wrapper: nn.Module) -> None:
         """Adapt a wrapper to the parameters that train now. Ranks: the whole world."""
@@ -302,6 +306,10 @@ class ContextParallelMixin:
         """Let data groups draw different noise, also after `seed_everything`."""
         if self.context.groups is not None:
             separate_random_states(self.context.groups)
+
+    def _forward_peers(self, wrapper: nn.Module) -> dist.ProcessGroup | None:
+        """Return the group of the ranks that must run each forward of a module together; None: only this rank."""
+        raise NotImplementedError
 
     @property
     def _planned_world(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from weakref import WeakKeyDictionary
 
 import torch
@@ -13,62 +14,96 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_cp.comm.background import BackgroundGather, gather_device, gather_in_background
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.sample_groups import world_control
 from lightning_cp.strategies.ddp_buckets import check_reduced
 from lightning_cp.strategies.initial_weights import share_initial_weights
 
+_NOTHING = -1
+
 
 class TrainedWeights:
-    """Compare which parameters train with those at set-up, before each forward. Pickling drops the modules."""
+    """Compare which parameters train with those at set-up. Pickling drops the modules.
+
+    Ranks that run a forward together exchange in the background whether they have a change. All ranks exchange a number
+    before the backward: a change on some ranks only is an error on all of them. Ranks with a change exchange it before
+    the forward instead.
+    """
 
     def __init__(self) -> None:
         self._modules: WeakKeyDictionary[nn.Module, _Watched] = WeakKeyDictionary()
+        self._group: dist.ProcessGroup | None = None
 
-    def add(self, wrapper: nn.Module, device: torch.device, follow: Callable[[nn.Module], None]) -> None:
+    def add(
+        self,
+        wrapper: nn.Module,
+        device: torch.device,
+        follow: Callable[[nn.Module], None],
+        *,
+        peers: dist.ProcessGroup | None,
+    ) -> None:
         """Watch a module that was set up.
 
         Args:
             wrapper: the DDP module, or the sharded module.
             device: device of collectives.
             follow: adapts a wrapper to the parameters that train now. Ranks: the whole world.
+            peers: group of the ranks that run each forward together; None: only this rank.
+        Ranks: the whole world.
         """
         if dist.is_initialized() and dist.get_world_size() > 1:
-            self._modules[wrapper] = _Watched(device, follow, _trained(wrapper), _fingerprint(wrapper))
+            self._group = world_control("trained weights")
+            self._modules[wrapper] = _Watched(device, follow, peers, _trained(wrapper), _fingerprint(wrapper))
 
     def before_forward(self, wrapper: nn.Module, _: object = None) -> None:
         """Follow a change. Call it before each forward, or register it as a hook.
 
-        The ranks exchange one number in the background. Only a rank with a change waits for it here; the others read
-        it before their backward, so that a change on some ranks only is an error on all of them.
-
-        Ranks: the whole world. Raises: ValueError: on every rank, if different parameters train on the ranks, or if the
-            change cannot be followed.
+        Ranks: those that run the forward together; at a change, the whole world. Raises: ValueError: on every rank, if
+            different parameters train on the ranks, or if the change cannot be followed.
         """
         if torch.compiler.is_compiling():
             return  # checked before the backward
         watched = self._modules.get(wrapper)
-        if watched is None or not torch.is_grad_enabled() or not getattr(wrapper, "require_backward_grad_sync", True):
+        if watched is None or not torch.is_grad_enabled() or not _averages_gradients(wrapper):
             return
-        watched.finish(wrapper)  # of a forward without a backward
-        changed, world = watched.has_changed(wrapper), dist.group.WORLD
-        assert world is not None, "checked in `add`"
-        own = torch.tensor([float(changed)], dtype=torch.float64, device=gather_device(world))
-        watched.seen, watched.exchange = True, gather_in_background(own, group=world)
-        if changed and watched.exchange.read().all():
-            watched.exchange = None
+        watched.state = _State.RAN
+        if watched.has_changed_everywhere(wrapper):
+            self._exchange(wrapper)
             share_initial_weights(_inner(wrapper), watched.device, buffers=False)
             watched.follow(wrapper)
             watched.known, watched.fingerprint = _trained(wrapper), _fingerprint(wrapper)
 
     def before_backward(self) -> None:
-        """Check all modules before their gradients are averaged.
+        """Check all modules before their gradients are averaged. Synchronises the hosts, but not with their GPUs.
 
         Ranks: the whole world. Raises: ValueError: only some ranks had a change before the forward (on every rank), or
             a parameter began to train within the step.
         """
-        for wrapper, watched in list(self._modules.items()):
-            if watched.exchange is not None or not watched.seen:
-                watched.finish(wrapper)
+        checked = [(wrapper, one) for wrapper, one in self._modules.items() if _averages_gradients(wrapper)]
+        if any(watched.state is _State.RAN for _, watched in checked):
+            self._exchange(None)
+        for wrapper, watched in checked:
+            if watched.state is not _State.WAITS:
                 watched.check_step(wrapper)
+            if watched.state is _State.RAN:
+                watched.state = _State.WAITS
+
+    def _exchange(self, changed: nn.Module | None) -> None:
+        """Tell all ranks which module has changed. Raises: ValueError: not on all ranks (on every rank)."""
+        assert self._group is not None, "created in `add`"
+        modules = list(self._modules)  # set-ups run in the same order on all ranks
+        number = _NOTHING if changed is None else modules.index(changed)
+        unequal = (i for i, watched in enumerate(self._modules.values()) if watched.differs_among_peers())
+        by_rank = all_gather_ints([number, next(unequal, _NOTHING)], group=self._group)
+        if all(ints == [by_rank[0][0], _NOTHING] for ints in by_rank):
+            return
+        for number in sorted({number for ints in by_rank for number in ints} - {_NOTHING}):
+            wrapper = modules[number]
+            share_initial_weights(_inner(wrapper), self._modules[wrapper].device, buffers=False)  # names a parameter
+        raise ValueError(
+            "parameters began to train, or were frozen, before a forward on some ranks and later on others: change "
+            "requires_grad before the same step on every rank"
+        )
 
     def check_reduced(self) -> None:
         """Check that all gradients of DDP modules are averaged. Raises: ValueError: see `check_reduced`."""
@@ -81,23 +116,34 @@ class TrainedWeights:
         return type(self), ()
 
 
+class _State(Enum):
+    """What was seen of the forwards of a module whose gradients are averaged."""
+
+    NEVER_RAN = 0  # as in a compiled module, which calls no hooks
+    RAN = 1  # since the last backward
+    WAITS = 2  # not since then
+
+
 @dataclass
 class _Watched:
     """State of one module.
 
     Attributes:
-        device, follow: see `TrainedWeights.add`.
+        device, follow, peers: see `TrainedWeights.add`.
         known, fingerprint: the trained parameters that the wrapper knows, see `_trained` and `_fingerprint`.
-        exchange: exchange of whether a rank has a change, from a forward to its backward.
-        seen: whether a forward was seen. In a compiled module, none is.
+        state: what was seen of its forwards.
+        exchange: exchange between peers of whether they have a change, from a forward to its backward.
+        differs: whether only some peers had a change.
     """
 
     device: torch.device
     follow: Callable[[nn.Module], None]
+    peers: dist.ProcessGroup | None
     known: dict[str, int]
     fingerprint: list[tuple[int, str, int]]
+    state: _State = _State.NEVER_RAN
     exchange: BackgroundGather | None = None
-    seen: bool = False
+    differs: bool = False
 
     def has_changed(self, wrapper: nn.Module) -> bool:
         """Return whether the wrapper must be adapted. DDP ignores unused parameters if it looks for them."""
@@ -107,18 +153,23 @@ class _Watched:
         ignores_unused = getattr(wrapper, "find_unused_parameters", False) or getattr(wrapper, "static_graph", False)
         return bool(now) and now != self.known and not (ignores_unused and now.items() <= self.known.items())
 
-    def finish(self, wrapper: nn.Module) -> None:
-        """End the exchange of a forward. Ranks: the whole world. Raises: ValueError: some ranks had a change."""
+    def has_changed_everywhere(self, wrapper: nn.Module) -> bool:
+        """Return whether the wrapper must be adapted on all peers. Ranks: the peers; only one with a change waits."""
+        self.differs_among_peers()  # in a forward without a backward
+        changed = self.has_changed(wrapper)
+        if self.peers is None:
+            return changed
+        own = torch.tensor([float(changed)], dtype=torch.float64, device=gather_device(self.peers))
+        self.exchange = gather_in_background(own, group=self.peers)
+        return changed and not self.differs_among_peers()
+
+    def differs_among_peers(self) -> bool:
+        """Return whether only some peers had a change before a forward. Ranks: the peers, once per forward."""
         exchange, self.exchange = self.exchange, None
-        if exchange is None:
-            return
-        changed = exchange.read()[:, 0] > 0
-        if changed.any():
-            share_initial_weights(_inner(wrapper), self.device, buffers=False)  # raises with the name of a parameter
-            raise ValueError(
-                f"parameters began to train, or were frozen, on ranks {changed.nonzero()[0].tolist()} before a forward "
-                "and on other ranks later: change requires_grad before the same step on every rank"
-            )
+        if exchange is not None:
+            changed = exchange.read() > 0
+            self.differs |= bool(changed.any() and not changed.all())
+        return self.differs
 
     def check_step(self, wrapper: nn.Module) -> None:
         """Check that no parameter began to train since the forward. Raises: ValueError: one did."""
@@ -135,6 +186,11 @@ class _Watched:
 
 def _inner(wrapper: nn.Module) -> nn.Module:
     return wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
+
+
+def _averages_gradients(wrapper: nn.Module) -> bool:
+    """Return False inside DDP's `no_sync`."""
+    return bool(getattr(wrapper, "require_backward_grad_sync", True))
 
 
 def _fingerprint(wrapper: nn.Module) -> list[tuple[int, str, int]]:

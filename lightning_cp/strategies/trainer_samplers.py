@@ -1,4 +1,4 @@
-"""Keep the Trainer from replacing samplers if there is one data group, or if it cannot divide them."""
+"""Keep samplers that the Trainer need not or cannot divide, and count the batches that its loops take."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ def keep_samplers(trainer: Trainer, *, data_size: int) -> bool:
         original = original.original
     connector._requires_distributed_sampler = _RequiresSampler(original, data_size)
     return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def batches_taken(trainer: Trainer, length: int) -> int:
+    """Return the number of batches that the Trainer's current loop takes from a loader of this length."""
+    stage = trainer.state.stage
+    limit = getattr(trainer, f"limit_{stage.dataloader_prefix}_batches") if stage is not None else 1.0
+    if trainer.sanity_checking:
+        length = int(min(length, trainer.num_sanity_val_steps))
+    return int(length * limit) if isinstance(limit, float) else min(length, limit)

@@ -83,11 +83,15 @@ class Module(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _of_trainer(rank: int, world: int, kind: str, ring: int, what: str, data: str, counts: list[int]) -> Any:
+def _of_trainer(
+    rank: int, world: int, kind: str, ring: int, what: str, data: str, counts: list[int], limit: int | None = None
+) -> Any:
     """The error, or None, and the steps before it."""
     strategy = getattr(for_trainer, STRATEGIES[kind])(ring=ring, plans={Plain: PLAIN_PLAN})
     limits: dict[str, Any] = {"limit_val_batches": 0} if what == "fit" else {}
     trainer = trainer_of(rank, world, strategy, max_epochs=1, use_distributed_sampler=False, **limits)
+    if limit is not None:
+        trainer.limit_train_batches = limit
     module = Module(data, counts)
     try:
         getattr(trainer, what)(module)
@@ -125,6 +129,7 @@ def test_equal_batches_train_and_whole_weights_may_be_evaluated_on_unequal_ones(
     for data in ("sized", "stream"):
         assert run_ranks(2, _of_trainer, "cp", 1, "fit", data, [3, 3]) == [(None, 3)] * 2
     assert run_ranks(2, _of_trainer, "cp", 1, "validate", "sized", [2, 3]) == [(None, 2), (None, 3)]
+    assert run_ranks(2, _of_trainer, "cp", 1, "fit", "sized", [2, 3], 2) == [(None, 2)] * 2
 
 
 def _of_fabric(rank: int, world: int) -> list[str]:
@@ -145,3 +150,28 @@ def test_context_peers_with_unequal_streams_under_fabric(run_ranks: RankPool) ->
     assert found[0] == found[1] == found[2]
     ended = "the data loader ended after 2 batches on rank 1, but rank 0 has more."
     assert all(one.startswith(ended) for one in found[0])
+
+
+def _alone(rank: int, world: int) -> tuple[int, int, str]:
+    """Batches of a sized loader that one rank reads alone, then of all ranks; an error with streams."""
+    fabric = fabric_of(rank, world, for_fabric.ContextParallelStrategy(ring=1, plans={Plain: PLAIN_PLAN}))
+    first, second = Sized(4), Sized(5)
+    loaders: Any = fabric.setup_dataloaders(
+        *(DataLoader(one, batch_size=None) for one in (first, second)), use_distributed_sampler=False
+    )
+    alone = sum(1 for _ in loaders[0]) if rank == 1 else 0
+    first.count = 3  # on all ranks
+    together = sum(1 for one in loaders for _ in one)
+    streams: Any = fabric.setup_dataloaders(
+        *(DataLoader(Stream(2), batch_size=None) for _ in range(2)), use_distributed_sampler=False
+    )
+    with pytest.raises(DataError) as caught:
+        list(streams[int(rank == 1)])
+    return alone, together, str(caught.value)
+
+
+def test_one_rank_may_read_a_loader_with_a_length_alone_and_streams_are_told_apart(run_ranks: RankPool) -> None:
+    for rank, (alone, together, error) in enumerate(run_ranks(3, _alone)):
+        assert (alone, together) == (4 * (rank == 1), 8)
+        assert error.startswith("rank 0 reads data loader ")
+        assert ", but rank 1 data loader " in error
