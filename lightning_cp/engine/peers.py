@@ -169,6 +169,10 @@ class PeerCheck:
                 f"{pending.model} (rank {rank} of the context group against rank 0): {_REMEDY}"
             )
 
+    def drop(self) -> None:
+        """Drop the pending comparison, after a call of several forwards that has raised."""
+        self._pending = self._table = None
+
 
 def compare_peers(arguments: dict[str, Any], *, groups: MeshGroups) -> None:
     """Compare shapes and a checksum of the contents of all tensors in `arguments`, and its numbers and strings.

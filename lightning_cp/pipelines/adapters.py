@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -18,22 +17,13 @@ def adapter_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {x for layer in _adapted(module) for x in _own_parameters(layer)}
 
 
-def adapter_state(components: Mapping[str, Any], divided: Collection[str] = ()) -> dict[str, Any]:
-    """Describe the adapters for a comparison between ranks: state and norms of the weights, for each component.
-
-    Weights that accelerate has moved away are left out, and all weights of the components in `divided`: there, each
-    rank has those of its stage of blocks.
-    """
+def adapter_state(components: Mapping[str, Any]) -> dict[str, Any]:
+    """Describe the state of the adapters of each component, for a comparison between ranks."""
     found = {}
     for name, component in components.items():
         layers = list(_adapted(component)) if isinstance(component, nn.Module) else []
         if layers:
-            described = dict.fromkeys(_described(layer) for layer in layers)
-            weights = [x.detach() for layer in layers for x in _own_parameters(layer) if not x.is_meta]
-            weights = [] if name in divided else weights
-            norms = [torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in weights]
-            state = {"state": " ".join(described), "weights": torch.stack(norms) if norms else None}
-            found[f"adapters of {name}"] = state
+            found[f"adapters of {name}"] = " ".join(dict.fromkeys(_described(layer) for layer in layers))
     return found
 
 

@@ -48,7 +48,7 @@ def sync_rng_and_check_inputs(
         "default": _default_states() if is_first else None,
     }
     hint = ". To sample many different prompts, use lightning_cp.pipelines.sample_prompts"
-    first = _gather_equal("the pipeline", local, sample, hint)
+    first = _gather_equal("the pipeline", local, sample, what="arguments and components", hint=hint)
     for generator, random_state in zip(generators, first["states"], strict=True):
         generator.set_state(random_state)
     _set_default_states(first["default"])
@@ -91,7 +91,9 @@ def check_equal(name: str, arguments: Mapping[str, Any], sample: MeshGroups) -> 
     _gather_equal(name, {"arguments": dict(_digests("", arguments)), "generators": []}, sample)
 
 
-def _gather_equal(name: str, local: dict[str, Any], sample: MeshGroups, hint: str = "") -> dict[str, Any]:
+def _gather_equal(
+    name: str, local: dict[str, Any], sample: MeshGroups, *, what: str = "arguments", hint: str = ""
+) -> dict[str, Any]:
     """Gather what ranks call something with, and compare it. Returns: that of the first rank."""
     gathered: list[Any] = [None] * sample.context_size
     dist.all_gather_object(gathered, local, group=sample.context)
@@ -100,7 +102,7 @@ def _gather_equal(name: str, local: dict[str, Any], sample: MeshGroups, hint: st
         different = _difference(first, other)
         if different:
             raise PeerMismatchError(
-                f"ranks that share a sample must call {name} with equal arguments, but {different} (rank {rank} of "
+                f"ranks that share a sample must call {name} with equal {what}, but {different} (rank {rank} of "
                 f"this group, compared with its rank 0): pass the same arguments on these ranks{hint}"
             )
     return first

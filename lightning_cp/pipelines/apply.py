@@ -24,6 +24,8 @@ from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, experts_of, share_decoders, transformers_of
 from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
+from lightning_cp.pipelines.equal_components import EqualWeights
+from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.patch_setup import check_patches, make_patch_calls
 from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
@@ -189,6 +191,15 @@ def parallelize_pipeline(
             undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
             if staged is not None:
                 follow_stages(staged, undo)
+            checks: dict[str, Any] = {}
+            if check_peers != "off":
+                checks["equal_weights"] = EqualWeights(ranks.control, in_stages=num_stages > 1)
+                checks["equal_steps"] = EqualSteps(
+                    type(pipeline).__name__,
+                    ranks.sample,
+                    every_step=num_stages > 1 or any(one.ranks.cfg > 1 for one in chosen.values()),
+                    calls=2 if check_peers == "first" else None,
+                )
             state = ParallelPipeline(
                 ranks,
                 installed,
@@ -202,10 +213,13 @@ def parallelize_pipeline(
                 patch_calls=in_patches,
                 around_step=around_step,
                 undo=undo,
+                **checks,
             )
             undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
             undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
             votes.check()  # this and the next steps cannot be undone
+            if state.equal_weights is not None and (layers or num_stages > 1):
+                state.equal_weights.compare(components)  # while they are whole
             shard_layers(layers, components, found, ranks)
             for one in in_patches.values():
                 one.release()

@@ -17,7 +17,7 @@ from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.placement import rank_device
 from lightning_cp.pipelines.plain_data import PlainData
 from lightning_cp.pipelines.requests import Requests
-from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline, use_degrees
+from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees, parallel_pipeline, use_degrees
 from lightning_cp.pipelines.votes import Votes
 
 _CALLBACK = "callback_on_step_end"
@@ -97,7 +97,7 @@ class Leader:
             earlier call failed inside an exchange.
         """
         callback = kwargs.pop(_CALLBACK, None)
-        request = _Request("", self._state.chosen, has_callback=callback is not None)
+        request = _Request("", chosen_degrees(self._state), has_callback=callback is not None)
         return self._run(request, args, kwargs, callback)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class Leader:
         If it fails on some of the ranks only, their components may differ: load the component again on all ranks.
         """
         _method(self._pipe, name)
-        return self._run(_Request(name, self._state.chosen), args, kwargs)
+        return self._run(_Request(name, chosen_degrees(self._state)), args, kwargs)
 
     def end(self, error: BaseException | None) -> None:
         """End the loop on the other ranks, unless they wait inside an exchange."""

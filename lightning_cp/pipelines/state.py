@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from lightning_cp.engine.apply import Installed
@@ -12,12 +14,16 @@ from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
+from lightning_cp.pipelines.equal_components import EqualWeights
+from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.sample_groups import SampleGroups
 
 INSTALLED = "_lightning_cp"
+# Names of the degrees that calls of this thread or task use, by id of the state of the pipeline.
+_chosen: ContextVar[Mapping[int, str]] = ContextVar("degrees", default=MappingProxyType({}))
 
 
 @dataclass(eq=False)
@@ -31,7 +37,7 @@ class ParallelPipeline:
         calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         votes: end a call on all ranks that share a sample if one of them fails.
         degrees: by name, the degrees that a call may use.
-        chosen: name of the degrees for the next call.
+        equal_weights, equal_steps: comparisons between the ranks that share a sample; None with check_peers="off".
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
@@ -46,7 +52,8 @@ class ParallelPipeline:
     calls: BranchCalls
     votes: Votes
     degrees: dict[str, Degrees]
-    chosen: str = DEFAULT
+    equal_weights: EqualWeights | None = None
+    equal_steps: EqualSteps | None = None
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
     controlnets: dict[str, Installed] = field(default_factory=dict)
@@ -65,6 +72,8 @@ def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
 def use_degrees(pipe: Any, name: str) -> Iterator[None]:
     """Within this context, call the pipeline with other degrees, declared with `parallelize_pipeline(degrees=…)`.
 
+    It holds for calls of this thread (or asyncio task) only.
+
     Ranks: all that share a sample; different names raise an error at the next call.
     Raises: ValueError: an unknown name; a pipeline that is not parallel.
     """
@@ -76,8 +85,13 @@ def use_degrees(pipe: Any, name: str) -> Iterator[None]:
             f"{name!r} is not one of the declared degrees, {', '.join(state.degrees)}: declare it with "
             "parallelize_pipeline(degrees=…)"
         )
-    before, state.chosen = state.chosen, name
+    token = _chosen.set({**_chosen.get(), id(state): name})
     try:
         yield
     finally:
-        state.chosen = before
+        _chosen.reset(token)
+
+
+def chosen_degrees(state: ParallelPipeline) -> str:
+    """Return the name of the degrees for the next call of this thread or task."""
+    return _chosen.get().get(id(state), DEFAULT)

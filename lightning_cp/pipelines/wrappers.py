@@ -16,11 +16,12 @@ from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
+from lightning_cp.pipelines.equal_components import component_settings
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.patch_setup import refuse_caches
 from lightning_cp.pipelines.stages import Stages
-from lightning_cp.pipelines.state import ParallelPipeline
+from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
 from lightning_cp.pipelines.votes import Votes
 
 # Callbacks of a pipeline read the latents after each step, and may raise on one rank.
@@ -85,29 +86,37 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
     """
     signature = inspect.signature(type(pipe).__call__)
     calls, votes, stages, in_patches = state.calls, state.votes, state.stages, state.patch_calls.values()
-    divided = list(state.patch_calls) if state.ranks.pipe > 1 else []
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
         with votes.call():
             check()
             _empty_caches(state)
-            common = {"use_degrees": state.chosen, **_cache_settings(state), **adapter_state(pipe.components, divided)}
+            chosen = chosen_degrees(state)
+            common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
+            if state.equal_weights is not None:
+                common |= component_settings(pipe)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
-                _use(state, state.degrees[state.chosen])
+                if state.equal_weights is not None:
+                    state.equal_weights.compare(pipe.components)
+                _use(state, state.degrees[chosen])
             for one in in_patches:
                 one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
             calls.begin(may_start_late=guidance_may_start_late(pipe, given))
             undo = _watch_steps(pipe, state)
             try:
                 with nullcontext() if stages is None else stages.call(given):
-                    return resolve_all(call(*args, **kwargs))
+                    result = resolve_all(call(*args, **kwargs))
+                _finish_checks(state, result)
+                return result
             finally:
                 undo_all(undo)
                 calls.end()
                 for one in in_patches:
                     one.end()
+                for installed in _installed(state):
+                    installed.session.peers.drop()
 
     return around
 
@@ -115,12 +124,29 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
     """Wrap the `step` of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
-    return [intercept_method(scheduler, "step", around) for around in state.around_step if hasattr(scheduler, "step")]
+    around_step = list(state.around_step)
+    if state.equal_steps is not None:
+        state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
+        around_step.insert(0, partial(state.equal_steps.compare_step, scheduler))  # gets resolved tensors
+    return [intercept_method(scheduler, "step", around) for around in around_step if hasattr(scheduler, "step")]
+
+
+def _finish_checks(state: ParallelPipeline, result: Any) -> None:
+    """Compare what is not compared yet of this call, so that no later call raises a difference of this one."""
+    for installed in _installed(state):
+        installed.session.peers.finish()
+    if state.equal_steps is not None:
+        with state.votes.before_exchanges():  # a rank may have raised above
+            state.equal_steps.end(result)
+
+
+def _installed(state: ParallelPipeline) -> list[Installed]:
+    return [*state.transformers.values(), *state.controlnets.values()]
 
 
 def _empty_caches(state: ParallelPipeline) -> None:
     """Empty the step caches. Raises: PlanError: there is one, but the pipeline computes steps in patches."""
-    for installed in (*state.transformers.values(), *state.controlnets.values()):
+    for installed in _installed(state):
         if state.patch_calls:
             refuse_caches(installed)
         else:

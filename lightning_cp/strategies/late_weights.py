@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
+from lightning_cp.engine.checksum import checksum
 from lightning_cp.engine.paths import class_of
-from lightning_cp.strategies.checksum import checksum
 from lightning_cp.strategies.initial_weights import compared_tensors
 
 

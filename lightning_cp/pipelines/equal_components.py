@@ -1,0 +1,162 @@
+"""Compare a pipeline's components between the ranks that share a sample: settings at each call, weights if changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.checksum import checksum, distinct_tensors
+from lightning_cp.errors import PeerMismatchError
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def component_settings(pipeline: Any) -> dict[str, Any]:
+    """Return class, configuration and public plain attributes of a pipeline and of each component, by name.
+
+    Attributes are tiling, slicing and the padding side of a tokenizer, for example. Names that begin with an underscore
+    are left out: they are versions and paths, and what earlier calls have left.
+    """
+    found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
+    for name, component in pipeline.components.items():
+        of_object = {} if _is_scheduler(component) else _plain(getattr(component, "__dict__", {}))
+        of_config = _plain(_config_of(component))
+        found[name] = {"class": type(component).__qualname__, "config": of_config, **of_object}
+        if hasattr(type(component), "__len__") and hasattr(component, "padding_side"):  # a tokenizer
+            found[name]["tokens"] = len(component)
+    return found
+
+
+def _config_of(component: Any) -> Mapping[str, Any]:
+    config = getattr(component, "config", {})  # a mapping in diffusers, an object in transformers
+    found: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
+    return found
+
+
+def _is_scheduler(component: Any) -> bool:
+    """Return True for what has a state that each call sets anew."""
+    return hasattr(component, "set_timesteps")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(name): x
+        for name, x in values.items()
+        if not str(name).startswith("_")
+        and (isinstance(x, _PLAIN) or (isinstance(x, (list, tuple)) and all(isinstance(one, _PLAIN) for one in x)))
+    }
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One weight when its checksum was computed; None if its values are on no rank, or divided over ranks."""
+
+    weight: ReferenceType[Tensor]
+    version: int
+    kind: str  # shape and dtype
+    checksum: int | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Weight:
+        has_values = not (x.is_meta or isinstance(x, DTensor) or x.layout != torch.strided)
+        kind = f"{tuple(x.shape)} {x.dtype}"
+        return cls(ref(x), _version(x), kind, checksum(x) if has_values else None)
+
+    def is_of(self, x: Tensor) -> bool:
+        return self.weight() is x and self.version == _version(x) and (self.checksum is None) >= x.is_meta
+
+
+class EqualWeights:
+    """Compares the weights of a pipeline's components between the ranks that share a sample.
+
+    A checksum is computed of each weight at first, and again if its version has changed. Changes of `weight.data` after
+    that are not noticed.
+
+    Args:
+        group: gloo group of these ranks.
+        in_stages: the ranks have different blocks: only weights that two ranks have are compared.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, in_stages: bool) -> None:
+        self._group, self._in_stages = group, in_stages
+        self._known: dict[str, _Weight] = {}
+        self._digest = [0, 0, 0]
+
+    def compare(self, components: Mapping[str, Any]) -> None:
+        """Compare all weights, with one exchange of four numbers if they have not changed.
+
+        Ranks: all of `group`. Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
+        """
+        if self._group is None:
+            return
+        has_changed = self._update(components)
+        by_rank = all_gather_ints([int(has_changed), *self._digest], group=self._group)
+        are_equal = all(digest == by_rank[0][1:] for _, *digest in by_rank)
+        if are_equal or (self._in_stages and not any(changed for changed, *_ in by_rank)):
+            return
+        own = {name: (x.kind, x.checksum) for name, x in self._known.items()}
+        gathered: list[dict[str, Any]] = [{}] * len(by_rank)
+        dist.all_gather_object(gathered, own, group=self._group)
+        first: dict[str, Any] = {}
+        for rank, other in enumerate(gathered):
+            first = {**other, **first} if self._in_stages else first or other
+            difference = self._difference(first, other)
+            if difference:
+                raise PeerMismatchError(
+                    f"ranks that share a sample must have equal weights, but {difference} (rank {rank} of this group, "
+                    "compared with the ranks before it): load the same weights on these ranks, by the same calls"
+                )
+
+    def _update(self, components: Mapping[str, Any]) -> bool:
+        """Compute the checksums of weights that have changed. Returns: whether any has."""
+        known = self._known
+        found = {
+            name: known[name] if name in known and known[name].is_of(x) else _Weight.of(x)
+            for name, x in _weights(components)
+        }
+        has_changed = found.keys() != known.keys() or any(found[name] is not known[name] for name in found)
+        if has_changed:
+            self._known = found
+            text = repr([(name, x.kind, x.checksum) for name, x in found.items()]).encode()
+            digest = hashlib.blake2b(text, digest_size=24).digest()
+            self._digest = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in (0, 8, 16)]
+        return has_changed
+
+    def _difference(self, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+        for name in dict.fromkeys([*first, *other]):
+            if name not in first or name not in other:
+                if not self._in_stages:
+                    return f"{name} is on one of them only"
+                continue
+            (kind, expected), (other_kind, found) = first[name], other[name]
+            if kind != other_kind:
+                return f"{name} is {other_kind} on one and {kind} on the other"
+            if None not in (expected, found) and expected != found:
+                return f"the values of {name} differ"
+        return ""
+
+
+def _weights(components: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and persistent buffers of components, by name; those of a shared component once."""
+    seen: set[int] = set()
+    for component_name, component in components.items():
+        if not isinstance(component, nn.Module) or id(component) in seen:
+            continue
+        seen.add(id(component))
+        hidden = {id(m._buffers[name]) for m in component.modules() for name in m._non_persistent_buffers_set}
+        for name, x in distinct_tensors(component):
+            if id(x) not in hidden:
+                yield f"{component_name}.{name}", x
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
