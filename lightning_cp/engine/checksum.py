@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
 
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 
@@ -42,27 +41,13 @@ def checksum(x: Tensor) -> int:
     return int(total)
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield all parameters, then all buffers; one that has several names each time."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
-
-
-def distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once; for a quantised tensor, the plain tensors inside it."""
-    seen: set[int] = set()
-    for name, x in named_tensors(module) if buffers else module.named_parameters():
-        if id(x) not in seen and not is_lazy(x):
-            seen.add(id(x))
-            yield from _plain(name, x)
-
-
-def _plain(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+def plain_tensors(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield a weight with its name; of a quantised one, the plain tensors inside it."""
     if isinstance(x, DTensor) or not is_traceable_wrapper_subclass(x):
         yield name, x
         return
     for attribute in x.__tensor_flatten__()[0]:
-        yield from _plain(f"{name}.{attribute}", getattr(x, attribute))
+        yield from plain_tensors(f"{name}.{attribute}", getattr(x, attribute))
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -39,8 +40,6 @@ class Sampler:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._constants: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._intervals: dict[tuple[int, int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def table(
         self, given: Mapping[str, Any], *, forward: int, device: torch.device
@@ -65,7 +64,7 @@ class Sampler:
             readable = [x for x in (_readable(x) for _, x in leaves) if x is not None and x.numel()]
             for x in readable:
                 if x.device not in mixed:
-                    mixed[x.device] = self._mix(forward, x.device)
+                    mixed[x.device] = _mix(forward, x.device)
             contents.append(self._row(readable, mixed, device) if readable else nothing)
         column = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
         return torch.cat([_moved(column, device), torch.stack(contents)], 1), tuple(structures[1:])
@@ -85,7 +84,7 @@ class Sampler:
         if dtype.is_floating_point:
             values = values.nan_to_num(nan=_NAN, posinf=_LARGEST, neginf=-_LARGEST).clamp(-_LARGEST, _LARGEST)
         values = F.pad(values, (0, -values.numel() % buckets)).view(buckets, -1)
-        weights = self._constants_on(x.device)[1][: values.numel()].view_as(values)
+        weights = constants_on(x.device)[1][: values.numel()].view_as(values)
         norms = values.square().sum(1).sqrt()
         scale = norms.maximum(norms.square().mean().sqrt())  # RMS: a lower bound for almost-zero buckets
         return torch.stack([(values * weights).sum(1), scale * _tolerance(dtype, single=values.shape[1] == 1)])
@@ -94,31 +93,32 @@ class Sampler:
         """Read all elements of x if there are at most `count`, otherwise `count` of them."""
         if x.numel() <= count:
             return x.reshape(-1)
-        key = (x.numel(), count, x.device)
-        if key not in self._intervals:
-            if len(self._intervals) >= 64:  # bound the cache if shapes change all the time
-                self._intervals.clear()
-            bounds = torch.arange(count + 1, device=x.device) * x.numel() // count
-            self._intervals[key] = (bounds[:-1], bounds.diff())
-        starts, widths = self._intervals[key]
+        starts, widths = intervals(x.numel(), count, x.device)
         chosen = starts + mixed[:count] % widths
         return x.view(-1)[chosen] if x.is_contiguous() else torch.take(x, chosen)
 
-    def _mix(self, forward: int, device: torch.device) -> Tensor:
-        """Compute pseudo-random ints >= 0 without torch's generators, equal on all ranks: [SAMPLES + BUCKETS]."""
-        x = self._constants_on(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
-        x = (x ^ (x >> 15)) & 0xFFFFFFFF
-        x = x * 0x2C1B3C6D
-        return (x ^ (x >> 12)) & 0x7FFFFFFF
 
-    def _constants_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
-        if device not in self._constants:
-            drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
-            weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
-            indices = torch.arange(SAMPLES + BUCKETS, device=device)
-            self._constants[device] = (indices, _moved(torch.from_numpy(weights), device))
-        return self._constants[device]
+def _mix(forward: int, device: torch.device) -> Tensor:
+    """Compute pseudo-random ints >= 0 without torch's generators, equal on all ranks: [SAMPLES + BUCKETS]."""
+    x = constants_on(device)[0] * 0x9E3779B1 + (forward & 0x3FFFFFFF) * 0x85EBCA6B
+    x = (x ^ (x >> 15)) & 0xFFFFFFFF
+    x = x * 0x2C1B3C6D
+    return (x ^ (x >> 12)) & 0x7FFFFFFF
+
+
+@lru_cache
+def constants_on(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
+    drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
+    weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
+    return torch.arange(SAMPLES + BUCKETS, device=device), _moved(torch.from_numpy(weights), device)
+
+
+@lru_cache(maxsize=64)
+def intervals(elements: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return starts and widths of `count` equal intervals of a tensor's elements, [count] each."""
+    bounds = torch.arange(count + 1, device=device) * elements // count
+    return bounds[:-1], bounds.diff()
 
 
 def difference(by_rank: npt.NDArray[np.float64], names: Sequence[str]) -> tuple[int, str] | None:

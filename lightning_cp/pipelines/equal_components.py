@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import checksum, distinct_tensors
+from lightning_cp.engine.checksum import checksum, plain_tensors
 from lightning_cp.errors import PeerMismatchError
 
 _PLAIN = (bool, int, float, str, type(None))
@@ -23,16 +24,15 @@ _PLAIN = (bool, int, float, str, type(None))
 def component_settings(pipeline: Any) -> dict[str, Any]:
     """Return class, configuration and public plain attributes of a pipeline and of each component, by name.
 
-    Attributes are tiling, slicing and the padding side of a tokenizer, for example. Names that begin with an underscore
-    are left out: they are versions and paths, and what earlier calls have left.
+    Attributes are those of modules: tiling and slicing, for example. Calls may change those of tokenizers and
+    schedulers. Names that begin with an underscore are left out: they are versions and paths.
     """
     found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
     for name, component in pipeline.components.items():
-        of_object = {} if _is_scheduler(component) else _plain(getattr(component, "__dict__", {}))
-        of_config = _plain(_config_of(component))
-        found[name] = {"class": type(component).__qualname__, "config": of_config, **of_object}
-        if hasattr(type(component), "__len__") and hasattr(component, "padding_side"):  # a tokenizer
-            found[name]["tokens"] = len(component)
+        of_module = _plain(vars(component)) if isinstance(component, nn.Module) else {}
+        found[name] = {"class": type(component).__qualname__, "config": _plain(_config_of(component)), **of_module}
+        if isinstance(component, Sized) and hasattr(component, "model_max_length"):  # a tokenizer
+            found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
     return found
 
 
@@ -40,11 +40,6 @@ def _config_of(component: Any) -> Mapping[str, Any]:
     config = getattr(component, "config", {})  # a mapping in diffusers, an object in transformers
     found: Mapping[str, Any] = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     return found
-
-
-def _is_scheduler(component: Any) -> bool:
-    """Return True for what has a state that each call sets anew."""
-    return hasattr(component, "set_timesteps")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,21 +53,31 @@ def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """One weight when its checksum was computed; None if its values are on no rank, or divided over ranks."""
+    """One weight when its checksum was computed.
 
-    weight: ReferenceType[Tensor]
-    version: int
-    kind: str  # shape and dtype
+    It holds no reference to the tensor, which torch could then not swap for another one.
+
+    Attributes:
+        module: has the weight. key: id and version of the weight. kind: its shape and dtype.
+        checksum: None if the values are on no device, or divided over ranks.
+    """
+
+    module: ReferenceType[nn.Module]
+    key: tuple[int, int, bool]
+    kind: str
     checksum: int | None
 
     @classmethod
-    def of(cls, x: Tensor) -> _Weight:
+    def of(cls, module: nn.Module, x: Tensor) -> _Weight:
         has_values = not (x.is_meta or isinstance(x, DTensor) or x.layout != torch.strided)
-        kind = f"{tuple(x.shape)} {x.dtype}"
-        return cls(ref(x), _version(x), kind, checksum(x) if has_values else None)
+        return cls(ref(module), _key(x), f"{tuple(x.shape)} {x.dtype}", checksum(x) if has_values else None)
 
-    def is_of(self, x: Tensor) -> bool:
-        return self.weight() is x and self.version == _version(x) and (self.checksum is None) >= x.is_meta
+    def is_of(self, module: nn.Module, x: Tensor) -> bool:
+        return self.module() is module and self.key == _key(x)
+
+
+def _key(x: Tensor) -> tuple[int, int, bool]:
+    return id(x), 0 if x.is_inference() else x._version, x.is_meta
 
 
 class EqualWeights:
@@ -120,8 +125,8 @@ class EqualWeights:
         """Compute the checksums of weights that have changed. Returns: whether any has."""
         known = self._known
         found = {
-            name: known[name] if name in known and known[name].is_of(x) else _Weight.of(x)
-            for name, x in _weights(components)
+            name: known[name] if name in known and known[name].is_of(module, x) else _Weight.of(module, x)
+            for name, module, x in _weights(components)
         }
         has_changed = found.keys() != known.keys() or any(found[name] is not known[name] for name in found)
         if has_changed:
@@ -145,18 +150,15 @@ class EqualWeights:
         return ""
 
 
-def _weights(components: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers of components, by name; those of a shared component once."""
+def _weights(components: Mapping[str, Any]) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """Yield name, module and values of each parameter and persistent buffer of components, shared ones once."""
     seen: set[int] = set()
     for component_name, component in components.items():
-        if not isinstance(component, nn.Module) or id(component) in seen:
-            continue
-        seen.add(id(component))
-        hidden = {id(m._buffers[name]) for m in component.modules() for name in m._non_persistent_buffers_set}
-        for name, x in distinct_tensors(component):
-            if id(x) not in hidden:
-                yield f"{component_name}.{name}", x
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
+        for path, module in component.named_modules(prefix=component_name) if isinstance(component, nn.Module) else ():
+            kept = {key: x for key, x in module._buffers.items() if key not in module._non_persistent_buffers_set}
+            for key, x in (*module._parameters.items(), *kept.items()):
+                if x is None or id(x) in seen or is_lazy(x) or not x.numel():  # none: in a block of another stage
+                    continue
+                seen.add(id(x))
+                for name, values in plain_tensors(f"{path}.{key}", x):
+                    yield name, module, values

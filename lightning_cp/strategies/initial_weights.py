@@ -13,9 +13,10 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import checksum, distinct_tensors, named_tensors
+from lightning_cp.engine.checksum import checksum, plain_tensors
 from lightning_cp.engine.meta import deferred_loads, materialize
 from lightning_cp.training.ema import copy_full_tensor
 
@@ -55,7 +56,7 @@ class MissingWeights:
             device: device of the collectives.
         Ranks: the whole world. Raises: ValueError: a weight was renamed since the comparison.
         """
-        found = dict(named_tensors(module))
+        found = dict(_named_tensors(module))
         for name in self.first_names:
             if name not in found:
                 raise ValueError(
@@ -84,8 +85,8 @@ def equal_initial_weights(module: nn.Module, device: torch.device) -> Iterator[N
     """
     missing = share_initial_weights(module, device)
     deferred = deferred_loads(module, excluded=missing.names)
-    uninitialized = any(x.is_meta and name not in missing.names for name, x in named_tensors(module))
-    sharded = any(isinstance(x, DTensor) for _, x in named_tensors(module))
+    uninitialized = any(x.is_meta and name not in missing.names for name, x in _named_tensors(module))
+    sharded = any(isinstance(x, DTensor) for _, x in _named_tensors(module))
     yield
     materialize(module, device, sent=missing.names | deferred.names)
     missing.send(module, device)
@@ -139,7 +140,7 @@ def share_initial_weights(module: nn.Module, device: torch.device, *, buffers: b
     values = {name: tensors[name].detach() for name in missing} if dist.get_rank() == 0 else {}
     missing_ids = {id(tensors[name]) for name in missing}
     return MissingWeights(
-        frozenset(n for n, x in named_tensors(module) if id(x) in missing_ids), tuple(missing), values
+        frozenset(n for n, x in _named_tensors(module) if id(x) in missing_ids), tuple(missing), values
     )
 
 
@@ -149,7 +150,7 @@ def share_replicas(module: nn.Module) -> None:
 
     Ranks: all ranks of the DTensors' meshes.
     """
-    for _, x in distinct_tensors(module):
+    for _, x in _distinct_tensors(module):
         if isinstance(x, DTensor):
             for dim, placement in enumerate(x.placements):
                 if isinstance(placement, Replicate) and x.device_mesh.size(dim) > 1:
@@ -164,10 +165,24 @@ def move_values(module: nn.Module, device: torch.device) -> None:
     module._apply(lambda x: x if x.is_meta else x.to(device))  # type: ignore[no-untyped-call]
 
 
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
 def compared_tensors(module: nn.Module, *, buffers: bool = True) -> dict[str, Tensor]:
     """Return every parameter and buffer once, by name, without those that DDP ignores."""
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return {name: x for name, x in distinct_tensors(module, buffers=buffers) if name not in ignored}
+    return {name: x for name, x in _distinct_tensors(module, buffers=buffers) if name not in ignored}
+
+
+def _distinct_tensors(module: nn.Module, *, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer once; for a quantised tensor, the plain tensors inside it."""
+    seen: set[int] = set()
+    for name, x in _named_tensors(module) if buffers else module.named_parameters():
+        if id(x) not in seen and not is_lazy(x):
+            seen.add(id(x))
+            yield from plain_tensors(name, x)
 
 
 def _describe(name: str, x: Tensor) -> _Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -38,8 +39,9 @@ def _change(pipe: Any, what: str) -> None:
         pipe.scheduler.set_shift(5.0)  # is not in the configuration
     elif what == "tiling":
         pipe.vae.enable_tiling()
-    elif what == "padding":
-        pipe.tokenizer.padding_side = "left"
+    elif what == "tokenizer":
+        pipe.tokenizer = copy.deepcopy(pipe.tokenizer)  # other pipelines use it too
+        pipe.tokenizer.model_max_length = 3
 
 
 _WEIGHTS = "must have equal weights, but "
@@ -55,7 +57,7 @@ BEFORE = {
     "scheduler": f"{_COMPONENTS}scheduler['config']['shift'] has 5.0 on one and ",
     "sigmas": f"{_SAME}the contents of scheduler differ in step 1 of FluxPipeline (rank 1",
     "tiling": f"{_COMPONENTS}vae['use_tiling'] has True on one and False on the other",
-    "padding": f"{_COMPONENTS}tokenizer['padding_side'] has ",
+    "tokenizer": f"{_COMPONENTS}tokenizer['model_max_length'] has 3 on one and ",
 }
 # Changes of a callback, in all steps from one on. With a ring, the next forward compares its arguments.
 CALLBACKS = {0: f"{_SAME}the contents of sample differ in step 2", _STEPS - 1: f"{_SAME}the contents of result differ"}
@@ -102,7 +104,7 @@ def _before(rank: int, world: int, degrees: dict[str, int], whats: list[str]) ->
 @pytest.mark.parametrize(
     ("world", "degrees", "whats"),
     [
-        (2, {"cfg": 2}, ["transformer", "data", "dtype", "scheduler", "sigmas", "padding"]),
+        (2, {"cfg": 2}, ["transformer", "data", "dtype", "scheduler", "sigmas", "tokenizer"]),
         (3, {"ring": 3}, ["text_encoder", "block", "sigmas", "tiling"]),
         (2, {"pipe": 2}, ["transformer", "vae", "scheduler"]),
         pytest.param(4, {"cfg": 2, "ring": 2}, list(BEFORE), marks=pytest.mark.full),

@@ -90,7 +90,7 @@ _CASES = {
     "controlnet": ("flux_controlnet", 3, {"pipe": 3}, {"prompt": _PROMPTS[:2]}, 4, STEPS),
     "z_image": ("z_image", 2, {"pipe": 2}, {}, 2, STEPS),
 }
-_VOTES = 3  # at the start and the end of a call, and before its first step
+_VOTES = 4  # at the start and the end of a call, before its first step, and before its result is compared
 _DEFAULT = ("prompts", "branches")
 
 
