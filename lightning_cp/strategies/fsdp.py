@@ -175,10 +175,9 @@ class FSDPMixin(ContextParallelMixin):
         Args: steps: methods of `module` that are called instead of its forward and call its children.
         """
         with self._from_equal_weights(module):
-            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-                self._check_sharded(module)
-            elif dist.is_initialized():
+            if dist.is_initialized() and not any(isinstance(inner, FSDPModule) for inner in module.modules()):
                 self._shard(module, installed, steps)
+            self._check_sharded(module)
         self._compare_branches(module, installed)
 
     def _compare_branches(self, module: nn.Module, installed: Sequence[Installed]) -> None:
@@ -213,7 +212,7 @@ class FSDPMixin(ContextParallelMixin):
             allow_returned_views(sharded)  # outputs are not changed in place
             if self._mp_policy.reduce_dtype is not None:
                 accumulate_in_one_dtype(sharded)
-        if module in units:
+        if module in {*units}:
             for name in steps:
                 register_fsdp_forward_method(module, name)
 

@@ -6,12 +6,15 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.recipe import ROOT
 from tests.harness import warm
 
 _ADVICE = "did not find any unused parameters"
 
 
+@pytest.mark.full
 def test_ddps_advice_on_a_setting_reaches_only_who_has_set_it(tmp_path: Path) -> None:
     script = Path(__file__).with_name("first_block.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
