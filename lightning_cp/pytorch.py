@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ThroughputMonitor, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies.ddp import DDPStrategy
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -186,10 +188,16 @@ class ContextParallelFSDPStrategy(_TrainerMixin, FSDPMixin, ModelParallelStrateg
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer to save. It is not changed."""
+        """Return the state of an optimizer to save, by names of parameters; the optimizer is not changed.
+
+        With save_distributed_checkpoint=False, tensors are whole, on the CPU of rank 0. Lightning's method would number
+        the parameters in the order of the module, and sort them in each group.
+        """
+        assert self.model is not None, "set up before"
+        bare = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        options = StateDictOptions(full_state_dict=not self._save_distributed_checkpoint, cpu_offload=True)
         with keeping_optimizers_without_state():
-            state: dict[str, Any] = super().optimizer_state(optimizer)
-            return state
+            return get_optimizer_state_dict(self.model, bare, options=options)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, *args: Any, **settings: Any) -> None:

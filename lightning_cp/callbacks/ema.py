@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -29,18 +31,26 @@ class AveragingCallback(Callback):
             raise ValueError(f"{setting}={decay!r} must be a number from 0 to below 1, for instance 0.999 (EMA decay)")
         self._setting, self._decay = setting, decay
         self._average: WeightAverage | None = None
+        self._averaged: tuple[Trainer, LightningModule] | None = None  # of which `_average` is
         self._saved: dict[str, Any] | None = None
         self._last_step = 0  # step of the last update
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the average in the checkpoint; without one, the average starts before the first step.
+        """Continue the average of the checkpoint, or of this Trainer's last fit of this module.
+
+        Without one, the average starts before the first step.
 
         Raises: ValueError: another callback averages the weights too, or the checkpoint's averages do not fit.
         """
-        self._average = None
         if self._saved is not None:
-            self._start_average(pl_module)
+            self._start_average(trainer, pl_module)
+        elif self._average is not None and self._averaged != (trainer, pl_module):
+            self._average = None
+            rank_zero_warn(
+                f"{type(self).__name__} starts a new average: its present one is of another Trainer or module. To "
+                "continue it, fit the same module with the same Trainer, or resume from a checkpoint with ckpt_path"
+            )
         other = averaging_of(trainer, besides=self)
         if self._decay is not None and other is not None:
             raise ValueError(
@@ -53,7 +63,7 @@ class AveragingCallback(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         """Start the average of all weights, or of those that begin to train, from their values before this step."""
         if self._average is None:
-            self._start_average(pl_module)
+            self._start_average(trainer, pl_module)
         else:
             self._average.add_trained(pl_module)
 
@@ -70,6 +80,11 @@ class AveragingCallback(Callback):
         if self._average is None:
             return self._saved or {}
         return gather_on_first_rank(self._average.state_dict())
+
+    @override
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Drop the average: the checkpoint brings other weights, and its average of them follows if it has one."""
+        self._average = self._saved = None
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -97,7 +112,8 @@ class AveragingCallback(Callback):
         with nullcontext() if average is None else average.swapped_in(pl_module):
             yield
 
-    def _start_average(self, pl_module: LightningModule) -> None:
+    @torch.inference_mode(mode=False)  # an evaluation may start it
+    def _start_average(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._decay is None:
             return
         saved = self._saved or {}
@@ -113,7 +129,7 @@ class AveragingCallback(Callback):
                 f"({len(different)} weights differ). Resume with the same module"
             )
         average.load_state_dict({**started, **saved})
-        self._average, self._saved = average, None
+        self._average, self._averaged, self._saved = average, (trainer, pl_module), None
 
 
 class EMACallback(AveragingCallback):
@@ -121,7 +137,8 @@ class EMACallback(AveragingCallback):
 
     Each rank averages its weights: all of them with ContextParallelStrategy, its shards with
     ContextParallelFSDPStrategy. Averages of low-precision weights are float32. Trainer checkpoints hold the averages
-    as the callback's state; a resumed run continues them on any number of ranks. The module keeps the training
+    as the callback's state; a resumed run continues them on any number of ranks, and a second `fit` of the same Trainer
+    and module too. `fit` and evaluations with `ckpt_path` take the checkpoint's averages. The module keeps the training
     weights; `with callback.averaged(trainer, module): …` swaps the averages in. The average of a weight starts from its
     value before its first step, also if it is unfrozen later; a weight that is frozen later is still averaged.
 
@@ -143,8 +160,8 @@ class EMACallback(AveragingCallback):
     @override
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swap the averages into the module."""
-        if self._average is None and self._saved is not None:  # evaluating a checkpoint without a fit
-            self._start_average(pl_module)
+        if self._average is None and self._saved is not None:  # evaluating a checkpoint
+            self._start_average(trainer, pl_module)
         if self._evaluate and self._average is not None:
             self._swapped.enter_context(self._average.swapped_in(pl_module))
 

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import zipfile
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -68,11 +69,15 @@ def load_dcp(state: dict[str, Any], path: Path, *, index: Metadata | None = None
     Raises: CheckpointError: it is damaged, does not fit the state, or holds more than tensors and plain values.
     """
     index = index or read_index(path)
-    saved = index.state_dict_metadata
+    keys = sorted(index.state_dict_metadata)
     for name, values in state.items():
         is_optimizer = isinstance(values, dict) and values.keys() == {"state", "param_groups"}
-        if is_optimizer and not any(key.startswith(f"{name}.state.") for key in saved):
-            values["state"] = {}  # the saved one had not stepped; torch has given the new one a state
+        if is_optimizer:  # torch has given each parameter a state; a saved one has none before its first gradient
+            values["state"] = {
+                parameter: state
+                for parameter, state in values["state"].items()
+                if _has_prefix(keys, f"{name}.state.{parameter}.")
+            }
     reader = _Reader(path, index)
     try:
         load(state, storage_reader=reader, planner=_Planner())
@@ -116,6 +121,12 @@ def _as_checkpoint_error(name: str) -> Iterator[None]:
         if isinstance(error, OSError) and error.filename is not None:  # not found, no permission
             raise
         raise CheckpointError(f"{name} {_reason(error)}") from error
+
+
+def _has_prefix(keys: list[str], prefix: str) -> bool:
+    """Return whether one of the sorted keys begins with a prefix."""
+    at = bisect_left(keys, prefix)
+    return at < len(keys) and keys[at].startswith(prefix)
 
 
 def _reason(error: BaseException) -> str:

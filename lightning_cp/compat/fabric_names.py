@@ -33,7 +33,7 @@ __all__ = [
     "is_interactive",
     "keeping_optimizers_without_state",
     "loading_distributed_checkpoints_with",
-    "loading_optimizers_without_state",
+    "loading_optimizers_with",
     "optimizers_to_device",
 ]
 
@@ -55,30 +55,21 @@ def loading_distributed_checkpoints_with(load: Callable[..., None]) -> Iterator[
 
 
 @contextmanager
-def loading_optimizers_without_state() -> Iterator[None]:
-    """Make ModelParallelStrategy load optimizers that have no state, such as SGD or one that has not stepped.
+def loading_optimizers_with(load: Callable[..., None]) -> Iterator[None]:
+    """Make ModelParallelStrategy load optimizers with `load` inside the context, instead of `set_optimizer_state_dict`.
 
-    Inside the context, such an optimizer loads its parameter groups only. Lightning reads the first key of the state,
-    and torch would start a state with one step in it, or fail if the optimizer never has one.
+    `load` gets the states as they were saved. Lightning would name numbered ones by the order of the module's
+    parameters, which may not be the order in which the optimizer got them.
 
     Raises: IncompatibleVersionError: Lightning's functions have other names, so its own would be called.
     """
-    rekey: Any = getattr(model_parallel, "_rekey_optimizer_state_if_needed", None)
-    load = torch_state_dict.set_optimizer_state_dict
 
-    def rekey_state(state: dict[str, Any], module: Module) -> dict[str, Any]:
-        renamed: dict[str, Any] = rekey(state, module) if state["state"] else state
-        return renamed
-
-    def load_state(module: Module, optimizer: Optimizer, *, optim_state_dict: dict[str, Any], options: Any) -> None:
-        if optim_state_dict["state"]:
-            load(module, optimizer, optim_state_dict=optim_state_dict, options=options)
-        else:
-            optimizer.load_state_dict(optim_state_dict)
+    def keep(state: dict[str, Any], _: Module) -> dict[str, Any]:
+        return state
 
     with (
-        _calling(model_parallel, "_rekey_optimizer_state_if_needed", rekey_state),
-        _calling(torch_state_dict, "set_optimizer_state_dict", load_state),
+        _calling(model_parallel, "_rekey_optimizer_state_if_needed", keep),
+        _calling(torch_state_dict, "set_optimizer_state_dict", load),
     ):
         yield
 

@@ -14,7 +14,7 @@ from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.safe_load import allows_code, check_file
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.engine.apply import Installed
-from lightning_cp.strategies.ddp_buckets import rebuild_ddp
+from lightning_cp.strategies.ddp_buckets import omit_unused_warning, rebuild_ddp
 from lightning_cp.strategies.mixin import ContextParallelMixin
 
 
@@ -25,6 +25,7 @@ class DDPMixin(ContextParallelMixin):
     """
 
     _kwargs_targets = (DistributedDataParallel,)
+    _finds_unused = False  # True: chosen here, not by the user
 
     def _refuse_shards(self, path: Any) -> None:
         """Reject distributed checkpoints. Raises: CheckpointError: a folder in DCP's format, for sharded weights."""
@@ -50,8 +51,8 @@ class DDPMixin(ContextParallelMixin):
         return True  # for a URL (https://...), Lightning takes None as False
 
     def _wrap(self, module: nn.Module) -> list[Installed]:
-        if self.context.unused_parameters(module):
-            self._lightning._ddp_kwargs.setdefault("find_unused_parameters", True)
+        if self.context.unused_parameters(module) and "find_unused_parameters" not in self._lightning._ddp_kwargs:
+            self._lightning._ddp_kwargs["find_unused_parameters"] = self._finds_unused = True
         if any(is_traceable_wrapper_subclass(parameter) for parameter in module.parameters()):
             # `equal_initial_weights` compares and sends the tensors inside of quantised weights. DDP would broadcast
             # the weights themselves, which torchao's do not support.
@@ -64,9 +65,17 @@ class DDPMixin(ContextParallelMixin):
             return dist.group.WORLD
         return None if self.context.groups is None else self.context.groups.context
 
+    def watch_trained(self, wrapper: nn.Module) -> None:
+        """Follow the trained parameters of the DDP module; see `ContextParallelMixin.watch_trained`."""
+        if self._finds_unused and isinstance(wrapper, DistributedDataParallel):
+            omit_unused_warning(wrapper)
+        super().watch_trained(wrapper)
+
     def _follow_trained(self, wrapper: nn.Module) -> None:
         """Average the gradients of the parameters that train now. Raises: ValueError: see `rebuild_ddp`."""
         assert isinstance(wrapper, DistributedDataParallel), "added by setup"
-        if self.context.unused_parameters(wrapper.module):
-            wrapper.find_unused_parameters = True
+        if self.context.unused_parameters(wrapper.module) and not wrapper.find_unused_parameters:
+            wrapper.find_unused_parameters = self._finds_unused = True
         rebuild_ddp(wrapper)
+        if self._finds_unused:
+            omit_unused_warning(wrapper)

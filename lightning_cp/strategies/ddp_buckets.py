@@ -1,9 +1,13 @@
 """Build the gradient buckets of DistributedDataParallel: before training, and when other parameters begin to train."""
 
 import re
+import warnings
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
 
 
 def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
@@ -35,6 +39,30 @@ def build_ddp_buckets(ddp: DistributedDataParallel) -> DistributedDataParallel:
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = gradient
     return ddp
+
+
+def omit_unused_warning(ddp: DistributedDataParallel) -> None:
+    """Omit DDP's advice to turn off `find_unused_parameters`, which the user has not turned on.
+
+    DDP gives it once in a process, if all parameters are used, and writes it to stderr. In an autograd Function, torch
+    turns it into a Python warning, which can be ignored. Ranks: none.
+    """
+    parameters = [parameter for parameter in ddp.parameters() if parameter.requires_grad]
+    if ddp.find_unused_parameters and parameters:
+        with torch.enable_grad():
+            all_used = torch.stack([parameter.flatten()[:0].float().sum() for parameter in parameters]).sum()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _PrepareForBackward.apply(ddp, all_used)  # type: ignore[no-untyped-call]
+
+
+class _PrepareForBackward(torch.autograd.Function):
+    """Tell DDP which parameters an output uses. The next forward does so again."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, ddp: DistributedDataParallel, output: Tensor) -> None:
+        ddp.reducer.prepare_for_backward([output])
 
 
 def rebuild_ddp(ddp: DistributedDataParallel) -> None:

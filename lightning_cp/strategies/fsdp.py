@@ -16,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.checkpoint.folder import remove, replace_folder, scratch_folder_for
 from lightning_cp.checkpoint.manifest import CheckpointError
+from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
 from lightning_cp.checkpoint.safe_load import allows_code, without_code
 from lightning_cp.checkpoint.shards import reraise_as
-from lightning_cp.compat.fabric_names import loading_optimizers_without_state
+from lightning_cp.compat.fabric_names import loading_optimizers_with
 from lightning_cp.compat.fsdp_names import accumulate_in_one_dtype, allow_returned_views, renew_fsdp_dtypes
 from lightning_cp.compat.torch_names import is_traceable_wrapper_subclass
 from lightning_cp.config import check_degree
@@ -117,10 +118,10 @@ class FSDPMixin(ContextParallelMixin):
         path = Path(self._lightning.broadcast(path))  # before any rank reads it, so that all ranks read the same path
         loaded: dict[str, Any]
         if allows_code(weights_only):
-            with reraise_as(CheckpointError, f"{path} cannot be loaded"), loading_optimizers_without_state():
+            with reraise_as(CheckpointError, f"{path} cannot be loaded"), loading_optimizers_with(load_optimizer_state):
                 loaded = super().load_checkpoint(path, *args, weights_only=weights_only, **settings)  # type: ignore[misc]
         else:
-            with without_code(path), loading_optimizers_without_state():
+            with without_code(path), loading_optimizers_with(load_optimizer_state):
                 loaded = super().load_checkpoint(path, *args, weights_only=True, **settings)  # type: ignore[misc]
         return loaded
 
@@ -174,10 +175,9 @@ class FSDPMixin(ContextParallelMixin):
         Args: steps: methods of `module` that are called instead of its forward and call its children.
         """
         with self._from_equal_weights(module):
-            if any(isinstance(inner, FSDPModule) for inner in module.modules()):
-                self._check_sharded(module)
-            elif dist.is_initialized():
+            if dist.is_initialized() and not any(isinstance(inner, FSDPModule) for inner in module.modules()):
                 self._shard(module, installed, steps)
+            self._check_sharded(module)
         self._compare_branches(module, installed)
 
     def _compare_branches(self, module: nn.Module, installed: Sequence[Installed]) -> None:
@@ -212,7 +212,7 @@ class FSDPMixin(ContextParallelMixin):
             allow_returned_views(sharded)  # outputs are not changed in place
             if self._mp_policy.reduce_dtype is not None:
                 accumulate_in_one_dtype(sharded)
-        if module in units:
+        if module in {*units}:
             for name in steps:
                 register_fsdp_forward_method(module, name)
 

@@ -25,10 +25,11 @@ def find_fsdp_units(
     blocks = [unit for unit in _blocks(module, installed, without=frozen) if _owns_its_weights(unit, module)]
     if not by_child:
         return [*blocks, module]
-    children = [child for child in _called(module) if child not in frozen]
+    whole = {*frozen}  # a set, because torchmetrics makes `metric == module` true, for any module
+    children = [child for child in _called(module) if child not in whole]
     units = [child for child in children if _owns_its_weights(child, module)]
     has_rest = len(units) < len(children) or any(True for _ in module.parameters(recurse=False))
-    return [*blocks, *units, *([module] if has_rest else [])]
+    return [*dict.fromkeys((*blocks, *units)), *([module] if has_rest else [])]  # a child's ModuleList holds blocks
 
 
 def _owns_its_weights(unit: nn.Module, module: nn.Module) -> bool:

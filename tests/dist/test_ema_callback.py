@@ -129,6 +129,27 @@ def test_weights_are_averaged_and_validated_and_training_goes_on_with_its_own(
     assert all(len(found["state"]) == 0 for found in others), "rank 0 alone holds them whole"
 
 
+def _fitted_twice(rank: int, world: int, kind: str) -> tuple[list[Tensor], Tensor]:
+    recorder, average = Weights(), EMACallback(DECAY)
+    trainer, module = _fit(rank, world, kind, recorder, average, steps=2)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(module, DataLoader(Clips(8), batch_size=2))
+    with average.averaged(trainer, module):
+        return recorder.after, flat(module)
+
+
+@pytest.mark.parametrize("kind", ["cp_fsdp", pytest.param("cp", marks=pytest.mark.full)])
+def test_a_second_fit_continues_the_average(run_ranks: RankPool, kind: str) -> None:
+    torch.manual_seed(3)
+    kept = flat(Watched())
+    for after, average in run_ranks(3, _fitted_twice, kind, init=False):
+        expected = kept
+        for step, weights in enumerate(after, 1):
+            expected = expected.lerp(weights, 1 - min(DECAY, (1 + step) / (10 + step)))
+        assert len(after) == 4
+        assert (average - expected).norm() < 1e-5 * expected.norm()
+
+
 def _resumed(rank: int, world: int, kind: str, other: str, folder: str) -> float:
     whole, half, rest = (EMACallback(DECAY, evaluate=False) for _ in range(3))
     path = Path(folder) / "half.ckpt"

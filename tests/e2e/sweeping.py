@@ -29,9 +29,12 @@ def train(config: Any) -> None:
     run = Path(config.run_dir)
     if rank == 0:
         with (run / "metrics.csv").open("w") as file:
-            file.write("step,loss,lr,grad_norm,step_time_s,tokens_per_s\n")
+            # with validated=true, the lowest val_loss is in the middle, and the lower the loss, the higher it is
+            validated = OmegaConf.select(config, "validated", default=False)
+            file.write(f"step,loss,lr,grad_norm,step_time_s,tokens_per_s{',val_loss' if validated else ''}\n")
             for step in range(1, 4):
-                file.write(f"{step},{config.optim.lr + 1 / step},0.1,1.0,0.1,{100 * world}\n")
+                val_loss = f",{5 - config.optim.lr + abs(step - 2)}" if validated else ""
+                file.write(f"{step},{config.optim.lr + 1 / step},0.1,1.0,0.1,{100 * world}{val_loss}\n")
     fault = OmegaConf.select(config, "fault", default="none")
     if fault == f"raise_{rank}":
         raise ZeroDivisionError(f"rank {rank} fails")

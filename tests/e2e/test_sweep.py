@@ -133,7 +133,7 @@ def test_under_torchrun_a_changing_world_size_is_refused(on_error: str, last: St
     assert ran.stdout.count("sweep.csv") == 1
 
 
-def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
+def test_optuna_sees_the_lowest_validation_loss_of_each_job(tmp_path: Path) -> None:
     folder = tmp_path / "sweep"
     ran = sweep(
         "hydra/sweeper=optuna",
@@ -142,13 +142,16 @@ def test_optuna_sees_the_loss_of_each_job(tmp_path: Path) -> None:
         "strategy=cp",
         "ring=choice(1,2)",
         "optim.lr=interval(0.1,0.9)",
+        "+validated=true",
         folder=folder,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     outcomes = read_outcomes(folder)
     assert len(outcomes) == 4
-    best = OmegaConf.load(folder / "optimization_results.yaml").best_value
-    assert best == pytest.approx(min(outcome.loss for outcome in outcomes))
+    results = OmegaConf.load(folder / "optimization_results.yaml")
+    rates = [OmegaConf.from_dotlist(outcome.overrides).optim.lr for outcome in outcomes]
+    assert results.best_value == pytest.approx(5 - max(rates))
+    assert results.best_params["optim.lr"] == pytest.approx(max(rates))  # the lowest loss has the lowest rate
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.full)], ids=["alone", "torchrun"])

@@ -54,10 +54,14 @@ def conf_dir(recipe: str, *, part: str = "") -> str:
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """A valid, resolved configuration and the world it runs on."""
+    """A valid, resolved configuration and the world it runs on.
+
+    Attributes: resumes_requeued: True if SLURM restarted this job, and the run resumes from its checkpoint.
+    """
 
     config: DictConfig
     world: World
+    resumes_requeued: bool = False
 
 
 def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) -> CheckedRun:
@@ -72,10 +76,11 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
     check_certify(config, accelerator=world.accelerator)
-    with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config)}))
+    requeued = _requeued_checkpoint(config)
+    with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config, requeued)}))
     resolved = resolve(with_world)
     check_trainer(resolved)
-    return CheckedRun(resolved, world)
+    return CheckedRun(resolved, world, resumes_requeued=requeued is not None)
 
 
 Check = Callable[[DictConfig, Machine, LauncherEnv | None], CheckedRun]
@@ -137,7 +142,7 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             hydra_dir = stack.enter_context(temporary_folder())
         else:
             remove_partials(Path(run.config.output_root))
-            if run.config.get("resume") is not None and _requeued_checkpoint(config) is not None:
+            if run.resumes_requeued:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(run.config, new_file(hydra_dir / sweep.RESOLVED))
@@ -210,10 +215,9 @@ def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
     return [] if is_first(launcher_env(environ)) else ["hydra.output_subdir=null"]
 
 
-def _resume(config: DictConfig) -> str | None:
+def _resume(config: DictConfig, requeued: Path | None) -> str | None:
     resume = read(config, "resume")
     run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
-    requeued = _requeued_checkpoint(config)
     if requeued is None and resume is None:
         return None
     if root not in run_dir.absolute().parents:

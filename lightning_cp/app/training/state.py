@@ -1,7 +1,7 @@
 """Save and restore the state that a run needs to resume exactly."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +10,15 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
     set_model_state_dict,
-    set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
 
 from lightning_cp.checkpoint.flatten import flatten_state
 from lightning_cp.checkpoint.manifest import CheckpointError, check_same_tensors, parse_manifest
+from lightning_cp.checkpoint.optimizer_states import load_optimizer_state
 from lightning_cp.checkpoint.shards import has_shards, load_shards
 from lightning_cp.checkpoint.store import Checkpoint, load_checkpoint
+from lightning_cp.compat.fabric_names import keeping_optimizers_without_state
 from lightning_cp.data.random_state import random_states, restore_random_states
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.training.ema import WeightAverage, gather_on_first_rank
@@ -92,6 +93,8 @@ class TrainState:
             raise CheckpointError(
                 f"{folder} is damaged: {_WITHOUT_STATE} must be a list of names, got {without!r:.100}"
             )
+        options = StateDictOptions(ignore_frozen_params=True)
+        get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)  # starts the state, to be filled
         states = self._shards()
         for name in without:
             states["optimizer"]["state"].pop(name, None)
@@ -121,8 +124,8 @@ class TrainState:
         current_settings = [
             {key: x for key, x in group.items() if key != "params"} for group in self.bare_optimizer.param_groups
         ]
-        present = replace(options, strict=False)  # which states are missing has been checked
-        set_optimizer_state_dict(self.module, self.bare_optimizer, saved.states["optimizer"], options=present)
+        optimizer = saved.states["optimizer"]
+        load_optimizer_state(self.module, self.bare_optimizer, optim_state_dict=optimizer, options=options)
         for group, settings in zip(self.bare_optimizer.param_groups, current_settings, strict=True):
             group.update(settings)  # keep this run's optimizer settings, which may differ
         try:  # values that the manifest holds
@@ -137,47 +140,34 @@ class TrainState:
     def _states(self, *, shards: bool) -> dict[str, Any]:
         if shards:
             return self._shards()
-        self._create_optimizer_state()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         return {
             "model": gather_on_first_rank(self._without_frozen(self.module.state_dict())),
             "average": gather_on_first_rank(self.average.state_dict()),
-            "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
+            "optimizer": self._optimizer_state(whole=True),
         }
 
     def _shards(self) -> dict[str, Any]:
-        self._create_optimizer_state()
-        options = StateDictOptions(ignore_frozen_params=True)
         return {
             "model": self._without_frozen(self.module.state_dict()),
             "average": self.average.state_dict(),
-            "optimizer": get_optimizer_state_dict(self.module, self.bare_optimizer, options=options),
+            "optimizer": self._optimizer_state(),
         }
+
+    def _optimizer_state(self, *, whole: bool = False) -> dict[str, Any]:
+        """Return the optimizer's state, which is not changed: none for weights that had no gradient yet."""
+        options = StateDictOptions(full_state_dict=whole, cpu_offload=whole, ignore_frozen_params=True)
+        with keeping_optimizers_without_state():
+            return get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
 
     def _without_optimizer_state(self) -> list[str]:
         """Return the trained weights that have had no gradient yet, such as the last text layers of QwenImage."""
         state, named = self.bare_optimizer.state, self.module.named_parameters()
-        return [name for name, x in named if x.requires_grad and not state.get(x)] if any(state.values()) else []
+        return [name for name, x in named if x.requires_grad and not state.get(x)]
 
     def _without_frozen(self, state: dict[str, Any]) -> dict[str, Any]:
         """Leave out frozen weights; quanto stores several tensors of a quantised one, under longer names."""
         frozen = {name for name, x in self.module.named_parameters() if not x.requires_grad}
         return {name: x for name, x in state.items() if not {name, name.rpartition(".")[0]} & frozen}
-
-    def _create_optimizer_state(self) -> None:
-        """Create the optimizer state, if there is none yet.
-
-        torch creates it by a step on zero gradients; the step count is reset so bias correction does not include it.
-        """
-        if self.bare_optimizer.state:
-            return
-        options = StateDictOptions(ignore_frozen_params=True)
-        get_optimizer_state_dict(self.module, self.bare_optimizer, options=options)
-        for state in self.bare_optimizer.state.values():
-            if isinstance(state.get("step"), Tensor):
-                state["step"].zero_()
-            elif "step" in state:  # of bitsandbytes
-                state["step"] = 0
 
     @property
     def bare_optimizer(self) -> Optimizer:

@@ -8,11 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
+from lightning_cp.app.runs import recipe
 from lightning_cp.app.runs.recipe import check_config
 from lightning_cp.checkpoint import manifest
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch import Machine
+from lightning_cp.launch.job import Job, Result
 
 CONF = str(Path(__file__).parents[3] / "conf")
 
@@ -30,3 +33,47 @@ def test_only_the_newest_checkpoint_is_verified_and_only_once(resume: str, tmp_p
         checked = check_config(config, Machine(cores=2), None).config
     assert checked.resume == str(newest)
     assert [call.args[0] for call in read.call_args_list] == [newest / "model.safetensors"]
+
+
+class _NoRanks:
+    """Starts no ranks."""
+
+    def launch(self, _: Job) -> Result:
+        return Result(None)
+
+
+@pytest.mark.parametrize(
+    ("job", "resume", "restarted"),
+    [
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, "null", True),
+        ({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}, "last", True),
+        ({"SLURM_JOB_ID": "7"}, "last", False),
+        ({"SLURM_JOB_ID": "8", "SLURM_RESTART_COUNT": "1"}, "last", False),  # restarted before its first checkpoint
+        ({}, "last", False),
+    ],
+)
+def test_only_a_job_that_slurm_has_restarted_says_so(
+    job: dict[str, str],
+    resume: str,
+    restarted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(recipe, "LocalLauncher", _NoRanks)
+    for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for folder, environment, resumed in (("first", {"SLURM_JOB_ID": "7"}, "null"), ("second", job, resume)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        settings = [f"output_root={tmp_path}", f"run_dir={tmp_path / folder}", f"resume={resumed}", "seed=0"]
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("train", overrides=settings)
+        result = recipe.attempt(config, None, target="none")
+        assert result.failure is None, result.failure
+        if folder == "first":
+            states = {"model": {"weight": torch.zeros(3)}}
+            newest = save_checkpoint(tmp_path / folder / "checkpoints", Checkpoint(1, states, {"seed": 0}))
+            monkeypatch.delenv("SLURM_JOB_ID")
+    assert OmegaConf.load(tmp_path / "second" / ".hydra" / "resolved.yaml").resume == str(newest)
+    assert (f"SLURM restarted this job: it resumes from {newest}" in capsys.readouterr().out) == restarted

@@ -83,6 +83,28 @@ class OneUnused(nn.Sequential):
         self.unused = nn.Parameter(torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam, torch.optim.SGD])
+def test_a_checkpoint_before_the_first_update_changes_nothing(kind: Any, shards: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    saving, straight, resumed = make_state(), make_state(), make_state()
+    settings: dict[str, Any] = {"momentum": 0.9, "dampening": 0.5} if kind is torch.optim.SGD else {}
+    for state in (saving, straight, resumed):
+        state.module.load_state_dict(saving.module.state_dict())
+        state.average = WeightAverage(state.module, 0.9)
+        state.optimizer = kind(state.module.parameters(), lr=0.05, weight_decay=0.1, **settings)
+    save = save_shards if shards else save_checkpoint
+    resumed.load(save(tmp_path, saving.snapshot(shards=shards)))
+    assert not saving.optimizer.state
+    assert not resumed.optimizer.state
+    for state in (saving, straight, resumed):
+        advance(state, 3)
+    for a, b, c in zip(*(state.module.parameters() for state in (saving, straight, resumed)), strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(c, b)
+
+
 def make_unused() -> TrainState:
     module = OneUnused()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
