@@ -78,6 +78,8 @@ def report(result: object, output: Path) -> None:
         ("encoded by this run", result.encoded),
         ("stored before", result.stored),
         ("skipped", len(result.skipped)),
+        ("changed since they were stored", result.changed),
+        ("no longer in the data", result.dropped),
     ):
         table.add_row(name, str(number))
     sizes = [(row.frames, row.height, row.width) for row in cache.rows]

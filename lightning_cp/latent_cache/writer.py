@@ -71,7 +71,7 @@ class CacheWriter:
             raise
 
     def done_ids(self) -> Mapping[str, MediaRow]:
-        """Return the rows by id: those of earlier runs and of this writer. They need not be encoded again."""
+        """Return the rows in use by id, of earlier runs and of this writer. They need not be encoded again."""
         return MappingProxyType(self._media)
 
     def done_texts(self) -> Set[str]:

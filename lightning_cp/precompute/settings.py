@@ -60,6 +60,8 @@ class Precomputed:
         stored: samples that an earlier run had stored.
         captions: distinct captions, with the empty one; if the text encoder sees the media, captions of all samples.
         skipped: files that could not be used.
+        changed: samples that were stored with other contents; they are among the encoded or skipped ones.
+        dropped: stored samples that are no longer in the data.
     """
 
     found: int
@@ -67,3 +69,5 @@ class Precomputed:
     stored: int
     captions: int
     skipped: tuple[Skipped, ...]
+    changed: int = 0
+    dropped: int = 0
