@@ -13,7 +13,7 @@ import torch
 
 from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
-from lightning_cp.files import new_file
+from lightning_cp.files import writing, writing_new
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
 from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
@@ -185,9 +185,10 @@ def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: 
 def _disk_errors(folder: Path) -> Iterator[None]:
     """Raise CacheError instead of OSError."""
     try:
-        yield
+        with writing(folder):
+            yield
     except OSError as error:
-        raise CacheError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
+        raise CacheError(str(error)) from error
 
 
 @contextmanager
@@ -245,7 +246,8 @@ def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed)
     with _disk_errors(output):
         rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
         text = "".join(f"{row}\n" for row in rows)
-        new_file(output / SKIPPED).write_text(text, encoding="utf-8", errors="surrogateescape")
+        with writing_new(output / SKIPPED) as path:
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
         if result.encoded + result.stored == 0:
             raise DataError(
                 f"none of the {result.found} files could be used: {first_reasons(result.skipped)}. "
