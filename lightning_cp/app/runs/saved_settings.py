@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from typing_extensions import override
 
 from lightning_cp.app.terminal import print_error
-from lightning_cp.files import PRIVATE, new_file, writing, writing_new
+from lightning_cp.files import PRIVATE, writing, writing_new
 from lightning_cp.launch.external import is_first, launcher_env
 
 FOLDER = ".hydra"  # in the folder of a run
@@ -27,7 +27,7 @@ class SaveSettings(Callback):
     @override
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         multirun = Path(config.hydra.sweep.dir) / "multirun.yaml"
-        _as_first_rank(lambda: new_file(multirun, mode=PRIVATE))  # Hydra writes into this file
+        _as_first_rank(lambda: _write(multirun, config))  # Hydra overwrites it, and keeps its mode
 
     @override
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
@@ -55,5 +55,9 @@ def _save(config: DictConfig) -> None:
         "overrides": config.hydra.overrides.task,
     }
     for name, values in settings.items():
-        with writing_new(folder / f"{name}.yaml", mode=PRIVATE) as path:
-            path.write_text(OmegaConf.to_yaml(values), encoding="utf-8")
+        _write(folder / f"{name}.yaml", values)
+
+
+def _write(path: Path, values: Any) -> None:
+    with writing_new(path, mode=PRIVATE):
+        path.write_text(OmegaConf.to_yaml(values), encoding="utf-8")
