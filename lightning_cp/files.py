@@ -47,9 +47,15 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise
 
 
-def read_regular(path: str | Path) -> bytes:
-    """Return the contents of a regular file. Raises: see `open_regular`."""
+def read_regular(path: str | Path, *, limit_bytes: int = 1 << 32) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises: see `open_regular`. OSError: the file is larger than the limit; no memory is allocated for it.
+    """
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:  # for example a sparse file, which takes no space on the disk
+            raise OSError(errno.EFBIG, f"it has {size} bytes, but may have {limit_bytes}", str(path))
         return file.read()
 
 
