@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -198,9 +198,8 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        fingerprint = fingerprint_of(pipe, names, _identity(run.settings))
-        values: dict[str, Any] = {name: _plain(value) for name, value in asdict(run.settings).items()}
-        values[SETTING] = describe_files(run.pretrained, names)
+        fingerprint = fingerprint_of(pipe, names, run.settings.identity())
+        values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
         if family.text.sees_media:
             index = replace(index, empty_caption=None)
@@ -213,24 +212,6 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     finally:
         for prepared in made:
             prepared.release()
-
-
-def _identity(settings: PrecomputeSettings) -> dict[str, Any]:
-    """Return the settings that samples depend on, in a form that is equal for settings with the same meaning."""
-    names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
-    sizes, frames = settings.sizes, settings.frames
-    return {
-        "sizes": None if sizes is None else sorted({tuple(size) for size in sizes}),
-        "frames": frames if frames is None else sorted({frames} if isinstance(frames, int) else set(frames)),
-        **{name: _plain(getattr(settings, name)) for name in names},
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Convert the value of a setting to JSON values."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
