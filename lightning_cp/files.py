@@ -47,9 +47,15 @@ def open_regular(path: str | Path) -> BufferedReader:
         raise
 
 
-def read_regular(path: str | Path) -> bytes:
-    """Return the contents of a regular file. Raises: see `open_regular`."""
+def read_regular(path: str | Path, *, limit_bytes: int = 1 << 32) -> bytes:
+    """Return the contents of a regular file.
+
+    Raises: see `open_regular`. OSError: the file is larger than the limit; no memory is allocated for it.
+    """
     with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit_bytes:  # for example a sparse file, which takes no space on the disk
+            raise OSError(errno.EFBIG, f"it has {size} bytes, but may have {limit_bytes}", str(path))
         return file.read()
 
 
@@ -93,13 +99,6 @@ def no_link(path: str, flags: int) -> int:
     return descriptor
 
 
-def make_private(folder: Path, pattern: str = "*") -> None:
-    """Let only the owner read the files of a folder. Links are left as they are."""
-    for path in folder.glob(pattern):
-        if path.is_file() and not path.is_symlink():
-            path.chmod(PRIVATE)
-
-
 @contextmanager
 def writing(path: str | Path, kept: str = "") -> Iterator[None]:
     """Raise OSError with a path instead of any error of the disk: an open file that is full does not name it.
@@ -113,19 +112,28 @@ def writing(path: str | Path, kept: str = "") -> Iterator[None]:
     except OSError as error:
         if isinstance(error, _WriteError):
             raise
-        raise _write_error(error.filename or path, error.strerror or str(error), error.errno, kept) from error
+        named = error.filename2 or error.filename or path  # the first one is the source of a copy
+        raise write_error(named, error.strerror or str(error), error.errno, kept) from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":
             raise
         found = _SAFETENSORS_CODE.search(str(error))  # not in the message of every version
-        raise _write_error(path, str(error), int(found[1]) if found else None, kept) from error
+        raise write_error(path, str(error), int(found[1]) if found else None, kept) from error
+
+
+@contextmanager
+def writing_new(path: Path, kept: str = "", *, mode: int = 0o666) -> Iterator[Path]:
+    """Yield the path of an empty file to write, see `new_file`; errors of the disk name it, see `writing`."""
+    with writing(path, kept):
+        yield new_file(path, mode=mode)
 
 
 class _WriteError(OSError):
-    """An error that `writing` has raised."""
+    """An error with a complete message, which `writing` leaves unchanged."""
 
 
-def _write_error(path: object, reason: str, code: int | None, kept: str) -> OSError:
+def write_error(path: object, reason: str, code: int | None, kept: str = "") -> OSError:
+    """Return the error of a file that could not be written. Args: code: of `errno`. kept: see `writing`."""
     error = _WriteError(f"{path} could not be written: {reason}{'. ' if kept else ''}{kept}")
     error.errno = code  # not in the constructor: it would choose another class, and put the number before the text
     return error

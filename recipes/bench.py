@@ -20,7 +20,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.files import writing_new
 from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.scratch import temporary_folder
 
@@ -145,7 +146,8 @@ def run_gpu_stages(config: DictConfig, folder: Path) -> None:
         page = Path(config.page)
         page.parent.mkdir(parents=True, exist_ok=True)
         for path in written:
-            (page if path.suffix == ".md" else page.with_name(path.name)).write_bytes(path.read_bytes())
+            with writing_new(page if path.suffix == ".md" else page.with_name(path.name)) as copy:
+                copy.write_bytes(path.read_bytes())
     missed = [check for found in results.values() for check in found.checks if check.passed is False]
     failed = [name for name in config.stages if name in results and results[name].error]
     not_run = [name for name in config.stages if name not in results]
@@ -211,13 +213,14 @@ def main(config: DictConfig) -> None:
         page.parent.mkdir(parents=True, exist_ok=True)
         pictures = [path.name.replace("bench", page.stem, 1) for path in drawn]
         for path, name in zip(drawn, pictures, strict=True):
-            page.with_name(name).write_bytes(path.read_bytes())
+            with writing_new(page.with_name(name)) as copy:
+                copy.write_bytes(path.read_bytes())
         overrides = [x for x in HydraConfig.get().overrides.task if not x.startswith("page=")]
         command = shlex.join(["python", "recipes/bench.py", *overrides])
-        page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
+        with writing_new(page):
+            page.write_text(markdown_page(rows, machine=machine_name(), command=command, pictures=pictures), "utf-8")
     console.print(f"{folder / 'bench.csv'}, {', '.join(path.name for path in drawn)}")
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
     main()

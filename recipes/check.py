@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides
+from lightning_cp.app.runs.recipe import conf_dir
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.rank import load_target
@@ -123,5 +123,4 @@ def main(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
     main()

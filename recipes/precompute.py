@@ -7,7 +7,6 @@ It starts the ranks itself, and continues where an interrupted run stopped. `--h
 """
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.precompute import check_precompute
-from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.terminal import rich_text
 
 
@@ -78,6 +77,8 @@ def report(result: object, output: Path) -> None:
         ("encoded by this run", result.encoded),
         ("stored before", result.stored),
         ("skipped", len(result.skipped)),
+        ("changed since they were stored", result.changed),
+        ("no longer in the data", result.dropped),
     ):
         table.add_row(name, str(number))
     sizes = [(row.frames, row.height, row.width) for row in cache.rows]
@@ -99,5 +100,4 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
     main()

@@ -20,11 +20,11 @@ from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
-from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, add_earlier_names
 from lightning_cp.app.terminal import rich_text
-from lightning_cp.files import new_file, writing
+from lightning_cp.files import writing_new
 
 
 def sample(config: DictConfig) -> None:
@@ -172,10 +172,8 @@ def call_arguments(config: DictConfig) -> dict[str, Any]:
 
 def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
     """Print the duration of each stage and the paths of the results."""
-    with writing(folder / "timings.json", "The samples are kept"):
-        new_file(folder / "timings.json").write_text(
-            json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n"
-        )
+    with writing_new(folder / "timings.json", "The samples are kept") as path:
+        path.write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
     stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
     ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
     table = Table()
@@ -196,5 +194,5 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = add_earlier_names(sys.argv[1:], RENAMED_IN_SAMPLING) + quiet_overrides(os.environ)
+    sys.argv[1:] = add_earlier_names(sys.argv[1:], RENAMED_IN_SAMPLING)
     main()

@@ -15,7 +15,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig
 
-from lightning_cp.app.runs.recipe import conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.settings.finetune import is_finetuning
 from lightning_cp.app.settings.renamed import add_earlier_names
 from lightning_cp.app.terminal import printable
@@ -114,5 +114,5 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = add_earlier_names(sys.argv[1:]) + quiet_overrides(os.environ)
+    sys.argv[1:] = add_earlier_names(sys.argv[1:])
     main()

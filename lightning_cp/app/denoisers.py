@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_cp.files import writing_new
 from lightning_cp.training.ema import full_tensor
 
 PatchSize = tuple[int, int, int]
@@ -116,4 +117,5 @@ def save_conditioning(denoiser: nn.Module, folder: Path, *, writes: bool) -> Non
         if not name.startswith("transformer.")
     }
     if writes:
-        save_file(state, folder / CONDITIONING_FILE)
+        with writing_new(folder / CONDITIONING_FILE) as path:
+            save_file(state, path)

@@ -1,5 +1,6 @@
 """Lock folders with `flock` while their process runs, and remove folders of ended processes."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -8,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from lightning_cp.files import writing
 
 _OWNER = ".owner"
 _IDLE_S, _FOREIGN_IDLE_S = 5.0, 3600.0  # long for other hosts: some file systems do not share locks
@@ -25,11 +28,12 @@ def lock_new_folder(make: Callable[[], Path]) -> tuple[Path, int]:
         try:
             with suppress(OSError):  # a file system without locks: `remove_abandoned` then removes only with `at_once`
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-            (folder / _OWNER).write_text(socket.gethostname(), encoding="utf-8")
-        except FileNotFoundError:
+            with writing(folder / _OWNER), open(folder / _OWNER, "x", encoding="utf-8") as owner:
+                owner.write(socket.gethostname())
+        except BaseException as error:
             os.close(descriptor)
-        except BaseException:
-            os.close(descriptor)
+            if isinstance(error, OSError) and error.errno == errno.ENOENT:
+                continue  # it was removed
             shutil.rmtree(folder, ignore_errors=True)
             raise
         else:
@@ -71,6 +75,7 @@ def _remove_abandoned(folder: Path, *, at_once: bool) -> None:
 
 def _wait_s(folder: Path) -> float:
     owner = folder / _OWNER
-    if not owner.is_file():
+    name = owner.read_text(encoding="utf-8", errors="replace") if owner.is_file() else ""
+    if not name:  # it is being made, or its process was killed before it wrote the name
         return _IDLE_S
-    return -1.0 if owner.read_text(encoding="utf-8", errors="replace") == socket.gethostname() else _FOREIGN_IDLE_S
+    return -1.0 if name == socket.gethostname() else _FOREIGN_IDLE_S

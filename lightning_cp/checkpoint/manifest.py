@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.checkpoint.check import TREES, DamagedError, are_shards, check_fields, parse, tensor_names
-from lightning_cp.files import open_regular, read_regular
+from lightning_cp.files import new_file, open_regular, read_regular
 
 FORMAT = 1
 CHECKPOINT_FORMATS = ("full", "distributed")
@@ -72,7 +72,7 @@ class Manifest:
     def write(self, folder: Path) -> None:
         """Write `manifest.json`."""
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
-        (folder / MANIFEST).write_text(text, encoding="utf-8")
+        new_file(folder / MANIFEST).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest:

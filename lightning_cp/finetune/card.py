@@ -12,6 +12,8 @@ from pathlib import Path
 
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
+from lightning_cp.export import LORA_FILE
+from lightning_cp.finetune.lora_file import SECOND_EXPERT
 
 CARD = "README.md"
 # A setting with a secret: its name ends with one of these words. In a word of the command, or inside of its value.
@@ -39,6 +41,7 @@ class ModelCard:
         captions: number of distinct captions.
         sizes: number of samples by (frames, height, width).
         adapter: settings of the LoRA, such as {"rank": 16}; None if all weights were trained.
+        component: name of the trained transformer in the pipeline.
         losses: validation loss by step.
     """
 
@@ -52,6 +55,7 @@ class ModelCard:
     captions: int = 0
     sizes: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
+    component: str = "transformer"
     losses: Mapping[int, float] = field(default_factory=dict)
 
     def text(self) -> str:
@@ -74,6 +78,7 @@ class ModelCard:
             command,
             fence,
             "",
+            *self._use(base),
             *_list(
                 {
                     "model family": self.family,
@@ -98,6 +103,28 @@ class ModelCard:
         with atomic_file(path) as scratch:
             scratch.write_text(self.text(), encoding="utf-8")
         return path
+
+    def _use(self, base: str) -> list[str]:
+        """Return how to load the adapter with diffusers."""
+        if self.adapter is None:
+            return []
+        load = "pipe.load_lora_weights(folder)"
+        if self.component == SECOND_EXPERT:  # load_lora_weights would load nothing from this file
+            load = (
+                f'pipe.{SECOND_EXPERT}.load_lora_adapter(folder, prefix="{SECOND_EXPERT}", weight_name="{LORA_FILE}")'
+            )
+        return [
+            "To use it in diffusers:",
+            "",
+            "```python",
+            "from diffusers import DiffusionPipeline",
+            "",
+            f"pipe = DiffusionPipeline.from_pretrained({json.dumps(base)})",
+            'folder = "."  # the folder of this card',
+            load,
+            "```",
+            "",
+        ]
 
     def _validation(self) -> list[str]:
         known = {step: loss for step, loss in sorted(self.losses.items()) if math.isfinite(loss)}

@@ -17,6 +17,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
 from lightning_cp.finetune.stream import WeightStream
 from lightning_cp.finetune.weight_files import WeightFiles, find_weights, local_pipeline
+from lightning_cp.pipelines.components import quantised_error
 from lightning_cp.plans import registered_plan
 
 
@@ -50,10 +51,7 @@ def load_transformer(
     except Exception as error:  # a quantiser is not installed, or rejects its settings
         if "quantization_config" not in config:
             raise
-        reason = " ".join(str(error).split())[:500]
-        raise ValueError(
-            f"{setting}={source}: {component} has a quantization_config, and cannot be loaded: {reason}"
-        ) from error
+        raise quantised_error(f"{setting}={source}", [component], error) from error
     model.train()
     return model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_cp.export import LORA_FILE
 from lightning_cp.files import check_regular, parse_json
 
-_SECOND = "transformer_2"  # the expert of Wan 2.2 for low noise
+SECOND_EXPERT = "transformer_2"  # the expert of Wan 2.2 for low noise
 _METADATA_KEY = "lora_adapter_metadata"  # of the safetensors header; diffusers writes JSON there
 _OTHER_KINDS = ("use_dora", "use_rslora", "lora_bias", "rank_pattern", "alpha_pattern", "modules_to_save")
 
@@ -87,13 +87,15 @@ def load_lora(pipe: Any, file: Path) -> None:
             components = {name.partition(".")[0] for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise ValueError(f"lora={file} is damaged or not a safetensors file ({error})") from None
-    if components != {_SECOND}:
+    if components != {SECOND_EXPERT}:
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
-    if _SECOND in components:
-        expert = getattr(pipe, _SECOND, None)
+    if SECOND_EXPERT in components:
+        expert = getattr(pipe, SECOND_EXPERT, None)
         if expert is None:
-            raise ValueError(f"lora={file} was trained for {_SECOND}, which this {type(pipe).__name__} does not have")
-        expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=_SECOND)
+            raise ValueError(
+                f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
+            )
+        expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=SECOND_EXPERT)
 
 
 def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

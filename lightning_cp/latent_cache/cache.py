@@ -137,10 +137,11 @@ def _unfinished(folder: Path, planned: int | None) -> str:
     """Describe how far an unfinished cache got, and what to do."""
     rows = [row for path in rows_files(folder) for row in read_rows(path).rows]
     texts = sum(isinstance(row, TextRow) for row in rows)
+    samples = sum(isinstance(row, MediaRow) and row.repeats > 0 for row in rows)
     of = "" if planned is None else f" of {planned}"
     owner = owner_text(folder)
     writing = f"; {owner} writes it, or was killed" if owner else ""
     return (
-        f"{folder} is not complete: it has {len(rows) - texts}{of} samples and {texts} texts{writing}. Run precompute "
+        f"{folder} is not complete: it has {samples}{of} samples and {texts} texts{writing}. Run precompute "
         "again to continue"
     )

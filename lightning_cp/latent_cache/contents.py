@@ -23,17 +23,19 @@ class Contents:
 
     Args:
         media: rows of the samples, ordered by id: the order does not depend on the number of writers.
+        unused: rows of stored samples that are no longer in the data, or had other contents (`repeats` is 0).
         texts: rows of the texts by hash.
         shards: rows of the shards by file name.
     """
 
     media: list[MediaRow]
+    unused: list[MediaRow]
     texts: dict[str, TextRow]
     shards: dict[str, ShardRow]
 
     @property
     def counts(self) -> Counts:
-        """Numbers of samples, texts and shards, and bytes."""
+        """Numbers of used samples, texts and shards, and bytes."""
         size = sum(shard.size_bytes for shard in self.shards.values())
         return Counts(len(self.media), len(self.texts), len(self.shards), size)
 
@@ -55,7 +57,8 @@ def read_contents(folder: Path, cache_id: str) -> Contents:
 
 def join_rows(files: Iterable[RowsFile], cache_id: str) -> Contents:
     """Join rows files. Raises: CacheError: one is of another cache, or an id, text or shard is there twice."""
-    media, texts, shards = dict[str, tuple[Path, MediaRow]](), dict[str, tuple[Path, TextRow]](), dict[str, ShardRow]()
+    media, texts = dict[str, tuple[Path, MediaRow]](), dict[str, tuple[Path, TextRow]]()
+    unused, shards = list[MediaRow](), dict[str, ShardRow]()
     for file in files:
         for shard in file.shards:
             if shard.cache != cache_id:
@@ -64,15 +67,16 @@ def join_rows(files: Iterable[RowsFile], cache_id: str) -> Contents:
                 raise CacheError(f"{file.path} is damaged: the shard {shard.shard} is listed twice")
             shards[shard.shard] = shard
         for row in file.rows:
-            if isinstance(row, MediaRow):
+            if isinstance(row, MediaRow) and not row.repeats:
+                unused.append(row)
+            elif isinstance(row, MediaRow):
                 _add(media, row.id, file.path, row)
             else:
                 _add(texts, row.hash, file.path, row)
                 if caption_hash(row.caption, row.media_id) != row.hash:
                     raise CacheError(f"{file.path} is damaged: the caption of {row.hash} was changed")
-    return Contents(
-        [row for _, (_, row) in sorted(media.items())], {name: row for name, (_, row) in texts.items()}, shards
-    )
+    ordered = [row for _, (_, row) in sorted(media.items())]
+    return Contents(ordered, unused, {name: row for name, (_, row) in texts.items()}, shards)
 
 
 def check_contents(folder: Path, contents: Contents, index: CacheIndex) -> dict[type[Row], tuple[str, ...]]:
@@ -95,7 +99,7 @@ def check_contents(folder: Path, contents: Contents, index: CacheIndex) -> dict[
     if index.empty_caption is not None and index.empty_caption not in contents.texts:
         raise CacheError(f"{folder} has no text of the empty caption, {index.empty_caption}")
     by_shard = defaultdict[str, list[Row]](list)
-    rows: Iterable[Row] = (*contents.media, *contents.texts.values())
+    rows: Iterable[Row] = (*contents.media, *contents.unused, *contents.texts.values())
     for row in rows:
         by_shard[row.shard].append(row)
     tensors = _TensorCheck()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -33,14 +33,18 @@ class PreparedCache:
     def __init__(self, folder: Path, index: CacheIndex, contents: Contents, lock: FolderLock) -> None:
         self.folder, self.index, self.contents, self._lock = folder, index, contents, lock
 
-    def replace_rows(self, rows: Mapping[str, MediaRow]) -> None:
-        """Replace the rows of stored samples, by id; their tensors stay. Call it before any rank opens its writer."""
-        if not rows:
+    def replace_rows(self, rows: Iterable[MediaRow]) -> None:
+        """Replace the rows of stored samples; their tensors stay. Call it before any rank opens its writer.
+
+        Args: rows: each takes the place of the row with the same shard and number.
+        """
+        by_tensors = {(row.shard, row.key): row for row in rows}
+        if not by_tensors:
             return
         files = [read_rows(path) for path in rows_files(self.folder)]
         for file in files:
-            if any(isinstance(row, MediaRow) and row.id in rows for row in file.rows):
-                _rewrite(file, rows)
+            if any((row.shard, row.key) in by_tensors for row in file.rows):
+                _rewrite(file, by_tensors)
         files = [read_rows(path) for path in rows_files(self.folder)]
         self.contents = join_rows(files, self.index.cache_id)
         self._lock.write_owner({"rows": {file.path.name: file.committed_bytes for file in files}})
@@ -145,12 +149,12 @@ def _recovered(path: Path) -> RowsFile:
     return file
 
 
-def _rewrite(file: RowsFile, rows: Mapping[str, MediaRow]) -> None:
-    """Write a rows file with other rows for some samples; see `replace_file`."""
+def _rewrite(file: RowsFile, rows: Mapping[tuple[str, str], MediaRow]) -> None:
+    """Write a rows file with other rows, by shard and key, for some samples; see `replace_file`."""
     lines = list[bytes]()
     for shard in file.shards:
         stored = [row for row in file.rows if row.shard == shard.shard]
-        lines += [line_of(rows.get(row.id, row) if isinstance(row, MediaRow) else row) for row in stored]
+        lines += [line_of(rows.get((row.shard, row.key), row)) for row in stored]
         lines.append(line_of(shard))
     replace_file(file.path, b"".join(lines))
 

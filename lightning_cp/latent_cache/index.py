@@ -16,7 +16,7 @@ from lightning_cp.checkpoint.folder import flush
 from lightning_cp.compat.versions import installed_version
 from lightning_cp.errors import CacheError
 from lightning_cp.families import Facts
-from lightning_cp.files import new_file, read_regular
+from lightning_cp.files import read_regular, writing_new
 from lightning_cp.latent_cache.row_checks import Checks, check_fields
 from lightning_cp.latent_cache.rows import caption_hash
 
@@ -108,11 +108,11 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file under a temporary name, flush it to disk and rename it."""
-    scratch = path.with_name(f".tmp-{path.name}")
-    new_file(scratch).write_bytes(data)
-    flush(scratch)
-    os.rename(scratch, path)
-    flush(path.parent)
+    with writing_new(path.with_name(f".tmp-{path.name}")) as scratch:
+        scratch.write_bytes(data)
+        flush(scratch)
+        os.rename(scratch, path)
+        flush(path.parent)
 
 
 def _read(path: Path, checks: Checks) -> dict[str, Any]:

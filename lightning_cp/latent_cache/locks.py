@@ -15,7 +15,7 @@ from typing import Any
 
 from lightning_cp.checkpoint.check import DamagedError, parse
 from lightning_cp.errors import CacheError
-from lightning_cp.files import new_file, open_regular, read_regular
+from lightning_cp.files import open_regular, read_regular, writing_new
 
 OWNER = ".owner.json"
 _BEAT_S, _WATCH_S = 5.0, 45.0  # the owner changes the time of its file; another host watches that long for a change
@@ -90,9 +90,9 @@ class FolderLock:
     def write_owner(self, facts: Mapping[str, Any]) -> None:
         """Write the owner file with further plain values, and keep it fresh until `release`."""
         owner = {"host": socket.gethostname(), "pid": os.getpid(), **facts}
-        scratch = self._path.with_name(f".tmp{OWNER}")
-        new_file(scratch).write_text(json.dumps(owner), encoding="utf-8")
-        os.rename(scratch, self._path)
+        with writing_new(self._path.with_name(f".tmp{OWNER}")) as scratch:
+            scratch.write_text(json.dumps(owner), encoding="utf-8")
+            os.rename(scratch, self._path)
         if self._thread.ident is None:
             self._thread.start()
 

@@ -67,7 +67,7 @@ MEDIA_FIELDS: Checks = {
     "captions": (_are_hashes, "one or more caption hashes (caption_hash)"),
     "fps": (_is_rate, "a positive number or None"),
     "crop": (_is_crop, "(top, left, height, width) or None"),
-    "repeats": (lambda value: _is_integer(value, 1) and value <= REPEATS, f"an integer from 1 to {REPEATS}"),
+    "repeats": (lambda value: _is_integer(value) and value <= REPEATS, f"an integer from 0 to {REPEATS}"),
     "shard": _FILE,
     "number": _COUNT,
 }

@@ -32,7 +32,7 @@ class MediaRow:
         captions: hashes of one or more captions, see `caption_hash`.
         fps: frames per second; None for pictures.
         crop: (top, left, height, width) of the crop, in pixels of the resized source; None without a crop.
-        repeats: number of times that an epoch shows the sample.
+        repeats: number of times that an epoch shows the sample; 0: it is no longer in the data, and not used.
         shard: file that holds the tensors; set by the writer.
         number: number of the sample in its shard; set by the writer.
     """

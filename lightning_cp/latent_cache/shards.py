@@ -19,7 +19,7 @@ from lightning_cp.checkpoint.folder import flush
 from lightning_cp.checkpoint.manifest import FileEntry
 from lightning_cp.errors import CacheError
 from lightning_cp.families import Sample
-from lightning_cp.files import check_regular, new_file
+from lightning_cp.files import check_regular, new_file, write_error
 from lightning_cp.latent_cache.rows import ShardRow
 
 TEMPORARY = ".tmp"
@@ -71,18 +71,15 @@ def write_shard(path: Path, samples: Mapping[str, Sample], *, cache_id: str) -> 
     return ShardRow(path.name, entry.size_bytes, entry.crc32, len(samples), cache_id)
 
 
-def write_error(path: Path, needed_bytes: int, error: OSError) -> OSError:
+def shard_error(path: Path, needed_bytes: int, error: OSError) -> OSError:
     """Return the error for a file that could not be written, with the folder, and the needed and free space."""
     try:
         free = f"{shutil.disk_usage(path.parent).free / 1e6:.1f} MB are free"
     except OSError:
         free = "the free space is unknown"
-    text = (
-        f"{path.name} could not be written to {path.parent}: it needs {needed_bytes} bytes, {free} "
-        f"({error.strerror or error}). What was written before is kept: free some space, then run precompute again "
-        "to continue"
-    )
-    return OSError(error.errno or errno.EIO, text)
+    reason = f"it needs {needed_bytes} bytes, {free} ({error.strerror or error})"
+    kept = "What was written before is kept: free some space, then run precompute again to continue"
+    return write_error(path, reason, error.errno or errno.EIO, kept)
 
 
 def open_shard(path: Path, shard: ShardRow) -> Any:

@@ -28,7 +28,7 @@ from lightning_cp.latent_cache.rows import (
     rows_name,
     shard_name,
 )
-from lightning_cp.latent_cache.shards import stored_copies, write_error, write_shard
+from lightning_cp.latent_cache.shards import shard_error, stored_copies, write_shard
 
 SHARD_BYTES = 256_000_000
 
@@ -71,7 +71,7 @@ class CacheWriter:
             raise
 
     def done_ids(self) -> Mapping[str, MediaRow]:
-        """Return the rows by id: those of earlier runs and of this writer. They need not be encoded again."""
+        """Return the rows in use by id, of earlier runs and of this writer. They need not be encoded again."""
         return MappingProxyType(self._media)
 
     def done_texts(self) -> Set[str]:
@@ -193,7 +193,7 @@ class _KindWriter:
             shard = write_shard(path, self._samples, cache_id=self._cache_id)
             self._append(path, [*(line_of(replace(row, shard=path.name)) for row in self._rows), line_of(shard)])
         except OSError as error:
-            raise write_error(path, self._bytes, error) from error
+            raise shard_error(path, self._bytes, error) from error
         self.has_failed = False
         self._number, self._rows, self._samples, self._bytes = self._number + 1, [], {}, 0
 

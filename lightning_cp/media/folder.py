@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lightning_cp.errors import DataError
+from lightning_cp.media.limits import CAPTION_BYTES
 from lightning_cp.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
 from lightning_cp.media.table import TABLE_SUFFIXES
 from lightning_cp.media.text import is_unicode, lines_of, read_text
@@ -115,5 +116,5 @@ def _refusal(file: Path, stems: set[str]) -> str | None:
 
 
 def _captions(file: Path) -> tuple[str, ...]:
-    lines = (line.strip() for line in lines_of(read_text(file)))
+    lines = (line.strip() for line in lines_of(read_text(file, limit_bytes=CAPTION_BYTES)))
     return tuple(line for line in lines if line)

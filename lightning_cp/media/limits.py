@@ -11,3 +11,7 @@ REPEATS = 10_000
 """Most repeats of one row: an epoch has an index of all its items in memory."""
 EPOCH_ITEMS = 1_000_000_000
 """Most items of an epoch, with all repeats."""
+CAPTION_BYTES = 1 << 20
+"""Most bytes of the captions of one file."""
+TABLE_BYTES = 1 << 32
+"""Most bytes of a table, which is read whole."""

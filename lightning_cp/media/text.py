@@ -6,15 +6,16 @@ from pathlib import Path
 
 from lightning_cp.errors import DataError
 from lightning_cp.files import read_regular
+from lightning_cp.media.limits import TABLE_BYTES
 
 
-def read_text(file: Path) -> str:
+def read_text(file: Path, *, limit_bytes: int = TABLE_BYTES) -> str:
     """Read a UTF-8 file. A byte order mark is dropped; Windows line ends are kept for the parser.
 
-    Raises: DataError: the file cannot be read or is not UTF-8.
+    Raises: DataError: the file cannot be read, is too large or is not UTF-8.
     """
     try:
-        return read_regular(file).decode("utf-8-sig")
+        return read_regular(file, limit_bytes=limit_bytes).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{file} is not UTF-8 text (byte 0x{error.object[error.start]:02x} at offset {error.start}): "

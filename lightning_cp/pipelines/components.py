@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
+from lightning_cp.files import read_json
 from lightning_cp.pipelines.controlnets import is_controlnet
 from lightning_cp.pipelines.placement import is_vae
 from lightning_cp.plans import refusal, registered_plan
@@ -39,21 +40,66 @@ def load_pipeline(
     from diffusers import DiffusionPipeline
 
     loaded: Any = kind or DiffusionPipeline
+    where = f"{setting}={source}"
     try:
         if kind is None and (without or given):
             loaded = _class_in(source)  # DiffusionPipeline itself would load optional components all the same
-        return loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **given)
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
+        pipe = loaded.from_pretrained(source, dtype=dtype, **dict.fromkeys(without), **given)
+    except Exception as error:
+        quantised = [name for name in _quantised(source) if name not in {*without, *given}]
+        if quantised:
+            raise quantised_error(where, quantised, error) from error
+        if isinstance(error, (OSError, RecursionError)):
+            raise ValueError(f"{where} cannot be loaded: {' '.join(str(error).split())}") from None
+        if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
             raise
         files = ", ".join(_code_files(source)) or "named in model_index.json"
         raise ValueError(
-            f"{setting}={source} contains Python code (files: {files}), which is not run: use a pipeline with classes "
+            f"{where} contains Python code (files: {files}), which is not run: use a pipeline with classes "
             "from diffusers and transformers only. Or read the code, load the pipeline in your script with "
             "trust_remote_code=True, and call parallelize_pipeline on it"
         ) from error
-    except (OSError, RecursionError) as error:
-        raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
+    _check_quantised(where, {name: x for name, x in pipe.components.items() if name not in given})
+    return pipe
+
+
+def quantised_error(where: str, names: Sequence[str], reason: object) -> ValueError:
+    """Return the error for components with a `quantization_config` that cannot be loaded, as one line."""
+    have = "has" if len(names) == 1 else "have"
+    return ValueError(
+        f"{where}: {' and '.join(names)} {have} a quantization_config, and cannot be loaded: "
+        f"{' '.join(str(reason).split())[:500]}. Install the package of the quantiser, or use weights that are not "
+        "quantised"
+    )
+
+
+def _quantised(source: str) -> list[str]:
+    """Return the components of a pipeline that have a `quantization_config`, by name."""
+    from diffusers import DiffusionPipeline
+
+    folder = Path(source)
+    if not folder.is_dir():
+        try:
+            folder = Path(DiffusionPipeline.download(source, local_files_only=True))
+        except Exception:  # it could not be downloaded
+            return []
+    return [path.parent.name for path in sorted(folder.glob("*/config.json")) if _has_quantiser(path)]
+
+
+def _has_quantiser(config: Path) -> bool:
+    try:
+        return "quantization_config" in read_json(config)
+    except ValueError:  # it is damaged
+        return False
+
+
+def _check_quantised(where: str, components: Mapping[str, Any]) -> None:
+    """Raise ValueError if transformers does not know a component's quantiser: it takes the weights as they are."""
+    for name, module in components.items():
+        found = getattr(getattr(module, "config", None), "quantization_config", None)
+        if found is not None and getattr(module, "hf_quantizer", None) is None:
+            method = found.get("quant_method") if isinstance(found, dict) else found
+            raise quantised_error(where, [name], f"transformers does not know the quantiser {method}")
 
 
 def _class_in(source: str) -> Any:

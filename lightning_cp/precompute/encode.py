@@ -64,7 +64,6 @@ def encode_sources(
         stop_on_bad: raise the first MediaError instead of skipping the file.
         ranks: with groups of several ranks, the first rank of a group reads and writes, and all encode.
     Returns: number of samples that were encoded, and what was skipped.
-    Raises: CacheError: a file that is stored has changed since.
     """
     ranks = ranks or EncodingRanks()
     encoded, skipped = 0, list[Skipped]()

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.errors import CacheError, MediaError
+from lightning_cp.errors import MediaError
 from lightning_cp.families import Family
-from lightning_cp.latent_cache import MediaRow, caption_hash
+from lightning_cp.latent_cache import caption_hash
 from lightning_cp.media import Bucket, LoadedMedia, Source, load_media
 from lightning_cp.precompute.hashes import FileHashes, state_of
 from lightning_cp.precompute.ranks import EncodingRanks
 from lightning_cp.precompute.usable import buckets_for
 
 Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
-"""Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored already."""
+"""Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,7 @@ class Loader:
     Args:
         root: folder that the rows' `source` is relative to.
         buckets: sizes to choose from.
-        done: rows of the samples that are stored, by id.
-        folder: the cache, for errors.
+        done: ids of the samples that are stored.
         fps: frames per second of clips; None: the file's.
         max_upscale: largest factor of enlargement.
         family: family of the pipeline; None: a family with texts that do not depend on the media, and with
@@ -39,21 +38,19 @@ class Loader:
 
     root: Path
     buckets: Sequence[Bucket]
-    done: Mapping[str, MediaRow]
-    folder: Path
+    done: Container[str]
     fps: float | None = None
     max_upscale: float = 1.5
     family: Family | None = None
     hashes: FileHashes = field(default_factory=FileHashes)
 
     def load(self, source: Source) -> Loaded:
-        """Load one source. Raises: CacheError: it is stored, and has changed since."""
+        """Load one source, unless it is stored."""
+        if source.id in self.done:
+            return None
         try:
             before = state_of(source)
             row = self._row(source)
-            if source.id in self.done:
-                check_unchanged(self.done[source.id], row, self.folder)
-                return None
             media = load_media(
                 source,
                 buckets_for(source, self.buckets),
@@ -86,7 +83,6 @@ def load_all(
     """Yield each source as `Loader.load` returns it, on all ranks of a group; the first rank reads.
 
     Args: workers: threads; as many sources and one more are kept in memory.
-    Raises: CacheError: see `Loader.load`.
     """
     if not ranks.writes_media:
         for source in sources:
@@ -117,19 +113,6 @@ def caption_fields(source: Source, contents: str, family: Family | None) -> dict
 def media_id(source: Source, contents: str) -> str:
     """Return the name of a source's media in `caption_hash`; other contents have another name."""
     return f"{source.id} {contents}"
-
-
-def check_unchanged(stored: MediaRow, row: Mapping[str, Any], folder: Path) -> None:
-    """Raise CacheError if a stored sample has other contents, captions or repeats. Args: row: fields to compare."""
-    names = {"source_hash": "contents", "captions": "captions", "repeats": "repeats"}
-    if row.get("source_hash", stored.source_hash) != stored.source_hash:
-        del names["captions"]  # their hashes can depend on the contents
-    changed = [word for name, word in names.items() if name in row and getattr(stored, name) != row[name]]
-    if changed:
-        raise CacheError(
-            f"{stored.id}: its {' and '.join(changed)} changed since it was stored in {folder}: delete the cache, or "
-            "choose another output"
-        )
 
 
 def _outcome_of(future: Future[Loaded], ranks: EncodingRanks) -> Loaded | _Raised:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from lightning_cp.errors import CacheError, DataError
 from lightning_cp.families import Family, family_for
-from lightning_cp.files import new_file
+from lightning_cp.files import writing, writing_new
 from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, PreparedCache, fingerprint_of, prepare_cache
 from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
@@ -21,11 +21,13 @@ from lightning_cp.media.source import first_reasons
 from lightning_cp.pipelines.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
-from lightning_cp.precompute.loading import Loader, caption_fields
+from lightning_cp.precompute.hashes import FileHashes
+from lightning_cp.precompute.loading import Loader
 from lightning_cp.precompute.ranks import EncodingRanks, Report
 from lightning_cp.precompute.seen_texts import encode_seen_captions
 from lightning_cp.precompute.settings import Precomputed, PrecomputeSettings
 from lightning_cp.precompute.sizes import buckets_of
+from lightning_cp.precompute.stored import update_stored
 from lightning_cp.precompute.terminal import progress_bar, quiet_packages
 from lightning_cp.precompute.usable import SHEET, check_none_skipped, check_output, usable
 from lightning_cp.vae import parallelize_vae
@@ -44,6 +46,7 @@ class _Run:
     device: torch.device
     ranks: EncodingRanks
     progress: bool
+    hashes: FileHashes = field(default_factory=FileHashes)
 
     @contextmanager
     def phase(self, name: str, total: int, pipe: Any, parts: Sequence[str]) -> Iterator[tuple[CacheWriter, Report]]:
@@ -95,7 +98,17 @@ def precompute(
             if settings.on_bad == "error":
                 check_none_skipped(found.skipped)
         with _prepared(run, pipe, family, found.sources) as prepared:
-            result = _encode(run, pipe, family, found, buckets)
+            with _disk_errors(output):
+                changed, dropped = update_stored(
+                    prepared,
+                    found.sources,
+                    family,
+                    hashes=run.hashes,
+                    workers=settings.workers,
+                    ranks=run.ranks,
+                    progress=progress,
+                )
+            result = replace(_encode(run, pipe, family, found, buckets), changed=changed, dropped=dropped)
             run.ranks.on_first(lambda: _complete(prepared, output, result))
         if settings.sheet:
             with components_on(pipe, family.components.media, device):
@@ -121,7 +134,7 @@ def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Seque
     """Encode what the cache does not have. Ranks: the whole world."""
     settings, ranks = run.settings, run.ranks
     root = run.data if run.data.is_dir() else run.data.parent
-    loader = Loader(root, buckets, {}, run.output, settings.fps, settings.max_upscale, family)
+    loader = Loader(root, buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
     captions = _encode_texts(run, pipe, family, found, loader)
     release(pipe, [name for name in family.components.text if name not in family.components.media])
     result: tuple[int, list[Skipped]] = 0, []
@@ -172,9 +185,10 @@ def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: 
 def _disk_errors(folder: Path) -> Iterator[None]:
     """Raise CacheError instead of OSError."""
     try:
-        yield
+        with writing(folder):
+            yield
     except OSError as error:
-        raise CacheError(f"{error.filename or folder} cannot be written: {error.strerror or error}") from error
+        raise CacheError(str(error)) from error
 
 
 @contextmanager
@@ -184,15 +198,13 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     names = dict.fromkeys((*family.components.text, *family.components.media))
 
     def prepare() -> None:
-        fingerprint = fingerprint_of(pipe, names, _identity(run.settings))
-        values: dict[str, Any] = {name: _plain(value) for name, value in asdict(run.settings).items()}
-        values[SETTING] = describe_files(run.pretrained, names)
+        fingerprint = fingerprint_of(pipe, names, run.settings.identity())
+        values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
         index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
         if family.text.sees_media:
             index = replace(index, empty_caption=None)
         with _disk_errors(run.output):
             made.append(prepare_cache(run.output, index))
-            _update_stored(made[0], sources, run.output, family)
 
     try:
         run.ranks.on_first(prepare)
@@ -200,37 +212,6 @@ def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -
     finally:
         for prepared in made:
             prepared.release()
-
-
-def _identity(settings: PrecomputeSettings) -> dict[str, Any]:
-    """Return the settings that samples depend on, in a form that is equal for settings with the same meaning."""
-    names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
-    sizes, frames = settings.sizes, settings.frames
-    return {
-        "sizes": None if sizes is None else sorted({tuple(size) for size in sizes}),
-        "frames": frames if frames is None else sorted({frames} if isinstance(frames, int) else set(frames)),
-        **{name: _plain(getattr(settings, name)) for name in names},
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Convert the value of a setting to JSON values."""
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(one) for one in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _update_stored(prepared: PreparedCache, sources: Sequence[Source], output: Path, family: Family) -> None:
-    """Store the captions and repeats that stored samples have now. Raises: CacheError: one is not in the data."""
-    wanted, stored = {source.id: source for source in sources}, prepared.contents.media
-    others = [row.id for row in stored if row.id not in wanted]
-    if others:
-        raise CacheError(
-            f"{output} has {len(others)} samples that are no longer in the data, such as {others[0]}: delete the "
-            "cache, or choose another output"
-        )
-    now = {row.id: replace(row, **caption_fields(wanted[row.id], row.source_hash, family)) for row in stored}
-    prepared.replace_rows({row.id: now[row.id] for row in stored if now[row.id] != row})
 
 
 def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
@@ -246,7 +227,8 @@ def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed)
     with _disk_errors(output):
         rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
         text = "".join(f"{row}\n" for row in rows)
-        new_file(output / SKIPPED).write_text(text, encoding="utf-8", errors="surrogateescape")
+        with writing_new(output / SKIPPED) as path:
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
         if result.encoded + result.stored == 0:
             raise DataError(
                 f"none of the {result.found} files could be used: {first_reasons(result.skipped)}. "

@@ -33,7 +33,6 @@ def encode_seen_captions(
         sources: media of this rank.
         loader: loader that skips no source (its `done` is empty).
         stop_on_bad: raise the first MediaError instead of leaving the source out.
-    Raises: CacheError: a file that is stored has changed since.
     """
     ranks = ranks or EncodingRanks()
     for source in sources:

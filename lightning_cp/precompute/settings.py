@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -49,6 +49,20 @@ class PrecomputeSettings:
     on_bad: Literal["skip", "error"] = "skip"
     sheet: int = 16
 
+    def plain(self) -> dict[str, Any]:
+        """Return all settings as JSON values."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that samples depend on, in a form that is equal for settings with the same meaning."""
+        names = ("fps", "clips", "dtype", "vae_dtype", "tiling", "max_upscale")
+        sizes, frames = self.sizes, self.frames
+        return {
+            "sizes": None if sizes is None else sorted({tuple(size) for size in sizes}),
+            "frames": frames if frames is None else sorted({frames} if isinstance(frames, int) else set(frames)),
+            **{name: _plain(getattr(self, name)) for name in names},
+        }
+
 
 @dataclass(frozen=True)
 class Precomputed:
@@ -60,6 +74,8 @@ class Precomputed:
         stored: samples that an earlier run had stored.
         captions: distinct captions, with the empty one; if the text encoder sees the media, captions of all samples.
         skipped: files that could not be used.
+        changed: samples that were stored with other contents; they are among the encoded or skipped ones.
+        dropped: stored samples that are no longer in the data.
     """
 
     found: int
@@ -67,3 +83,12 @@ class Precomputed:
     stored: int
     captions: int
     skipped: tuple[Skipped, ...]
+    changed: int = 0
+    dropped: int = 0
+
+
+def _plain(value: Any) -> Any:
+    """Convert the value of a setting to JSON values."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_cp.files import new_file, writing
+from lightning_cp.files import writing, writing_new
 
 
 def tile(samples: Tensor, *, value_range: tuple[float, float] = (-1.0, 1.0), margin: int = 2) -> Tensor:
@@ -46,4 +46,5 @@ def write_png(picture: Tensor, path: Path) -> None:
 
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.numpy()).save(new_file(path))
+    with writing_new(path):
+        Image.fromarray(picture.numpy()).save(path)

@@ -5,7 +5,6 @@ python tests/e2e/sweeping.py -m strategy=cp ring=1,2 +fault=none,raise_0
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.runs.recipe import quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import run_recipe
 
 CONF = str(Path(__file__).parents[2] / "conf")
 
@@ -50,5 +49,4 @@ def main(config: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv += quiet_overrides(os.environ)
     main()

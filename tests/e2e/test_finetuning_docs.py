@@ -14,11 +14,14 @@ from tests.e2e.finetuning import write_media, write_pipeline
 from tests.e2e.recipe import ROOT
 from tests.e2e.test_docs_pages import run, write_files
 from tests.e2e.test_finetune_edit import CALL
+from tests.families.cases import CASES
 
 PAGE = (ROOT / "docs/finetuning.md").read_text()
 EDITS = (ROOT / "docs/finetune_edits.md").read_text()
-COMMANDS, EDIT_COMMANDS = (
-    [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)] for page in (PAGE, EDITS)
+IMAGE_TO_VIDEO = PAGE.partition("## Image to video\n")[2].partition("\n## ")[0]
+COMMANDS, EDIT_COMMANDS, IMAGE_COMMANDS = (
+    [shlex.split(line) for line in re.findall(r"^python (recipes/.*)$", page, re.MULTILINE)]
+    for page in (PAGE.replace(IMAGE_TO_VIDEO, ""), EDITS, IMAGE_TO_VIDEO)
 )
 SMALL = {
     "recipes/precompute.py": ("precompute.sizes=[[32,48]]", "precompute.frames=5", "accelerator=cpu"),
@@ -56,6 +59,31 @@ def test_commands_and_script_run(tmp_path: Path) -> None:
         "step_00000002.png",
         "step_00000003.png",
     }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ["wan_image", "cogvideox_image"])
+def test_the_commands_for_image_to_video_run(case: str, tmp_path: Path) -> None:
+    write_pipeline(tmp_path / "my-i2v-pipeline", case)
+    write_media(tmp_path / "clips", case, 4)
+    frames, height, width = CASES[case].size
+    Image.new("RGB", (2 * width, 2 * height), (200, 40, 40)).save(tmp_path / "photo.png")
+    length = ["max_sequence_length=24"] if case == "cogvideox_image" else []  # of the tiny model
+    call = [f"height={height}", f"width={width}", f"num_frames={frames}", *length]
+    small = {
+        "recipes/precompute.py": [f"precompute.sizes=[[{height},{width}]]", f"precompute.frames={frames}"],
+        "recipes/train.py": ["max_steps=2", "batch_size=2", *(f"+sampling.call.{value}" for value in length)],
+        "recipes/sample.py": ["num_inference_steps=1", *(f"+call.{value}" for value in call)],
+    }
+    assert [script for script, *_ in IMAGE_COMMANDS] == list(small)
+    for script, *given in IMAGE_COMMANDS:
+        chosen = [word.replace("finetune_wan", f"finetune_{case.partition('_')[0]}") for word in given]
+        run(tmp_path, str(ROOT / script), *chosen, *small[script], "accelerator=cpu", "progress=false")
+    (trained,) = (path.parent for path in (tmp_path / "outputs").rglob("metrics.csv"))
+    (drawn,) = (path.parent.parent for path in (tmp_path / "outputs").rglob("timings.json"))
+    for clip in (trained / "samples/final/0000.gif", *drawn.rglob("samples/0000.gif")):
+        with Image.open(clip) as image:
+            assert (image.size, image.n_frames) == ((width, height), frames)
 
 
 @pytest.mark.full

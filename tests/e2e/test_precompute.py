@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -42,7 +43,8 @@ def test_clips_on_two_ranks_of_its_own(tmp_path: Path) -> None:
     done = ran(*given, "progress=true", folder=tmp_path / "run")
     assert done.exit_code == 0, done.stderr
     table = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in done.stdout.splitlines() if "│" in line}
-    assert table == {"found": "4", "encoded by this run": "3", "stored before": "0", "skipped": "1", "5 × 32 × 48": "3"}
+    numbers = {"found": "4", "encoded by this run": "3", "stored before": "0", "skipped": "1", "5 × 32 × 48": "3"}
+    assert table == numbers | {"changed since they were stored": "0", "no longer in the data": "0"}
     assert "3 samples, 4 captions" in done.stdout
     assert "bad.mp4: cannot be decoded" in done.stdout
     (row,) = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
@@ -60,7 +62,7 @@ def test_clips_on_two_ranks_of_its_own(tmp_path: Path) -> None:
         part = shown[top : top + 128, left : left + 192].mean(axis=(0, 1))
         assert np.abs(part - middle.mean(dim=(1, 2)).numpy()).max() < 0.03
     again = ran(*given, "progress=false", folder=tmp_path / "again")
-    assert "encoded by this run │      0 │" in again.stdout
+    assert re.search(r"encoded by this run +│ +0 │", again.stdout)
     assert again.stderr == ""
 
 

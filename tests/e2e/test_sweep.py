@@ -6,6 +6,7 @@ import csv
 import math
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from lightning_cp.app.runs.outcome import Outcome, Status, read_outcomes
+from lightning_cp.files import PRIVATE
 from tests.e2e.recipe import ROOT, SMALL, started
 from tests.harness import warm
 
@@ -51,6 +53,9 @@ def test_jobs_of_changing_worlds_are_each_a_fresh_start(tmp_path: Path) -> None:
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "sweep.csv" in ran.stdout
     assert all(f"ring={ring}" in ran.stdout for ring in (1, 2, 3))
+    private = [folder / "multirun.yaml", folder / "sweep.csv", *folder.glob("*/.hydra/*")]
+    assert len(private) == 2 + 5 * 4
+    assert {stat.S_IMODE(path.stat().st_mode) for path in private} == {PRIVATE}
 
 
 def test_a_failed_job_affects_no_other_job_and_is_listed_at_the_end(tmp_path: Path) -> None:

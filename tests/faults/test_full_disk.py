@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import resource
 import subprocess
 import sys
 import warnings
@@ -19,8 +21,10 @@ from lightning_cp.checkpoint import latest_checkpoint
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.shards import save_shards
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
+from lightning_cp.errors import CacheError
 from lightning_cp.launch.rank import was_raised_for_the_user
 from lightning_cp.sampling.tiles import write_png
+from tests.faults.writers import WRITERS, prepare
 from tests.harness import warm
 
 SAVES = {"full": save_checkpoint, "distributed": save_shards}
@@ -91,7 +95,24 @@ def _fills(name: str, folder: Path) -> None:
             save_file({"x": noise}, scratch / "x.safetensors")
 
 
+def each_small_write_names_its_path(folder: Path) -> None:
+    for name, (file, write) in WRITERS.items():
+        if name in ("shard", "manifest", "new file"):  # named by their callers
+            continue
+        (folder / name / file).parent.mkdir(parents=True)
+        prepare(folder / name)
+        path = re.escape(str(folder / name / file)).removesuffix(r"\.partial")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
+        try:
+            with pytest.raises((OSError, CacheError), match=rf"^{path}\S* could not be written: .*too large"):
+                write(folder / name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
 def each_write_names_its_path(folder: Path) -> None:
+    each_small_write_names_its_path(folder / "small")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
     for name in ("metrics.csv", "sheet.png", "0000", "card.md", "export"):
         with pytest.raises(OSError, match=rf"{folder / name}\S* could not be written: .*too large") as error:
             _fills(name, folder)
@@ -102,9 +123,9 @@ def each_write_names_its_path(folder: Path) -> None:
 
 
 _EACH = (
-    "import resource, sys; from pathlib import Path\n"
+    "import sys; from pathlib import Path\n"
     "from tests.faults.test_full_disk import each_write_names_its_path\n"
-    "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); each_write_names_its_path(Path(sys.argv[1]))"
+    "each_write_names_its_path(Path(sys.argv[1]))"
 )
 
 

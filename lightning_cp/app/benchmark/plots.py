@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_cp.app.benchmark.report import Row, count_ranks
 from lightning_cp.app.benchmark.subject import ALL_THREADS, HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
+from lightning_cp.files import writing_new
 
 
 def colours(names: Iterable[str]) -> dict[str, Any]:
@@ -42,7 +43,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             axis.set_title(f"{count_ranks(ranks)}: {name}{noisy if axis is axes[0] else ''}", fontsize=9)
             axis.grid(alpha=0.3)
             axis.set_axisbelow(True)
-    figure.savefig(path, dpi=110)
+    with writing_new(path):
+        figure.savefig(path, dpi=110)
 
 
 def draw_data(rows: Sequence[Row], path: Path) -> None:
@@ -64,7 +66,8 @@ def draw_data(rows: Sequence[Row], path: Path) -> None:
     axes[0].set_xscale("log")  # captions are encoded much faster than clips
     axes[0].set_yticks(range(len(shown)), [row["subject"] for row in shown])
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    with writing_new(path):
+        figure.savefig(path, dpi=110)
 
 
 _NOISY = 0.3  # spread above which a time is marked

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from lightning_cp.app.benchmark.measure import Figures
 from lightning_cp.app.benchmark.subject import HEADS_CALL, ONE_THREAD, QUERIES_CALL, SINGLE_RANK, UNCHECKED
+from lightning_cp.files import writing_new
 
 DATA = "data"  # the workload that measures loading and precompute
 _DATA_COLUMNS = ("", "ms", "median", "spread", "samples/s", "waiting")
@@ -93,7 +94,7 @@ def _check_cost(checked: Figures, unchecked: Figures | None) -> float | None:
 
 def write_csv(rows: Sequence[Row], path: Path) -> None:
     """Write all rows as CSV."""
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with writing_new(path), path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(Row.__annotations__))
         writer.writeheader()
         writer.writerows(rows)

@@ -20,6 +20,7 @@ from lightning_cp.config import ContextParallelConfig
 from lightning_cp.data import RandomStream
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.installed import Installed
+from lightning_cp.files import writing_new
 from lightning_cp.pipelines import sampling_ranks
 from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.sampling.ode import integrate_flow
@@ -98,4 +99,5 @@ def draw_panels(panels: Sequence[Panel], x: Sequence[float], name: str, path: Pa
         axis.grid(alpha=0.3)
     if len(panels[0].lines) > 1:
         axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    with writing_new(path):
+        figure.savefig(path, dpi=110)

@@ -1,9 +1,9 @@
 """One run or one sweep: its settings, folder, launcher, records, and resubmission on SLURM. Imports no torch."""
 
-from lightning_cp.app.runs.recipe import check_config, conf_dir, quiet_overrides, run_recipe
+from lightning_cp.app.runs.recipe import check_config, conf_dir, run_recipe
 from lightning_cp.app.runs.sampling import check_sampling
 from lightning_cp.app.runs.slurm import register_resolvers
 
 register_resolvers()
 
-__all__ = ["check_config", "check_sampling", "conf_dir", "quiet_overrides", "run_recipe"]
+__all__ = ["check_config", "check_sampling", "conf_dir", "run_recipe"]

@@ -14,7 +14,7 @@ from lightning_cp.app.runs.card_sections import add_section
 from lightning_cp.app.runs.outcome import read_rows
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
-from lightning_cp.files import PRIVATE, new_file
+from lightning_cp.files import PRIVATE, writing_new
 from lightning_cp.launch.job import Failure, FailureKind, Job, Result
 from lightning_cp.launch.local import LocalLauncher
 
@@ -141,7 +141,8 @@ def certify(config: DictConfig, resolved: DictConfig, job: Job, check: Callable[
     hydra = folder / FOLDER / ".hydra"
     shutil.rmtree(folder / FOLDER, ignore_errors=True)
     hydra.mkdir(parents=True)
-    OmegaConf.save(alone, new_file(hydra / sweep.RESOLVED, mode=PRIVATE))
+    with writing_new(hydra / sweep.RESOLVED, mode=PRIVATE) as path:
+        OmegaConf.save(alone, path)
     print(f"certify: training {alone.max_steps} steps on one process", flush=True)
     result = LocalLauncher().launch(
         replace(job, config=hydra / sweep.RESOLVED, world_size=1, log_dir=folder / FOLDER / "logs", threads=0)

@@ -11,7 +11,7 @@ from enum import StrEnum, unique
 from pathlib import Path
 from typing import Any
 
-from lightning_cp.files import PRIVATE, make_private, new_file
+from lightning_cp.files import PRIVATE, writing_new
 
 _FOLDER = ".outcomes"  # subfolder of the sweep's folder; no other file there is changed
 
@@ -60,9 +60,9 @@ class Outcome:
         path = sweep / _FOLDER / f"{self.job}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(".partial")
-        new_file(scratch, mode=PRIVATE).write_text(json.dumps(asdict(self)), encoding="utf-8")
-        scratch.replace(path)
-        make_private(sweep, "multirun.yaml")  # Hydra has written it, with the overrides of all jobs
+        with writing_new(scratch, mode=PRIVATE):
+            scratch.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            scratch.replace(path)
 
 
 def read_outcomes(sweep: Path) -> list[Outcome]:

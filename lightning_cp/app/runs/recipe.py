@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
 from lightning_cp.app.terminal import print_error, printable
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
-from lightning_cp.files import make_private, new_file
+from lightning_cp.files import PRIVATE, writing_new
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
 from lightning_cp.launch.local import LocalLauncher
@@ -145,11 +145,10 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             if run.resumes_requeued:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
         hydra_dir.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(run.config, new_file(hydra_dir / sweep.RESOLVED))
-        make_private(hydra_dir)  # Hydra has written its files there
+        with writing_new(hydra_dir / sweep.RESOLVED, mode=PRIVATE) as resolved:
+            OmegaConf.save(run.config, resolved)
         threads = threads_per_rank(run.world, Machine.this())
-        resolved, logs = hydra_dir / sweep.RESOLVED, run_dir / "logs"
-        job = Job(target, resolved, run.world.size, logs, threads=threads, inherited=locks)
+        job = Job(target, resolved, run.world.size, run_dir / "logs", threads=threads, inherited=locks)
         if is_first(env):
             _forget_encoded(run.config)
         launcher: Launcher = LocalLauncher() if env is None else ExternalLauncher(env)
@@ -208,11 +207,6 @@ def report(result: Result, run_dir: str) -> int:
     if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
         print(printable(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}"), file=sys.stderr)
     return failure.exit_code
-
-
-def quiet_overrides(environ: Mapping[str, str]) -> list[str]:
-    """Return Hydra overrides that keep all ranks but the first from writing a `.hydra` folder."""
-    return [] if is_first(launcher_env(environ)) else ["hydra.output_subdir=null"]
 
 
 def _resume(config: DictConfig, requeued: Path | None) -> str | None:

@@ -27,7 +27,7 @@ from lightning_cp.app.runs import slurm
 from lightning_cp.app.runs.outcome import Outcome, Status, delete_outcomes, differing, read_outcomes, read_rows
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.terminal import console, print_error, printable, rich_text
-from lightning_cp.files import PRIVATE, new_file
+from lightning_cp.files import PRIVATE, writing_new
 from lightning_cp.launch.external import is_first, launcher_env
 from lightning_cp.launch.job import Result
 
@@ -111,7 +111,10 @@ def summarise(sweep: Path) -> int:
     if not outcomes:
         print_error(f"no job of the sweep has an outcome in {sweep}")
         return 1
-    with new_file(sweep / "sweep.csv", mode=PRIVATE).open("w", newline="", encoding="utf-8") as file:
+    with (
+        writing_new(sweep / "sweep.csv", mode=PRIVATE) as table,
+        table.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.writer(file)
         writer.writerow(asdict(outcomes[0]))
         for outcome in outcomes:
@@ -146,7 +149,11 @@ class SweepSummary(Callback):
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if not is_first(launcher_env(os.environ)):
             return
-        exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+        try:
+            exit_code = summarise(Path(config.hydra.sweep.dir).absolute())
+        except OSError as error:  # Hydra would only warn
+            print_error(error)
+            exit_code = 1
         if exit_code:
             raise SystemExit(exit_code)
 
@@ -201,7 +208,8 @@ def draw_sweep(outcomes: list[Outcome], picture: Path) -> None:
     for axes in (curves, times, speeds):
         axes.grid(alpha=0.3)
         axes.set_axisbelow(True)
-    figure.savefig(new_file(picture), dpi=110)
+    with writing_new(picture):
+        figure.savefig(picture, dpi=110)
 
 
 def show_from_zero(axes: Any) -> None:

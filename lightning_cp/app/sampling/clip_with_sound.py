@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from lightning_cp.app.sampling.formats import check_sound_format
-from lightning_cp.files import new_file
+from lightning_cp.files import writing_new
 
 _LAYOUTS = {1: "mono", 2: "stereo"}
 
@@ -31,7 +31,7 @@ def write_clip_with_sound(frames: Tensor, sound: Tensor, path: Path, *, fps: int
     rgb = frames[..., :3].expand(-1, -1, -1, 3).movedim(-1, 1).float()
     even = pad(rgb, (0, width % 2, 0, height % 2), mode="replicate").to(torch.uint8).movedim(1, -1).contiguous()
     samples = sound.detach().float().cpu().nan_to_num(0).clamp(-1, 1).contiguous()
-    with av.open(str(new_file(path)), "w") as container:
+    with writing_new(path), av.open(str(path), "w") as container:
         video = container.add_stream("libx264", rate=fps, options={"crf": "18"})
         video.height, video.width, video.pix_fmt = even.shape[1], even.shape[2], "yuv420p"
         audio = container.add_stream("aac", rate=rate_hz, layout=_LAYOUTS[len(sound)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_cp.app.sampling.clip_with_sound import write_clip_with_sound
 from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.errors import MediaError
-from lightning_cp.files import new_file
+from lightning_cp.files import new_file, writing_new
 from lightning_cp.pipelines.results import ClipWithSound
 
 
@@ -66,16 +66,18 @@ def write_sample(sample: Any, stem: Path, *, format: str = "auto", fps: int = 16
     if kind == "png" and len(frames) > 1:
         raise MediaError(f"format=png holds one picture, but a sample has {len(frames)} frames: use gif, mp4 or auto")
     images = [_image(frame) for frame in frames]
-    if kind == "png":
-        images[0].save(new_file(path))
-        return path
-    from diffusers.utils import export_to_gif, export_to_video
+    if kind == "mp4":
+        check_format("mp4")  # without imageio, export_to_video falls back to OpenCV
+    with writing_new(path):
+        if kind == "png":
+            images[0].save(path)
+            return path
+        from diffusers.utils import export_to_gif, export_to_video
 
-    if kind == "gif":
-        export_to_gif(images, str(new_file(path)), fps=fps)
-        return path
-    check_format("mp4")  # without imageio, export_to_video falls back to OpenCV
-    export_to_video([image.convert("RGB") for image in images], str(new_file(path)), fps=fps, macro_block_size=2)
+        if kind == "gif":
+            export_to_gif(images, str(path), fps=fps)
+        else:
+            export_to_video([image.convert("RGB") for image in images], str(path), fps=fps, macro_block_size=2)
     return path
 
 
@@ -117,7 +119,7 @@ def _write_sound(sample: Any, path: Path, rate_hz: int) -> Path:
         raise MediaError(f"format=wav needs a sound [channels, n], got a {_describe(sample)}: use format=auto")
     values = torch.as_tensor(sample).detach().float().cpu().nan_to_num(0).clamp(-1, 1)
     channels = values.unsqueeze(0) if values.ndim == 1 else values
-    with wave.open(str(new_file(path)), "wb") as file:
+    with writing_new(path), wave.open(str(path), "wb") as file:
         file.setnchannels(len(channels))
         file.setsampwidth(2)
         file.setframerate(rate_hz)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_cp.files import new_file
+from lightning_cp.files import writing_new
 
 _MAX_COLUMNS = 12
 
@@ -50,7 +50,8 @@ def draw_grid(samples: Tensor, labels: Tensor, predicted: Tensor | None, path: P
                     0.95, 0.92, f"{prediction}?" if prediction >= 0 else "NaN", color="tab:red", fontsize=8, **position
                 )
     figure.suptitle(title, fontsize=11)
-    figure.savefig(new_file(path), dpi=120)
+    with writing_new(path):
+        figure.savefig(path, dpi=120)
 
 
 def _row(samples: Tensor, chosen: Tensor, predicted: Tensor) -> list[tuple[Tensor, int]]:

@@ -16,7 +16,7 @@ from lightning_cp.app.runs.card_sections import add_section
 from lightning_cp.app.sampling.album import Album
 from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state
-from lightning_cp.files import new_file
+from lightning_cp.files import writing_new
 from lightning_cp.finetune.card import CARD
 from lightning_cp.finetune.prompt_samples import PromptSampler
 from lightning_cp.latent_cache import LatentCache
@@ -68,7 +68,8 @@ class PromptPictures:
 
     def add_to_card(self, run: Run, folder: Path) -> None:
         """Copy the last pictures into the folder of the trained weights, and show them in the model card there."""
-        shutil.copyfile(run.folder.samples / "final.png", new_file(folder / "samples.png"))
+        with writing_new(folder / "samples.png") as path:
+            shutil.copyfile(run.folder.samples / "final.png", path)
         prompts = [f"{number}. {prompt}" for number, prompt in enumerate(self._config.sampling.prompts, 1)]
         settings = f"{self._config.sampling.num_inference_steps} steps, seed {self._config.seed}"
         add_section(folder / CARD, "Samples", ["![Samples](samples.png)", "", f"With {settings}:", "", *prompts])

@@ -18,6 +18,7 @@ from lightning_cp.rules import Each, Either, Integer, Number, OneOf, Text
 
 _NULL = OneOf((None,))
 _TOKENS = re.compile(rb'"tokens": *(\d+)')  # in a row of the cache; quotes inside of its texts are escaped
+_UNUSED = re.compile(rb'"repeats": *0\b')  # in a row of a sample that is no longer in the data
 _SETTINGS = (
     Setting("model.pretrained", Text()),
     Setting("model.component", Text()),
@@ -215,7 +216,8 @@ def _check_tokens(config: DictConfig) -> None:
     if ring * ulysses == 1 or read(config, "data.kind") != "latents":
         return
     path = Path(str(read(config, "data.path")))
-    counts = (int(x) for file in path.glob("rows-*-media.jsonl") for x in _TOKENS.findall(read_regular(file)))
+    lines = (line for file in path.glob("rows-*-media.jsonl") for line in read_regular(file).split(b"\n"))
+    counts = (int(x) for line in lines if not _UNUSED.search(line) for x in _TOKENS.findall(line))
     fewest = min(counts, default=ring * ulysses)
     if fewest < ring * ulysses:
         raise SettingsError(

@@ -66,6 +66,12 @@ def encoded_folder(config: DictConfig) -> Path:
         device=device,
         progress=config.progress,
     )
+    if result.changed or result.dropped:
+        print(
+            f"{printable(config.data.path)} has changed since an earlier run stored it: {result.changed} samples have "
+            f"other contents, {result.dropped} are gone; {result.encoded} were encoded now, {result.stored} kept",
+            flush=True,
+        )
     for skipped in result.skipped[:10]:
         print(f"skipped: {printable(skipped, keep='')}", flush=True)
     if len(result.skipped) > 10:

@@ -161,6 +161,7 @@ class FineTune(TrainingSetup):
             captions=len({caption for row in rows for caption in row.captions}),
             sizes=sizes,
             adapter=None if config.lora is None else {**_plain(config.lora), **_rank_and_alpha(run)},
+            component=config.model.component,
             losses=self.validation_losses,
         )
 

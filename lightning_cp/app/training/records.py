@@ -15,7 +15,7 @@ from lightning_cp.app.runs.outcome import OPTIONAL_COLUMNS, read_rows
 from lightning_cp.app.runs.sweep import show_from_zero
 from lightning_cp.app.training.loop import StepReport, Watcher
 from lightning_cp.checkpoint.folder import atomic_file
-from lightning_cp.files import new_file, no_link, writing
+from lightning_cp.files import no_link, writing, writing_new
 
 COLUMNS = tuple(field.name for field in fields(StepReport))
 
@@ -124,7 +124,8 @@ def draw_loss_curve(metrics: Path, picture: Path, *, window: int = 25) -> None:
     show_from_zero(axes)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(new_file(picture), dpi=120)
+    with writing_new(picture) as path:
+        figure.savefig(path, dpi=120)
 
 
 @dataclass

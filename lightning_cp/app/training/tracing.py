@@ -7,7 +7,7 @@ from pathlib import Path
 from torch.profiler import profile
 
 from lightning_cp.comm.tracing import traced
-from lightning_cp.files import new_file
+from lightning_cp.files import writing_new
 
 
 @dataclass
@@ -37,5 +37,6 @@ class StepTrace:
             return
         self._recording.close()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._found.export_chrome_trace(str(new_file(self.path)))
+        with writing_new(self.path) as path:
+            self._found.export_chrome_trace(str(path))
         self._found = None

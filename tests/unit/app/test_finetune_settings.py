@@ -45,7 +45,8 @@ def here(tmp_path: Path) -> Path:
             "index.json": {},
             "complete.json": {"samples": 6},
             "rows-00000-media.jsonl": {"tokens": 12, "source": 'a "tokens": 1'},
-            "rows-00001-media.jsonl": {"tokens": 6},
+            "rows-00001-media.jsonl": {"tokens": 6, "source": 'a "repeats": 0', "repeats": 10},
+            "rows-00002-media.jsonl": {"tokens": 2, "repeats": 0},  # no longer in the data
         },
         "partial": {"index.json": {}},
         "media": {},

@@ -5,7 +5,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_cp.app.runs.recipe import CheckedRun, check_config, quiet_overrides, threads_per_rank
+from lightning_cp.app.runs.recipe import CheckedRun, check_config, threads_per_rank
 from lightning_cp.app.settings.table import SETTINGS, SettingsError
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
 from lightning_cp.launch import LauncherEnv, Machine, launcher_env
@@ -196,8 +196,6 @@ def test_places_are_read_from_the_environment() -> None:
     assert launcher_env(slurm) == LauncherEnv("SLURM", 5, 8, 4)
     assert launcher_env(slurm | {"SLURM_JOB_NAME": "interactive"}) is None
     assert launcher_env(slurm | {"SLURM_NTASKS": "1"}) is None
-    assert quiet_overrides(torchrun) == ["hydra.output_subdir=null"]
-    assert quiet_overrides({}) == quiet_overrides(torchrun | {"RANK": "0"}) == []
 
 
 def test_a_resumption_is_found_and_cannot_have_done_more(tmp_path: Path) -> None:

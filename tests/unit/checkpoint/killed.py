@@ -78,10 +78,16 @@ def child(work: Callable[[], None], *, killed_after_s: float | None = None) -> b
 
 
 def remove_abandoned(parent: Path) -> None:
-    """Do the first steps of the next run, wherever its own folder is. Nothing that was killed stays."""
+    """Do the first steps of the next run, wherever its own folder is. Nothing that was killed stays for long."""
     remove_partials(parent.parent.parent)
-    left = [path.name for path in parent.iterdir() if path.name.startswith(PARTIAL)]
+    left = [path.name for path in parent.glob(f"{PARTIAL}*") if not is_unnamed(path)]
     assert not left, left
+
+
+def is_unnamed(folder: Path) -> bool:
+    """True if the writer was killed before it wrote the owner's name: such a folder is removed after 5 seconds."""
+    owner = folder / ".owner"
+    return not owner.is_file() or not owner.read_text()
 
 
 def at_every_moment(parent: Path, save: Callable[..., Path], *, step: int) -> Iterator[int]:

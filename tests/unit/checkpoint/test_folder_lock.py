@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,14 @@ def test_a_partial_of_another_machine_stays_until_it_is_old(tmp_path: Path) -> N
     assert partial.is_dir()
     for path in (partial / ".owner", partial):
         os.utime(path, (0, 0))
+    remove_partials(tmp_path)
+    assert not partial.exists()
+    partial.mkdir()
+    (partial / ".owner").touch()  # killed before it wrote the name
+    remove_partials(tmp_path)
+    assert partial.is_dir()
+    for path in (partial / ".owner", partial):
+        os.utime(path, (time.time() - 9, time.time() - 9))
     remove_partials(tmp_path)
     assert not partial.exists()
 

@@ -15,6 +15,7 @@ from torch import nn
 from lightning_cp.export import LORA_FILE, save_lora
 from lightning_cp.families import family_for
 from lightning_cp.families.sd3 import StableDiffusion3
+from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.lora import LoraSettings, add_lora, lora_state
 from lightning_cp.finetune.lora_file import load_lora
 from tests.families.cases import made
@@ -264,6 +265,13 @@ def test_frozen_weights_have_no_gradient() -> None:
     assert all((x.grad is not None) == (".lora_" in name) for name, x in model.named_parameters())
 
 
+def load_line(component: str) -> str:
+    """The line of the model card that loads the adapter."""
+    settings: dict[str, Any] = {"base": "b", "family": "wan", "command": "c", "steps": 1, "topology": "t", "samples": 1}
+    text = ModelCard(**settings, adapter={"rank": 2}, component=component).text()
+    return text.partition("```python\n")[2].partition("\n```")[0].splitlines()[-1]
+
+
 def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> None:
     trained = deepcopy(made("wan_two_experts"))
     settings = LoraSettings(rank=2, alpha=8)
@@ -276,10 +284,14 @@ def test_a_lora_is_loaded_into_the_expert_it_was_trained_for(tmp_path: Path) -> 
     pipe = deepcopy(made("wan_two_experts"))
     load_lora(pipe, tmp_path / "pytorch_lora_weights.safetensors")
     assert not getattr(pipe.transformer, "peft_config", None)
+    by_card = deepcopy(made("wan_two_experts"))
+    exec(load_line("transformer_2"), {"pipe": by_card, "folder": str(tmp_path)})
     channels = pipe.transformer.config.in_channels, pipe.transformer.config.text_dim
     inputs = (torch.ones(1, channels[0], 1, 4, 4), torch.tensor([500.0]), torch.ones(1, 3, channels[1]))
-    outputs = [one.transformer_2(*inputs, return_dict=False)[0] for one in (trained, pipe, made("wan_two_experts"))]
+    pipes = (trained, pipe, by_card, made("wan_two_experts"))
+    outputs = [one.transformer_2(*inputs, return_dict=False)[0] for one in pipes]
     assert torch.equal(outputs[0], outputs[1])
-    assert not torch.allclose(outputs[0], outputs[2])
+    assert torch.equal(outputs[0], outputs[2])
+    assert not torch.allclose(outputs[0], outputs[3])
     with pytest.raises(ValueError, match="was trained for transformer_2, which this WanPipeline does not have"):
         load_lora(deepcopy(made("wan")), tmp_path / "pytorch_lora_weights.safetensors")

@@ -57,6 +57,21 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str, monkeypatch: p
         read_json(data / _special(Path("config.json"), kind))
 
 
+def test_text_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for name, size, limit in (("a.txt", 1 << 21, 1 << 20), ("t.csv", 1 << 40, 1 << 32), ("t.jsonl", 1 << 40, 1 << 32)):
+        file = tmp_path / name
+        file.touch()
+        os.truncate(file, size)  # sparse: it takes no space
+        with pytest.raises(DataError, match=f"{name} cannot be read: it has {size} bytes, but may have {limit}"):
+            find_sources(tmp_path if name == "a.txt" else file)
+        file.unlink()
+    (tmp_path / "c.json").touch()
+    os.truncate(tmp_path / "c.json", 1 << 40)
+    with pytest.raises(ValueError, match=f"c.json cannot be read: it has {1 << 40} bytes, but may have {1 << 32}"):
+        read_json(tmp_path / "c.json")
+
+
 def test_links_to_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     (tmp_path / "b").symlink_to("a")

@@ -121,3 +121,29 @@ def test_components_are_on_the_device_in_turn(tmp_path: Path) -> None:
         assert pipe.vae.device == meta
     release(pipe, ["text_encoder"])
     assert pipe.text_encoder is None
+
+
+def test_quantised_encoders_that_cannot_be_loaded_are_one_line(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "pipe")
+
+    def error(component: str, quantiser: Any) -> str:
+        path = folder / component / "config.json"
+        before = path.read_text()
+        path.write_text(json.dumps({**json.loads(before), "quantization_config": quantiser}))
+        with pytest.raises(ValueError, match="has a quantization_config") as caught:
+            load_encoders(str(folder), torch.float32)
+        path.write_text(before)
+        assert "\n" not in str(caught.value)
+        assert str(caught.value).startswith(
+            f"model.pretrained={folder}: {component} has a quantization_config, and cannot be loaded: "
+        )
+        return str(caught.value)
+
+    # transformers would load these weights as if they were not quantised
+    assert "transformers does not know the quantiser unknown. Install" in error(
+        "text_encoder_2", {"quant_method": "unknown"}
+    )
+    assert "Unknown quantization type, got unknown" in error("vae", {"quant_method": "unknown"})
+    assert "has no attribute" in error("text_encoder", 7)
+    assert error("vae", {}).endswith("Install the package of the quantiser, or use weights that are not quantised")
+    load_encoders(str(folder), torch.float32)

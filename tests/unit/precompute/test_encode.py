@@ -17,7 +17,7 @@ from lightning_cp.families import family_for
 from lightning_cp.families.encode import decode_latents
 from lightning_cp.family_check import store
 from lightning_cp.files import open_regular
-from lightning_cp.latent_cache import LatentCache, caption_hash
+from lightning_cp.latent_cache import LatentCache, LatentData, caption_hash, folder
 from lightning_cp.media import Bucket, find_sources, load_media
 from lightning_cp.precompute import hashes, loading
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
@@ -114,8 +114,8 @@ def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
     LatentCache(out).verify()
     pictures(data, 3)
     Image.fromarray(pixels(77, 32, 48)).save(data / "p2.png")
-    with pytest.raises(CacheError, match=r"p2\.png: its contents changed since"):
-        encoded(flux, data, out, PICTURES)
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed, done.dropped) == (1, 2, 1, 0)
     pictures(data, 3)
     with pytest.raises(StaleCacheError, match="vae_dtype"):
         encoded(flux, data, out, {**PICTURES, "vae_dtype": torch.bfloat16})
@@ -129,22 +129,84 @@ def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
     changed.save_pretrained(other / "vae")
     with pytest.raises(StaleCacheError, match="the weights of vae changed"):
         encoded(other, data, out, PICTURES)
-    (data / "p0.png").unlink()
-    with pytest.raises(CacheError, match=r"1 samples that are no longer in the data, such as p0\.png"):
-        encoded(flux, data, out, PICTURES)
-    pictures(data, 3)
     assert encoded(flux, data, out, PICTURES).stored == 3  # refusals have not harmed it
 
 
-def test_a_changed_reference_is_noticed(tmp_path: Path) -> None:
+def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 6), tmp_path / "out"
+    encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    first, shards = contents(out), {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    reader = LatentCache(out)
+    before = [bits(reader.sample(i)) for i in range(6)]
+    Image.fromarray(pixels(77, 48, 32)).save(data / "p2.png")
+    Image.fromarray(pixels(78, 32, 48)).save(data / "p3.png")
+    (data / "p1.png").unlink()
+    (data / "p5.png").write_bytes(b"x")
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.found, done.encoded, done.stored, len(done.skipped)) == (6, 2, 2, 2)  # p1.txt is the second one
+    assert (done.changed, done.dropped) == (3, 1)
+    encoded(flux, data, tmp_path / "new", PICTURES)
+    assert contents(out) == contents(tmp_path / "new") != first
+    assert len(LatentData(LatentCache(out))) == 4
+    assert [bits(reader.sample(i)) for i in range(6)] == before  # opened before the change
+    assert {name: (out / name).read_bytes() for name in shards} == shards
+    pictures(data, 6)
+    done = encoded(flux, data, out, PICTURES)  # the old files are back
+    assert (done.encoded, done.stored, done.changed, done.dropped) == (0, 6, 0, 0)
+    assert contents(out) == first
+    other = pictures(tmp_path / "other", 1)
+    (other / "p0.png").rename(other / "q0.png")
+    (other / "p0.txt").rename(other / "q0.txt")
+    assert encoded(flux, other, out, PICTURES).dropped == 6
+    assert encoded(flux, data, out, PICTURES).stored == 6  # another folder by mistake loses nothing
+
+
+@pytest.mark.parametrize("kill", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_while_it_compares_is_continued(kill: int, flux: Path, tmp_path: Path) -> None:
+    """One picture changes and another one gets its old contents back, in different rows files."""
+    data, out = pictures(tmp_path / "data", 2), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    Image.fromarray(pixels(77, 48, 32)).save(data / "p0.png")
+    encoded(flux, data, out, PICTURES)
+    rows = out / "rows-00000-media.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    shard = json.loads(lines[-1])["shard"]
+    moved = [line.replace(shard, "media-00001-000000.safetensors") for line in lines[-2:]]
+    rows.write_text("".join(lines[:-2]))
+    (out / "rows-00001-media.jsonl").write_text("".join(moved))
+    (out / shard).rename(out / "media-00001-000000.safetensors")
+    pictures(data, 2)
+    Image.fromarray(pixels(79, 32, 48)).save(data / "p1.png")
+    replaced = folder.replace_file
+
+    def stops(path: Path, content: bytes) -> None:
+        nonlocal kill
+        kill -= 1
+        if not kill:
+            raise KeyboardInterrupt
+        replaced(path, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "replace_file", stops)
+        with pytest.raises(KeyboardInterrupt):
+            encoded(flux, data, out, PICTURES)
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed) == (1, 1, 1)
+    encoded(flux, data, tmp_path / "new", PICTURES)
+    assert contents(out) == contents(tmp_path / "new")
+
+
+def test_a_changed_reference_is_encoded_again(tmp_path: Path) -> None:
     data, pipe, out = pictures(tmp_path / "data", 1), pipeline(tmp_path / "pipe", "flux_kontext"), tmp_path / "out"
     table = data / "rows.csv"
     table.write_text("file,caption,reference\np0.png,a cat,ref.png\n")
     Image.fromarray(pixels(5, 48, 32)).save(data / "ref.png")
     encoded(pipe, table, out, PICTURES)
     Image.fromarray(pixels(6, 48, 32)).save(data / "ref.png")
-    with pytest.raises(CacheError, match=r"p0\.png: its contents changed"):
-        encoded(pipe, table, out, PICTURES)
+    done = encoded(pipe, table, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed) == (1, 0, 1)
+    encoded(pipe, table, tmp_path / "again", PICTURES)
+    assert contents(out) == contents(tmp_path / "again")
     table.write_text("file,caption\np0.png,a cat\n")
     with pytest.raises(DataError, match=r'none of the 1 files could be used.*needs a "reference" picture'):
         encoded(pipe, table, tmp_path / "new", PICTURES)

@@ -7,6 +7,8 @@ from collections import deque
 from pathlib import Path
 from typing import IO
 
+from lightning_cp.files import no_link
+
 MAX_BYTES = 30 << 20  # of the file, except for the ends of outputs
 HEAD_BYTES, TAIL_BYTES = 4 << 20, 64 << 10
 _CHUNK_BYTES = 1 << 14
@@ -35,7 +37,7 @@ class LogWriter:
         return tail.decode(errors="replace")
 
     def _copy(self) -> None:
-        with self._pipe, self._path.open("ab") as file:
+        with self._pipe, open(self._path, "ab", opener=no_link) as file:
             head_left, omitted = max(0, min(HEAD_BYTES, MAX_BYTES - file.tell())), 0
             while chunk := self._pipe.read1(_CHUNK_BYTES):  # type: ignore[attr-defined]
                 self._keep(chunk)

@@ -10,6 +10,7 @@ from typing import Any, cast
 from lightning_cp.app.benchmark.gpu.results import Check, ResultTable, StageResult
 from lightning_cp.app.benchmark.plots import draw
 from lightning_cp.app.benchmark.report import Row, machine_name
+from lightning_cp.files import writing_new
 
 _ABOUT = {
     "tests": "The tests in `tests/gpu`: every CUDA kernel against float64; a step without host synchronisation,"
@@ -52,8 +53,8 @@ def write_page(results: dict[str, StageResult], stages: Sequence[str], folder: P
         lines += [f"![{path.stem}]({path.name})" for path in plots.get(name, [])]
         for table in [*_ratio_tables(result), *result.tables]:
             lines += ["", f"### {table.title}", "", *_table(table.columns, table.rows)]
-    page = folder / "gpu.md"
-    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with writing_new(folder / "gpu.md") as page:
+        page.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return [page, *(path for paths in plots.values() for path in paths)]
 
 
@@ -111,7 +112,8 @@ def _draw_memory(table: ResultTable, path: Path) -> None:
     axis.invert_yaxis()
     axis.set(xlabel="peak MB", title=table.title)
     axis.legend(frameon=False)
-    figure.savefig(path, dpi=110)
+    with writing_new(path):
+        figure.savefig(path, dpi=110)
 
 
 def _machine() -> str:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightning_cp.files import writing_new
+
 CUT_OFF = "cut off"  # the error of a stage while it runs
 
 
@@ -120,5 +122,6 @@ def read_results(path: Path) -> dict[str, StageResult]:
 def write_results(results: dict[str, StageResult], path: Path) -> None:
     """Replace the file with `results`."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps({name: asdict(fields) for name, fields in results.items()}, indent=1), "utf-8")
-    partial.replace(path)
+    with writing_new(partial):
+        partial.write_text(json.dumps({name: asdict(fields) for name, fields in results.items()}, indent=1), "utf-8")
+        partial.replace(path)

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.benchmark.gpu.log import LogWriter
 from lightning_cp.app.benchmark.gpu.results import CUT_OFF, StageResult, read_results, write_results
+from lightning_cp.files import no_link
 from lightning_cp.launch.scratch import temporary_folder
 
 _TAIL_LINES = 6  # last lines of a failed process's output, added to the stage's error
@@ -113,7 +114,7 @@ def _run_process(command: Sequence[str], log: Path, name: str, limit_s: float) -
 
     Returns: the error with the end of the output ("" if there is none), and True if the limit was exceeded.
     """
-    with log.open("a", encoding="utf-8") as file:
+    with open(log, "a", encoding="utf-8", opener=no_link) as file:
         file.write(f"\n== {name}\n")
     process = subprocess.Popen(
         command,

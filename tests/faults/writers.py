@@ -1,0 +1,124 @@
+"""Everything that writes a file by name into an output folder, for the tests of planted links and full disks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from omegaconf import OmegaConf
+
+from lightning_cp.app.benchmark.gpu.page import write_page
+from lightning_cp.app.benchmark.gpu.results import StageResult, write_results
+from lightning_cp.app.benchmark.plots import draw_data
+from lightning_cp.app.benchmark.report import write_csv
+from lightning_cp.app.benchmark.trained_digits import Panel, draw_panels
+from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
+from lightning_cp.app.runs.outcome import Outcome, Status
+from lightning_cp.app.runs.saved_settings import _save
+from lightning_cp.app.runs.sweep import draw_sweep, summarise
+from lightning_cp.app.sampling.media import write_sample
+from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_curve
+from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
+from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
+from lightning_cp.files import new_file, writing_new
+from lightning_cp.latent_cache.index import write_json
+from lightning_cp.latent_cache.locks import FolderLock
+from lightning_cp.latent_cache.shards import write_shard
+from lightning_cp.media import Skipped
+from lightning_cp.precompute.run import _complete
+from lightning_cp.precompute.settings import Precomputed
+from lightning_cp.sampling.tiles import write_png
+
+TEXT = "new " * 20
+
+
+def prepare(folder: Path) -> None:
+    """Write what some writers read."""
+    outcome(folder).write(folder)
+    run = folder.parent / "inputs"
+    run.mkdir(exist_ok=True)
+    (run / "metrics.csv").write_text(
+        "\n".join([",".join(COLUMNS), *(",".join("1" for _ in COLUMNS) for _ in range(3))])
+    )
+
+
+def outcome(folder: Path) -> Outcome:
+    run = str(folder.parent / "inputs")
+    return Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 3, 0.1, 0.1, 0.1, 9.0, 1.0, run)
+
+
+def settings(folder: Path) -> Any:
+    hydra = {"runtime": {"output_dir": str(folder)}, "overrides": {"task": ["token=x"]}}
+    return OmegaConf.create({"token": "x", "here": "${token}", "hydra": hydra})
+
+
+def write_atomically(path: Path) -> None:
+    with atomic_file(path) as scratch:
+        scratch.write_text(TEXT)
+
+
+def _folder(path: Path) -> None:
+    with atomic_folder(path.parent / "model") as scratch:
+        (scratch / path.name).write_text(TEXT)
+
+
+def _shard(folder: Path) -> None:
+    write_shard(folder / "s.safetensors", {"a": {"x": torch.ones(2)}}, cache_id="c")
+
+
+def _owner(folder: Path) -> None:
+    lock = FolderLock(folder)
+    try:
+        lock.write_owner({"rows": {}})
+        (folder / ".owner.json").rename(folder / "owner.json")
+    finally:
+        lock.release()
+
+
+def _skips(folder: Path) -> None:
+    result = Precomputed(2, 1, 0, 1, (Skipped(Path("a.png"), "is damaged"),))
+    _complete(SimpleNamespace(finish=list), folder, result)  # type: ignore[arg-type]
+
+
+def _written(path: Path) -> None:
+    with writing_new(path):
+        path.write_text(TEXT)
+
+
+_DATA: Any = [{"samples_per_s": 3.0, "waited": 0.5, "subject": "a"}]
+_SEEN = np.arange(48, dtype=np.uint8)
+WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "atomic file": ("a.json.partial", lambda folder: write_atomically(folder / "a.json")),
+    "its target": ("a.json", lambda folder: write_atomically(folder / "a.json")),
+    "atomic folder": ("model.partial", lambda folder: _folder(folder / "a")),
+    "index": (".tmp-index.json", lambda folder: write_json(folder / "index.json", {"a": TEXT})),
+    "owner": (".tmp.owner.json", _owner),
+    "shard": (".tmp-s.safetensors", _shard),
+    "skipped": ("skipped.jsonl", _skips),
+    "sheet": ("a.png", lambda folder: write_png(torch.zeros(4, 4, 3, dtype=torch.uint8), folder / "a.png")),
+    "picture": ("b.png", lambda folder: write_sample(_SEEN.reshape(4, 4, 3), folder / "b", format="png")),
+    "clip": ("b.gif", lambda folder: write_sample(_SEEN[:24].reshape(2, 2, 2, 3), folder / "b", format="gif")),
+    "sound": ("b.wav", lambda folder: write_sample(torch.zeros(1, 50), folder / "b", format="wav")),
+    "metrics": ("metrics.csv", lambda folder: MetricsFile(folder / "metrics.csv").__exit__(None, None, None)),
+    "loss curve": (
+        "loss.png",
+        lambda folder: draw_loss_curve(folder.parent / "inputs" / "metrics.csv", folder / "loss.png"),
+    ),
+    "outcome": (".outcomes/0.partial", lambda folder: outcome(folder).write(folder)),
+    "sweep": ("sweep.csv", summarise),
+    "curves of a sweep": ("sweep.png", lambda folder: draw_sweep([outcome(folder)], folder / "sweep.png")),
+    "settings": (".hydra/config.yaml", lambda folder: _save(settings(folder))),
+    "manifest": (MANIFEST, lambda folder: Manifest(1, 1.0, {}, {"a": TEXT}).write(folder)),
+    "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
+    "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),
+    "plot of a benchmark": ("bench.png", lambda folder: draw_data(_DATA, folder / "bench.png")),
+    "panels": ("p.png", lambda folder: draw_panels([Panel("a", {"b": [1.0]})] * 2, [1.0], "x", folder / "p.png")),
+    "results": ("r.json.partial", lambda folder: write_results({"a": StageResult({})}, folder / "r.json")),
+    "page": ("gpu.md", lambda folder: write_page({}, [], folder, device="cpu")),
+    "new file": ("x", lambda folder: new_file(folder / "x").write_text(TEXT)),
+    "named file": ("x", lambda folder: _written(folder / "x")),
+}
