@@ -5,13 +5,17 @@ Before a call, their random states are made equal too.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from PIL import Image
 from torch import Tensor
 
 from lightning_cp.engine.peers import Digest, difference, digest
@@ -143,8 +147,21 @@ def _digests(name: str, value: Any) -> Iterator[tuple[str, Digest]]:
         yield name, (f"{len(value)} entries", [0.0])
         for i, x in enumerate(value):
             yield from _digests(f"{name}[{i}]", x)
-    elif isinstance(value, (str, int, float, bool, type(None))):
+    elif isinstance(value, (str, int, float, bool, type(None), Path)):
         yield name, (repr(value), [0.0])
+    elif isinstance(value, (np.ndarray, Image.Image)):
+        kind = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else f"{value.mode} {value.size}"
+        content = hashlib.blake2b(value.tobytes(), digest_size=6).hexdigest()
+        yield name, (f"a {type(value).__name__} {kind} {content}", [0.0])
     else:
-        content = value.tobytes() if hasattr(value, "tobytes") else b""  # a PIL image, an array
-        yield name, (f"a {type(value).__name__} {hashlib.blake2b(content, digest_size=6).hexdigest()}", [0.0])
+        yield name, (f"a {type(value).__qualname__}", [0.0])
+        for key, x in _fields(value).items():
+            yield from _digests(f"{name}.{key}", x)
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, or the configuration of an object of diffusers."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    config = getattr(value, "config", None)
+    return {k: x for k, x in config.items() if not k.startswith("_")} if isinstance(config, Mapping) else {}

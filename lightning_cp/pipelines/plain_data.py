@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -82,6 +84,16 @@ class PlainData:
             image.info["transparency"] = self._built(transparency, torch.device("cpu"))
         return image
 
+    def _dataclass(self, contents: Any, device: torch.device) -> Any:
+        module, name, packed = contents
+        kind = _dataclass(module, name)
+        if kind is None:
+            raise TypeError(f"{module}.{name} is not a dataclass of diffusers")
+        value: Any = object.__new__(kind)  # as it was: __init__ may convert its arguments again
+        for field_name, x in self._built(packed, device).items():
+            object.__setattr__(value, field_name, x)
+        return value
+
     def _packed(self, value: Any, name: str) -> Any:
         if type(value) in _JSON:
             return value
@@ -116,9 +128,14 @@ class PlainData:
             return {"path": str(value)}
         if type(value) is torch.dtype:
             return {"dtype": str(value)}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            kind = type(value)
+            if _dataclass(kind.__module__, kind.__qualname__) is kind:
+                fields = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+                return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
         raise TypeError(
             f"{name or 'an argument'} is a {type(value).__name__}, which is not sent to other ranks: only numbers, "
-            "text, dense tensors, arrays, images, generators, and lists and dicts of them"
+            "text, dense tensors, arrays, images, generators, dataclasses of diffusers, and lists and dicts of them"
         )
 
     def _packed_image(self, image: Image.Image) -> list[Any]:
@@ -131,6 +148,15 @@ class PlainData:
     def _index(self, contents: Tensor | bytes) -> int:
         self.tensors.append(contents if isinstance(contents, Tensor) else bytes_tensor(contents))
         return len(self.tensors) - 1
+
+
+def _dataclass(module: str, name: str) -> type | None:
+    """Return a dataclass of diffusers by its name; None if it is something else. A request can name no other class."""
+    if not module.startswith("diffusers."):
+        return None
+    found = getattr(importlib.import_module(module), name, None)
+    is_one = isinstance(found, type) and dataclasses.is_dataclass(found) and found.__module__ == module
+    return found if is_one else None
 
 
 def bytes_tensor(data: bytes) -> Tensor:
@@ -146,6 +172,7 @@ _KINDS: dict[str, _Built] = {
     "generator": lambda data, contents, device: data._generator(contents, device),
     "tensor": lambda data, contents, device: data._tensor(contents, device),
     "image": lambda data, contents, _: data._image(contents),
+    "dataclass": lambda data, contents, device: data._dataclass(contents, device),
     "array": lambda data, contents, _: np.load(io.BytesIO(data._bytes(contents)), allow_pickle=False),
     "scalar": lambda data, contents, _: np.load(io.BytesIO(data._bytes(contents)), allow_pickle=False)[()],
     "complex": lambda data, contents, _: complex(*contents),

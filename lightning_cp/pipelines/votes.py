@@ -8,6 +8,7 @@ rank cannot be matched with an exchange of another.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,30 @@ from lightning_cp.errors import CallFailedError
 _GOES_ON, _ENDED, _FAILED, _DECLINES = range(4)
 _APART = "A rank failed before an exchange that others have begun"
 _GRACE_S = 10.0  # to wait for the others' votes after an error inside an exchange, where they may wait for this rank
+
+
+class _Caller:
+    """The thread that calls parallel pipelines now: ranks could run calls of several threads in different orders."""
+
+    def __init__(self) -> None:
+        self._lock, self._thread, self._depth = threading.Lock(), threading.current_thread(), 0
+
+    def enter(self, name: str) -> None:
+        """Begin a call, possibly inside another one. Raises: RuntimeError: another thread is in a call."""
+        with self._lock:
+            if self._depth and self._thread is not threading.current_thread():
+                raise RuntimeError(
+                    f"{name} is called while the thread {self._thread.name} is in a call of a parallel pipeline: let "
+                    "one thread make all calls, or let threads share the leader of lightning_cp.pipelines.follow"
+                )
+            self._thread, self._depth = threading.current_thread(), self._depth + 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._depth -= 1
+
+
+_caller = _Caller()
 
 
 class Votes:
@@ -54,13 +79,34 @@ class Votes:
     def call(self, *, by_leader: bool = False) -> Iterator[None]:
         """Run one call in this context; inside another one it does nothing.
 
-        Raises: CallFailedError: another rank has failed. RuntimeError: an earlier call broke the pipeline.
+        Raises: CallFailedError: another rank has failed. RuntimeError: an earlier call broke the pipeline; another
+            thread is in a call.
         """
         self.check_usable()
         if self.has_leader and not by_leader and not self._depth:
             raise RuntimeError(
                 f"inside follow, call leader(…) in place of the {self._name}, so that all ranks take part"
             )
+        with self._only_one_thread():
+            yield from self._in_call()
+
+    @contextmanager
+    def _only_one_thread(self) -> Iterator[None]:
+        if self._group is None:
+            yield
+            return
+        try:
+            _caller.enter(self._name)
+        except RuntimeError as error:
+            if not self._depth:  # else this pipeline is in the other thread's call
+                self._fail(error)
+            raise
+        try:
+            yield
+        finally:
+            _caller.leave()
+
+    def _in_call(self) -> Iterator[None]:
         self._depth += 1
         try:
             yield

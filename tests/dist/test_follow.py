@@ -297,3 +297,83 @@ def _fails_inside(rank: int, world: int) -> None:
 def test_an_error_inside_an_exchange_ends_the_job_with_its_cause(run_ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"(?s)out of memory on rank 1.*This rank failed inside an exchange"):
         run_ranks(3, _fails_inside, timeout_s=240)
+
+
+def _conditions(rank: int, world: int) -> tuple[Any, str]:
+    """The error of a call with conditions of their own class; what a call without `follow` raises if they differ."""
+    inputs = lambda: table("ltx")["ltx_condition"].inputs() | {"generator": torch.Generator().manual_seed(1)}  # noqa: E731
+    pipe = _pipe("ltx", "ltx_condition")
+    alone = _first(pipe(**inputs()))
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
+    error = follow(pipe, lambda leader: _error(_first(leader(**inputs())), alone))
+    other = inputs()
+    if rank == 1:
+        other["conditions"][0].image.putpixel((0, 0), (1, 2, 3))
+    with pytest.raises(PeerMismatchError) as caught:
+        pipe(**other)
+    return error, str(caught.value)
+
+
+def test_conditions_are_sent_and_compared(run_ranks: RankPool) -> None:
+    results = run_ranks(2, _conditions)
+    assert results[0][0] <= 1e-5
+    assert all("but conditions[0].image has a Image RGB (160, 96) " in said for _, said in results)
+
+
+def _threads(rank: int, world: int) -> list[Any]:
+    """Rank 0: the degrees after threads have used others, and errors. All: what a second thread raises."""
+    pipe, other = _pipe(*FLUX), _pipe(*FLUX)
+    alone = _first(pipe(**_inputs(*FLUX, 0)))
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), degrees={"guided": {"ulysses": world}})
+    parallelize_pipeline(other, ContextParallelConfig(ring_degree=world))
+    barrier, found = threading.Barrier(2), list[Any]()
+
+    def loop(leader: Leader) -> None:
+        def request() -> None:
+            with use_degrees(pipe, "guided"):
+                barrier.wait()  # both are inside
+                found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
+                barrier.wait()
+
+        threads = [threading.Thread(target=request) for _ in range(2)]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join()
+        found.append(_error(_first(leader(**_inputs(*FLUX, 0))), alone))
+        state = parallel_pipeline(pipe)
+        assert state is not None
+        found.append(state.transformers["transformer"].session.groups.context_shape)
+
+    follow(pipe, loop)
+
+    def second(called: Any) -> str:
+        """Call it from another thread, in the middle of a call of `pipe`."""
+        said = list[str]()
+
+        def run(*_: Any) -> dict[str, Any]:
+            def call() -> None:
+                try:
+                    called(**_inputs(*FLUX, 0))
+                except RuntimeError as error:
+                    said.append(str(error))
+
+            thread = threading.Thread(target=call)
+            thread.start()
+            thread.join()
+            return {}
+
+        pipe(**_inputs(*FLUX, 0), callback_on_step_end=run)
+        return said[0]
+
+    return [*found, second(pipe), second(other), _error(_first(other(**_inputs(*FLUX, 0))), alone)]
+
+
+def test_threads_choose_degrees_for_themselves_and_only_one_of_them_calls(run_ranks: RankPool) -> None:
+    (one, two, after, shape, *refused), others = run_ranks(2, _threads)
+    assert max(one, two, after) <= 1e-5
+    assert shape == (2, 1), "the default degrees"
+    for same, different, error in (refused, others):
+        for said in (same, different):
+            assert said.startswith("FluxPipeline is called while the thread MainThread is in a call")
+        assert error <= 1e-5

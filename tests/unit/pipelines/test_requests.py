@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
 from lightning_cp.pipelines.plain_data import PlainData
@@ -94,3 +95,16 @@ class Harmful:
 def test_other_objects_are_refused_by_their_place(value: Any, place: str) -> None:
     with pytest.raises(TypeError, match=place):
         PlainData.of(value)
+
+
+def test_dataclasses_of_diffusers_arrive_and_no_other_class_is_named() -> None:
+    image = Image.new("RGB", (3, 5), 9)
+    (found,) = _arrived([LTX2VideoCondition(frames=[image], index=4), LTX2VideoCondition(frames=torch.ones(2, 3))])
+    assert [type(x) for x in found] == [LTX2VideoCondition] * 2
+    assert (found[0].frames[0].tobytes(), found[0].index, found[0].crf) == (image.tobytes(), 4, None)
+    assert torch.equal(found[1].frames, torch.ones(2, 3))
+    with pytest.raises(TypeError, match="is a PlainData, which is not sent to other ranks"):
+        PlainData.of(PlainData([], []))
+    for module, name in [("subprocess", "Popen"), ("diffusers.pipelines.ltx2.pipeline_ltx2_condition", "Image")]:
+        with pytest.raises(TypeError, match="is not a dataclass of diffusers"):
+            PlainData([{"dataclass": [module, name, {"dict": []}]}], []).on(CPU)
