@@ -31,6 +31,8 @@ _WHOLE = {
         *("video_indices", "audio_indices", "text_indices"),
     ),
 }
+# Arguments with one entry per sample, and their number of dims. In one process, other numbers of samples are an error.
+_TEXTS = {"encoder_hidden_states": 3, "pooled_projections": 2}
 _ONE_SAMPLE = "text_indexes"  # Cosmos 3 has no batch dim
 
 
@@ -79,6 +81,11 @@ def _select_by_name(value: dict[str, Any], size: int, chosen: slice, *, of_lists
     whole = {name for marker, names in _WHOLE.items() if marker in value for name in names}
     selected: dict[str, Any] = {}
     for name, x in value.items():
+        if name not in whole and isinstance(x, Tensor) and x.ndim == _TEXTS.get(name) and len(x) != size:
+            raise ShapeError(
+                f"{name} has {len(x)} samples and the latents have {size} (branches of guidance count): they must be "
+                "equal, because this call's samples are divided"
+            )
         per_sample = 1
         if name == _FOLDED and isinstance(x, Tensor) and x.ndim:
             per_sample = max(1, len(x) // size)
