@@ -105,7 +105,8 @@ def parallelize_pipeline(
             "offload" and "release", components may be in host memory when this is called.
         kernel: attention kernel by name; "auto" chooses by device, dtype and mask.
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
-            context peers, with the same values as for the strategies.
+            context peers, with the same values as for the strategies. Unless it is "off", components, steps and results
+            are compared between all ranks that share a sample; with "first", steps and results of 2 calls only.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
             context groups use the same. None: equal.

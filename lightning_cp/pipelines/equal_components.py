@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sized
+from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, ref
@@ -21,16 +21,20 @@ from lightning_cp.errors import PeerMismatchError
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def component_settings(pipeline: Any) -> dict[str, Any]:
+def component_settings(pipeline: Any, transformers: Collection[str]) -> dict[str, Any]:
     """Return class, configuration and public plain attributes of a pipeline and of each component, by name.
 
     Attributes are those of modules: tiling and slicing, for example. Calls may change those of tokenizers and
     schedulers. Names that begin with an underscore are left out: they are versions and paths.
+
+    Args: transformers: names of components whose configuration is left out, because calls may change it.
     """
     found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
     for name, component in pipeline.components.items():
         of_module = _plain(vars(component)) if isinstance(component, nn.Module) else {}
-        found[name] = {"class": type(component).__qualname__, "config": _plain(_config_of(component)), **of_module}
+        found[name] = {"class": type(component).__qualname__, **of_module}
+        if name not in transformers:
+            found[name]["config"] = _plain(_config_of(component))
         if isinstance(component, Sized) and hasattr(component, "model_max_length"):  # a tokenizer
             found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
     return found

@@ -95,7 +95,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             chosen = chosen_degrees(state)
             common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
             if state.equal_weights is not None:
-                common |= component_settings(pipe)
+                common |= component_settings(pipe, state.transformers)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
                 if state.equal_weights is not None:

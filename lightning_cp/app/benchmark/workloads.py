@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from lightning_cp.comm.shards import shard_range, shard_sizes
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.apply import parallelize
 from lightning_cp.patching import intercept_calls
+from lightning_cp.pipelines.apply import parallelize_pipeline
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.patch_setup import make_patch_calls
 from lightning_cp.pipelines.step_clock import StepClock
@@ -170,7 +172,46 @@ def sampling(config: DictConfig, device: torch.device) -> list[Subject]:
     def copied(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, {id(x): x for x in model.parameters()})  # share the weights, which are not modified
 
-    return _model_subjects(config, device, step_of, copied=copied) + _stages(config, device)
+    subjects = _model_subjects(config, device, step_of, copied=copied) + _branches(config, device)
+    return subjects + _stages(config, device)
+
+
+class _Loop:
+    """A pipeline of a transformer and a scheduler, with guidance: both branches in one batch."""
+
+    def __init__(self, config: DictConfig, device: torch.device) -> None:
+        with device:
+            model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
+        self.scheduler: Any = FlowMatchEulerDiscreteScheduler()
+        self.components = {"transformer": model, "scheduler": self.scheduler}
+        self.arguments = model_arguments(config, device)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        model = self.components["transformer"]
+        name, x = next((name, x) for name, x in self.arguments.items() if isinstance(x, Tensor))
+        self.scheduler.set_timesteps(_STEPS, device=x.device)
+        for time in self.scheduler.timesteps:
+            given = {key: _two_samples(value) for key, value in {**self.arguments, name: x}.items()}
+            unguided, guided = model(**given)[0].chunk(2)
+            x = self.scheduler.step(unguided + 3.0 * (guided - unguided), time, x)[0]
+        return x
+
+
+def _branches(config: DictConfig, device: torch.device) -> list[Subject]:
+    """List calls of a pipeline with a branch of guidance on each half of the ranks, with and without comparisons."""
+    ranks = dist.get_world_size()
+
+    def build(check_peers: str) -> Callable[[], object]:
+        loop = _Loop(config, device)
+        parallelize_pipeline(loop, ContextParallelConfig(ring_degree=ranks // 2), cfg=2, check_peers=check_peers)
+        return lambda: loop()
+
+    return [
+        Subject(f"2 branches{suffix}", functools.partial(build, check_peers), steps=_STEPS)
+        for suffix, check_peers in (("", "sampled"), (UNCHECKED, "off"))
+        if ranks % 2 == 0
+    ]
 
 
 def _stages(config: DictConfig, device: torch.device) -> list[Subject]:
