@@ -29,6 +29,10 @@ class CallFailedError(RuntimeError):
     """A pipeline call that failed on another rank, and has therefore ended on all ranks that share the sample."""
 
 
+class CallCancelledError(CallFailedError):
+    """A call of a parallel pipeline was cancelled, or its time limit has passed. The next call works."""
+
+
 class JobSecretError(RuntimeError):
     """A rank, or a message of a rank, that does not know the secret of the job."""
 

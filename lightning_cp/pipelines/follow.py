@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from operator import attrgetter
@@ -13,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.errors import CallCancelledError, CallFailedError, PlanError
 from lightning_cp.pipelines.placement import rank_device
 from lightning_cp.pipelines.plain_data import PlainData
 from lightning_cp.pipelines.requests import Requests
@@ -22,6 +24,7 @@ from lightning_cp.pipelines.votes import Votes
 
 _CALLBACK = "callback_on_step_end"
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
+_limit_s: ContextVar[float | None] = ContextVar("time limit of calls", default=None)
 _log = logging.getLogger("lightning_cp")
 T = TypeVar("T")
 
@@ -81,11 +84,14 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
 
 
 class Leader:
-    """Calls a parallel pipeline on all ranks, from rank 0. Threads may share it: their calls run one after another."""
+    """Calls a parallel pipeline on all ranks, from rank 0. Threads may share it: their calls run one after another.
+
+    `cancel` and `time_limit` end a call, on all ranks; the next one works.
+    """
 
     def __init__(self, pipe: Any, state: ParallelPipeline, requests: Requests) -> None:
         self._pipe, self._state, self._requests = pipe, state, requests
-        self._lock = threading.Lock()
+        self._lock, self._is_cancelled = threading.Lock(), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on all ranks, with the degrees of `use_degrees` on rank 0.
@@ -108,6 +114,28 @@ class Leader:
         _method(self._pipe, name)
         return self._run(_Request(name, chosen_degrees(self._state)), args, kwargs)
 
+    def cancel(self) -> None:
+        """End the running call on all ranks; without one, do nothing. Call it from another thread, or a signal handler.
+
+        The call raises CallCancelledError before its next transformer call or decode. The steps of PipeFusion that
+        overlap are completed first.
+        """
+        self._is_cancelled = True
+
+    @contextmanager
+    def time_limit(self, seconds: float) -> Iterator[None]:
+        """Limit the time of each call of this thread (or asyncio task) in this context.
+
+        It begins when the call begins to wait for those of other threads. Then see `cancel`.
+        """
+        if not seconds > 0:
+            raise ValueError(f"time_limit({seconds!r}) must be a positive number of seconds")
+        token = _limit_s.set(seconds)
+        try:
+            yield
+        finally:
+            _limit_s.reset(token)
+
     def end(self, error: BaseException | None) -> None:
         """End the loop on the other ranks, unless they wait inside an exchange."""
         with self._lock:
@@ -118,13 +146,28 @@ class Leader:
     def _run(
         self, request: _Request, args: Any, kwargs: dict[str, Any], callback: Callable[..., Any] | None = None
     ) -> Any:
-        with self._lock:
-            self._state.votes.check_usable()
+        limit_s, votes = _limit_s.get(), self._state.votes
+        ends = None if limit_s is None else time.monotonic() + limit_s
+
+        def interrupt() -> None:
+            if self._is_cancelled:
+                raise CallCancelledError("the call was cancelled")
+            if ends is not None and time.monotonic() > ends:
+                raise CallCancelledError(f"the call has taken longer than its limit of {limit_s} s")
+
+        if not self._lock.acquire(timeout=-1 if limit_s is None else limit_s):
+            raise CallCancelledError(f"other calls have taken longer than this call's limit of {limit_s} s")
+        try:
+            votes.check_usable()
             self._requests.send(asdict(request), PlainData.of(args, kwargs))
             if callback is not None:
                 kwargs[_CALLBACK] = _unchanging(callback)
-            with self._state.votes.call(by_leader=True):
+            self._is_cancelled, votes.interrupt = False, interrupt
+            with votes.call(by_leader=True):
                 return _run(self._pipe, request, args, kwargs)
+        finally:
+            votes.interrupt = _goes_on
+            self._lock.release()
 
 
 def _lead(leader: Leader, votes: Votes, loop: Callable[[Leader], T]) -> T:
@@ -202,6 +245,10 @@ def _unchanging(callback: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
         return {}
 
     return run
+
+
+def _goes_on() -> None:
+    """Interrupt no call."""
 
 
 def _no_change(*_: Any) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class Votes:
             error then counts as one inside an exchange.
         progress: returns the number of exchanges without votes that this rank has begun. If it differs between ranks
             when a call fails, some of them wait for exchanges that others will not begin.
+        interrupt: called before each vote to go on. It may raise, which ends the call on all ranks.
         has_leader: True on rank 0 inside `follow`: calls must go through its `Leader`.
     """
 
@@ -73,6 +74,7 @@ class Votes:
         self.broken: BaseException | None = None
         self.has_pending: Callable[[], bool] = lambda: False
         self.progress: Callable[[], int] = lambda: 0
+        self.interrupt: Callable[[], None] = lambda: None
         self.has_leader = False
 
     @contextmanager
@@ -161,6 +163,8 @@ class Votes:
             ) from self.broken
 
     def _vote(self, vote: int) -> list[int]:
+        if vote == _GOES_ON:
+            self.interrupt()
         if self._group is None:
             return [vote]
         try:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
-from lightning_cp.errors import CallFailedError, PeerMismatchError, PlanError
+from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
 from lightning_cp.pipelines import Leader, follow, parallel_pipeline, use_degrees, votes
 from tests import features
 from tests.harness import RankPool
@@ -377,3 +377,50 @@ def test_threads_choose_degrees_for_themselves_and_only_one_of_them_calls(run_ra
         for said in (same, different):
             assert said.startswith("FluxPipeline is called while the thread MainThread is in a call")
         assert error <= 1e-5
+
+
+def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
+    """Rank 0: what cancelled calls and those over their limit raise; each is followed by one that works."""
+    pipe = _pipe(*FLUX)
+    inputs = _inputs(*FLUX, 0) | {"num_inference_steps": 20}
+    alone = _first(pipe(**_inputs(*FLUX, 1)))
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+
+    def loop(leader: Leader) -> list[str]:
+        said = list[str]()
+
+        def call(**others: Any) -> None:
+            with pytest.raises(CallCancelledError) as caught:
+                leader(**inputs, **others)
+            said.append(str(caught.value))
+
+        leader.cancel()  # no call is running
+        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        steps = list[int]()
+        call(callback_on_step_end=lambda pipe, i, t, given: steps.append(i) or leader.cancel() or {})
+        assert steps == [0], "it ends before the next forward"
+        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        with leader.time_limit(0.3):
+            call(callback_on_step_end=lambda pipe, i, t, given: time.sleep(0.1) or {})
+            inside, done = threading.Event(), threading.Event()
+            wait = lambda pipe, i, t, given: inside.set() or (done.wait() and {})  # noqa: E731
+            other = threading.Thread(target=lambda: leader(**_inputs(*FLUX, 1), callback_on_step_end=wait))
+            other.start()
+            inside.wait()
+            call()
+            done.set()
+            other.join()
+        assert _error(_first(leader(**_inputs(*FLUX, 1))), alone) <= 1e-5
+        with pytest.raises(ValueError, match="must be a positive number of seconds"), leader.time_limit(0):
+            pass
+        return said
+
+    return follow(pipe, loop) or []
+
+
+@pytest.mark.parametrize(("world", "settings"), [(2, {"cfg": 2}), pytest.param(2, {"pipe": 2}, marks=pytest.mark.full)])
+def test_calls_are_cancelled_and_have_a_time_limit(run_ranks: RankPool, world: int, settings: dict[str, int]) -> None:
+    cancelled, too_long, waited = run_ranks(world, _cancelled, settings)[0]
+    assert cancelled == "the call was cancelled"
+    assert too_long == "the call has taken longer than its limit of 0.3 s"
+    assert waited == "other calls have taken longer than this call's limit of 0.3 s"
