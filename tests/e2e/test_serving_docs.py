@@ -1,0 +1,100 @@
+"""The program of docs/serving.md serves real clients: pictures of one process, whatever shares a call."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.e2e.recipe import ROOT
+from tests.pipelines import table
+
+PROGRAM = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "serving.md").read_text(), re.DOTALL)[0]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def _pipe() -> Any:
+    torch.manual_seed(0)
+    return table("flux")["flux"].make()
+
+
+def _post(port: int, **job: Any) -> np.ndarray[Any, Any]:
+    data = json.dumps({"height": 48, "width": 32, "steps": 2, **job}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/images", data, headers={"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return np.asarray(Image.open(io.BytesIO(answer.read()))).astype(int)
+
+
+def _answers(port: int) -> bool:
+    """Return whether the service refuses a job without steps."""
+    try:
+        _post(port, prompt="", steps=0)
+    except urllib.error.HTTPError as error:
+        return error.code == 422
+    except OSError:
+        return False
+    return False
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Port and process of the service, with 2 ranks."""
+    _pipe().save_pretrained(tmp_path / "model")
+    (tmp_path / "serve.py").write_text(PROGRAM)
+    port = _free_port()
+    environ = {**os.environ, "MODEL": str(tmp_path / "model"), "PORT": str(port), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "serve.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            until = time.monotonic() + 120
+            while not _answers(port):
+                assert process.poll() is None, process.communicate()[0]
+                assert time.monotonic() < until, "it does not start"
+                time.sleep(0.2)
+            yield port, process
+        finally:
+            process.kill()
+
+
+@pytest.mark.full
+def test_clients_get_one_process_pictures_and_the_service_ends(service: tuple[int, subprocess.Popen[str]]) -> None:
+    port, process = service
+    jobs: list[dict[str, Any]] = [{"prompt": f"a {x}", "seed": i} for i, x in enumerate(("cat", "dog", "bird"))]
+    jobs.append({"prompt": "a cat", "seed": 0, "width": 48})
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        found = list(pool.map(lambda job: _post(port, **job), jobs))
+    pipe = _pipe()
+    pipe.set_progress_bar_config(disable=True)
+    for job, picture in zip(jobs, found, strict=True):
+        seeded = torch.Generator().manual_seed(job["seed"])
+        alone = pipe(job["prompt"], height=48, width=job.get("width", 32), num_inference_steps=2, generator=seeded)
+        assert np.abs(picture - np.asarray(alone.images[0]).astype(int)).max() <= 1
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "Application shutdown complete" in output
