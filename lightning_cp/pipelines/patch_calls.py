@@ -90,6 +90,15 @@ class PatchCalls:
         if self.results is not None:
             self.results.start(overlaps=overlaps)
 
+    def begin_loop(self) -> None:
+        """Begin a denoising loop in a call of the pipeline: it starts without the keys of the loop before.
+
+        Some pipelines have one loop for each window of a long video, and other tokens in each. Ranks: all stages.
+        """
+        if self.results is not None:
+            self.results.flush()
+        self.branches.forget()
+
     def end(self) -> None:
         """End a call of the pipeline, also if it failed."""
         self._reset()

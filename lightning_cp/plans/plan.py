@@ -23,16 +23,20 @@ class Split:
     Attributes:
         dim: dim that holds the tokens.
         modalities: modalities along this dim, in order.
-        ndim: split only tensors with this number of dims; others stay whole.
+        ndim: split only tensors with this number of dims, or one of these numbers; others stay whole.
         local: modalities that are already sharded in this tensor; the other modalities may be whole.
         folded: the dim holds [batch x tokens], tokens innermost.
     """
 
     dim: int
     modalities: Modalities
-    ndim: int | None = None
+    ndim: int | tuple[int, ...] | None = None
     local: Modalities = ()
     folded: bool = False
+
+    def is_for(self, ndim: int) -> bool:
+        """Return True if tensors with so many dims are split."""
+        return self.ndim is None or ndim in (self.ndim if isinstance(self.ndim, tuple) else (self.ndim,))
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,13 @@ class Kept:
     name: str
 
 
-def split(dim: int, *modalities: str, ndim: int | None = None, local: Modalities = (), folded: bool = False) -> Split:
+def split(
+    dim: int,
+    *modalities: str,
+    ndim: int | tuple[int, ...] | None = None,
+    local: Modalities = (),
+    folded: bool = False,
+) -> Split:
     """Short form of `Split(dim, modalities)`, for the tables of plans."""
     return Split(dim, modalities, ndim, local, folded)
 

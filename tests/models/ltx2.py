@@ -94,6 +94,11 @@ TINY = {
         _CONFIG,
         lambda g: {**ltx2(g), "timestep": steps(g, 25), "audio_timestep": STEPS},
     ),
+    "ltx2_timestep_columns": Tiny(
+        "LTX2VideoTransformer3DModel",
+        _CONFIG,
+        lambda g: {**ltx2(g), "timestep": steps(g, 25)[..., None], "audio_timestep": steps(g, 11)[..., None]},
+    ),
     "ltx2_self_attention_mask": Tiny(
         "LTX2VideoTransformer3DModel",
         _CONFIG,
