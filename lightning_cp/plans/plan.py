@@ -134,6 +134,8 @@ class Attention:
             segments have kept keys of the tokens that preceded theirs, and may have a key mask over all of them.
         form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
+        log_base: name of a kept argument, a number of tokens. If it is given, the softmax scale is multiplied by
+            sqrt(log(s) / log(log_base)), where s is the number of queries on all ranks.
     """
 
     queries: Modalities
@@ -143,6 +145,7 @@ class Attention:
     cached: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     replaces_processors: tuple[str, ...] = ()
+    log_base: str = ""
 
 
 @dataclass(frozen=True)

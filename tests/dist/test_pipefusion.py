@@ -62,6 +62,9 @@ _CASES = {
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
     "drops_padding": ("framepack", 2, {}, {"pipe": 2, "patches": 2}),
     "alternating_blocks": ("latte", 3, {}, {"pipe": 3, "patches": 2}),
+    "proportional_attention": ("lumina", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
+    "proportional_exact": ("lumina", 2, {}, {"pipe": 2, "patches": 1}),
+    "proportional_cfg": ("lumina", 2, {}, {"cfg": 2, "patches": 3}),
     "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }

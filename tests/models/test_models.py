@@ -30,7 +30,7 @@ _TRIALS += [(name, "unified", 4) for name in TINY]
 _TRIALS += [(name, "replay", 3) for name in FIRST.values()]
 _TRIALS += [(next(iter(family)), mode, 6) for family in FAMILIES.values() for mode in ("unified", "unified3")]
 _SPREAD = [("ring", 3), ("ulysses", 3), ("rotation", 3)]
-_SPECIAL = [("ltx_timestep_column", "ring", 3)]
+_SPECIAL = [("ltx_timestep_column", "ring", 3), ("lumina_next_proportional", "ulysses", 3)]
 
 
 _measured: list[Measured] = []
