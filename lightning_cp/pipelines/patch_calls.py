@@ -85,6 +85,8 @@ class PatchCalls:
         Args: overlaps: the stages may begin a step before the step before is complete on all of them.
         """
         self._reset()
+        if self.stage is not None:
+            self.stage.links.forget_oldest()
         overlaps = overlaps and self.stage is not None and self.stage.count > 1
         self.branches.clock.resolves = not overlaps
         if self.results is not None:
