@@ -148,9 +148,16 @@ def test_the_step_of_any_scheduler_ends_a_step(name: str, scheduler: str) -> Non
     assert max(counts) <= 2
 
 
-def test_a_class_that_is_not_proven_is_refused() -> None:
-    with pytest.raises(PlanError, match="ChromaTransformer2DModel cannot be computed in patches"):
-        parallelize_pipeline(_pipe("chroma"), ContextParallelConfig(), patches=2)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chroma", "ChromaTransformer2DModel cannot be computed in patches"),
+        ("cogview4", "patches=2: CogView4Transformer2DModel cannot be computed in patches, .* use patches=1"),
+    ],
+)
+def test_a_class_that_is_not_proven_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parallelize_pipeline(_pipe(name), ContextParallelConfig(), patches=2)
 
 
 _CACHED = "FirstBlockCache on FluxTransformer2DModel with pipe or patches above 1"
