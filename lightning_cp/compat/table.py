@@ -162,6 +162,11 @@ _PIPELINE = [
     *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED),
     *_uses(
         "pipeline",
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        cache_enabled="count keys and values without results that stay in memory",
+    ),
+    *_uses(
+        "pipeline",
         "diffusers.models.autoencoders.autoencoder_kl_magvit:AutoencoderKLMagvit",
         _clear_conv_cache="begin a decoding of several ranks without frames of the last one",
     ),

@@ -126,6 +126,7 @@ def fake_tensors() -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
     logging.disable(logging.CRITICAL)
     try:
         with warnings.catch_warnings(action="ignore"), FakeTensorMode() as mode:
+            mode.cache_enabled = False  # torch would keep the results of each shape for ever
             yield mode.from_tensor
     finally:
         logging.disable(before)

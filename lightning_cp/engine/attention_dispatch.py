@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -158,7 +159,7 @@ class AttentionDispatcher:
             )
         if mask is not None and not sizes[1] and self.kinds is not None and self.kinds[0].cached:
             raise InterceptionError("attention over keys of earlier forwards takes no mask: leave it out")
-        kernel = kernel_for(session, backend)
+        kernel, scale = kernel_for(session, backend), self._scale(scale, query)
         if session.current().evaluation is not None:
             return attend_in_patches(
                 query,
@@ -187,6 +188,16 @@ class AttentionDispatcher:
         )
         assert isinstance(out, Tensor), "return_lse is off"
         return out
+
+    def _scale(self, scale: float | None, query: Tensor) -> float | None:
+        """Return the softmax scale; if it depends on the number of tokens, for the tokens of all ranks."""
+        kind, call = None if self.kinds is None else self.kinds[0], self.session.current()
+        base = None if kind is None or not kind.log_base else call.kept.get(kind.log_base)
+        if kind is None or base is None:
+            return scale
+        tokens = sum(call.lengths[modality] for modality in kind.queries)
+        own: float = query.shape[-1] ** -0.5 if scale is None else scale
+        return own * math.sqrt(math.log(tokens, base))
 
     def _sizes(self, queries: int, keys: int, contents: Sequence[Tensor]) -> Sizes | None:
         """Derive the number of queries and keys on each rank from this rank's; None if the keys are whole.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -71,9 +72,9 @@ class AttentionPatch:
         processor: Any = getattr(module, "processor", None)
         if makes_attention_call(own_function(module), module):
             self._intercept_forward(module)
-        if attending_method(processor) is None:
-            return
-        module.processor = _replacement_for(processor, self._class_of(processor, mark))
+        computes = _with_attention_call(processor, module)
+        if attending_method(computes) is not None:
+            module.processor = _replacement_for(processor, self._class_of(computes, mark))
 
     def _intercept_forward(self, module: nn.Module) -> None:
         function, of_class = own_function(module), own_forward(module).get() is None
@@ -270,9 +271,26 @@ def is_stuck(module: nn.Module) -> bool:
 
 def attends(module: nn.Module) -> bool:
     """Return True if the module, or its processor, makes attention calls that can be replaced."""
-    if attending_method(getattr(module, "processor", None)) is not None:
+    if attending_method(_with_attention_call(getattr(module, "processor", None), module)) is not None:
         return True
     return makes_attention_call(own_function(module), module)
+
+
+def _with_attention_call(processor: Any, module: Any) -> Any:
+    """Return a processor that computes the same as `processor` with an attention call; itself if there is no other.
+
+    diffusers' `AttnProcessor` (`set_default_attn_processor` of PixArt) computes all scores as a tensor. Where `module`
+    has neither a special scale nor norms of queries and keys, `AttnProcessor2_0` computes the same.
+    """
+    kind: Any = type(processor)
+    if (kind.__module__, kind.__name__) != ("diffusers.models.attention_processor", "AttnProcessor"):
+        return processor
+    diffusers: Any = sys.modules[kind.__module__]
+    if not isinstance(module, diffusers.Attention) or not is_defined_by(kind, kind.__call__):
+        return processor
+    has_norms = module.norm_q is not None or module.norm_k is not None
+    is_same = module.scale == (module.inner_dim // module.heads) ** -0.5 and not has_norms
+    return diffusers.AttnProcessor2_0() if is_same else processor
 
 
 def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False) -> None:
@@ -296,7 +314,8 @@ def check_reachable(module: nn.Module, path: str, *, may_call_flex: bool = False
     if processor is not None and not attends(module):
         raise PlanError(
             f"{path}.processor is a {type(processor).__name__}, which makes no attention call that could be "
-            "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention"
+            "intercepted: it must go through diffusers' dispatch_attention_fn or F.scaled_dot_product_attention. Set "
+            "the processor that this class has by default (AttnProcessor2_0, for example)"
         )
     if makes_attention_call(type(module).__call__):
         raise PlanError(

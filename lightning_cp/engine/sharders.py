@@ -91,7 +91,7 @@ class OutputHook(EngineHook):
 
     def _gather(self, x: Tensor, spec: Spec) -> Tensor:
         assert isinstance(spec, Split), "rules hold one split for each gathered output"
-        if spec.ndim is not None and x.ndim != spec.ndim:
+        if not spec.is_for(x.ndim):
             return x
         check_dim(x, spec, self.rule.path)
         call, own = self.session.current(), x.shape[spec.dim]

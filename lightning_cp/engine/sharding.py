@@ -94,7 +94,7 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
 
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
     call = session.current()
-    if spec.ndim is not None and x.ndim != spec.ndim:
+    if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
     dim, n = spec.dim % x.ndim, x.shape[spec.dim]
@@ -237,7 +237,7 @@ def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Seque
 
 
 def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:
-    if spec.ndim is not None and x.ndim != spec.ndim:
+    if not spec.is_for(x.ndim):
         return x
     check_dim(x, spec, name)
     own = call.sizes(spec.modalities)[call.groups.context_rank]
@@ -272,7 +272,7 @@ def shard_unconditionally(value: Any, spec: Spec | None, *, name: str, session: 
         return like(value, [shard_unconditionally(x, s, name=name, session=session) for x, s in pairs])
     if not (isinstance(spec, Split) and isinstance(value, Tensor)):
         raise _undescribed(value, spec, name)
-    if spec.ndim is not None and value.ndim != spec.ndim:
+    if not spec.is_for(value.ndim):
         return value
     check_dim(value, spec, name)
     call, n = session.current(), value.shape[spec.dim]

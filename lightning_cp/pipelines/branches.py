@@ -24,7 +24,7 @@ from lightning_cp.errors import GuidanceError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, is_repeated, samples_of_branch
-from lightning_cp.pipelines.forms import Form, form_and_tensors, key_of
+from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors, key_of
 from lightning_cp.pipelines.lazy_tensor import PendingGathers, held_tensors, resolve_all
 from lightning_cp.pipelines.samples import join_samples, main_argument, select_from_call
 from lightning_cp.sample_groups import SampleGroups
@@ -122,6 +122,7 @@ class BranchCalls:
         self.incomplete_exchanges = self.shared = 0
         self.owners.clear()
         self.repeats.clear()
+        forget_oldest(self.forms)
         self.is_active, self.may_start_late = True, may_start_late
 
     def end(self) -> None:

@@ -29,7 +29,7 @@ from lightning_cp.mesh import SINGLE_RANK, MeshGroups
 from lightning_cp.nest import of_type, replace
 from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.block_stages import blocks_of
-from lightning_cp.pipelines.forms import key_of
+from lightning_cp.pipelines.forms import forget_oldest, key_of
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ class BufferMemory:
         Ranks: all of the context group. Raises: PlanError: on one of these ranks they do not fit; the same on all.
         """
         if key not in self.needed:
+            forget_oldest(self.needed)
             self.needed[key] = self._count(args, kwargs)
         needed = self.needed[key]
         self._is_checked = needed is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,8 @@ from torch import Tensor
 from lightning_cp.comm.packet import Layout, layout_of
 from lightning_cp.compat.torch_names import TreeSpec, tree_flatten, tree_unflatten
 from lightning_cp.nest import of_type
+
+_MOST_SHAPES = 256  # entries of a table; with stages, a size has one for each patch
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,17 @@ def key_of(values: Any) -> tuple[Any, ...]:
     leaves, spec = tree_flatten(values)
     found = tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else _plain(x) for x in leaves)
     return found, repr(spec), _autocast(values)
+
+
+def forget_oldest(table: dict[Hashable, Any], most: int | None = None) -> None:
+    """Remove the oldest entries of a table by shapes, so that a service with ever new sizes does not fill the memory.
+
+    Args: most: number of entries to keep; None: 256.
+    Ranks: those that exchange something for a new key call it at the beginning of a pipeline call, when nothing is on
+        its way. Their tables have the same keys in the same order, so they remove the same ones.
+    """
+    for key in list(table)[: max(len(table) - (_MOST_SHAPES if most is None else most), 0)]:
+        del table[key]
 
 
 def _autocast(values: Any) -> tuple[Any, ...]:

@@ -85,10 +85,21 @@ class PatchCalls:
         Args: overlaps: the stages may begin a step before the step before is complete on all of them.
         """
         self._reset()
+        if self.stage is not None:
+            self.stage.links.forget_oldest()
         overlaps = overlaps and self.stage is not None and self.stage.count > 1
         self.branches.clock.resolves = not overlaps
         if self.results is not None:
             self.results.start(overlaps=overlaps)
+
+    def begin_loop(self) -> None:
+        """Begin a denoising loop in a call of the pipeline: it starts without the keys of the loop before.
+
+        Some pipelines have one loop for each window of a long video, and other tokens in each. Ranks: all stages.
+        """
+        if self.results is not None:
+            self.results.flush()
+        self.branches.forget()
 
     def end(self) -> None:
         """End a call of the pipeline, also if it failed."""

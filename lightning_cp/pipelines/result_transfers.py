@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import Any
 
 import torch.distributed as dist
@@ -17,10 +18,12 @@ from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, form_and_tensors, unpickled_quietly
+from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors, unpickled_quietly
 from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
 from lightning_cp.pipelines.stage_links import check_same
+
+_MOST_BYTES = 2**27  # of all positions: 39 MB for a video of Wan at 720p
 
 
 @dataclass(eq=False)
@@ -91,6 +94,13 @@ class ResultTransfers:
     def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
         """Return the positions of each piece of a result; empty if they are not known."""
         return self._pieces.get((id(stage), key), [])
+
+    def forget_oldest(self) -> None:
+        """Forget the shapes and positions of the oldest results. Ranks: see `forms.forget_oldest`."""
+        forget_oldest(self._forms)
+        sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]
+        newest = takewhile(lambda total: total <= _MOST_BYTES, accumulate(reversed(sizes)))
+        forget_oldest(self._pieces, max(sum(1 for _ in newest), 1))
 
     def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int, *, in_pieces: bool) -> StageResult:
         """Begin a transformer call.

@@ -18,7 +18,7 @@ from lightning_cp.comm.packet import Layout
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
-from lightning_cp.pipelines.forms import Form, unpickled_quietly
+from lightning_cp.pipelines.forms import Form, forget_oldest, unpickled_quietly
 from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 
 
@@ -49,6 +49,11 @@ class StageLinks:
                 return  # its form arrives first, in a message of its own
             if key not in self._incoming:
                 self._incoming[key] = self._start_receive(key)
+
+    def forget_oldest(self) -> None:
+        """Forget the oldest forms. Ranks: all stages, see `forms.forget_oldest`."""
+        forget_oldest(self.forms)
+        forget_oldest(self.sent_forms)
 
     def receive(self, key: Hashable) -> list[Any]:
         """Receive the outputs of the last block before this stage.

@@ -24,6 +24,7 @@ from lightning_cp.compat.torch_names import aten, is_functional
 from lightning_cp.errors import CallFailedError
 from lightning_cp.nest import of_type
 from lightning_cp.pipelines.block_stages import BlockStage
+from lightning_cp.pipelines.forms import forget_oldest
 from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
 from lightning_cp.pipelines.result_transfers import ResultTransfers, StageResult
 from lightning_cp.pipelines.step_overlap import ComputeStart, describe, have_pieces, is_independent
@@ -191,6 +192,8 @@ class StageResults(LazyResults):
     def start(self, *, overlaps: bool) -> None:
         """Start a call of the pipeline. Ranks: all stages."""
         self.reset()
+        self.transfers.forget_oldest()
+        forget_oldest(self._independent)
         for pending in self._unread:  # of a call that failed on all stages
             pending.wait()
         self._unread, self.overlaps = [], overlaps

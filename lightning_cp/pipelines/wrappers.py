@@ -122,13 +122,22 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 
 
 def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
-    """Wrap the `step` of the scheduler that this call uses: it may be exchanged between calls."""
+    """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
     around_step = list(state.around_step)
     if state.equal_steps is not None:
         state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
         around_step.insert(0, partial(state.equal_steps.compare_step, scheduler))  # gets resolved tensors
-    return [intercept_method(scheduler, "step", around) for around in around_step if hasattr(scheduler, "step")]
+
+    def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for one in state.patch_calls.values():
+            one.begin_loop()
+        return call(*args, **kwargs)
+
+    undo = [intercept_method(scheduler, "step", around) for around in around_step if hasattr(scheduler, "step")]
+    if state.patch_calls and hasattr(scheduler, "set_timesteps"):
+        undo.append(intercept_method(scheduler, "set_timesteps", before_loop))
+    return undo
 
 
 def _finish_checks(state: ParallelPipeline, result: Any) -> None:

@@ -4,7 +4,7 @@ from lightning_cp.plans.plan import LOCAL, Plan, patches, split
 
 PLANS = {
     "LTXVideoTransformer3DModel": Plan(
-        inputs={"hidden_states": split(1, "image"), "timestep": split(1, "image", ndim=2)},
+        inputs={"hidden_states": split(1, "image"), "timestep": split(1, "image", ndim=(2, 3))},
         blocks={
             "transformer_blocks": {
                 "hidden_states": split(1, "image"),

@@ -14,8 +14,8 @@ PLANS = {
         inputs={
             "hidden_states": split(1, "image"),
             "audio_hidden_states": split(1, "audio"),
-            "timestep": split(1, "image", ndim=2),
-            "audio_timestep": split(1, "audio", ndim=2),
+            "timestep": split(1, "image", ndim=(2, 3)),
+            "audio_timestep": split(1, "audio", ndim=(2, 3)),
             "video_keyframes_mask": split(1, "image"),
         },
         blocks={
@@ -39,9 +39,10 @@ PLANS = {
         gather={"proj_out": split(1, "image"), "audio_proj_out": split(1, "audio")},
         needed=("audio",),
         unused=("av_cross_attn_*", "transformer_blocks.*"),
+        patches=patches("image", "audio", whole="the mask of its self-attention is made for the tokens of all patches"),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Plan(
-        inputs={"hidden_states": split(1, "image"), "timestep": split(1, "image", ndim=2)},
+        inputs={"hidden_states": split(1, "image"), "timestep": split(1, "image", ndim=(2, 3))},
         blocks={"transformer_blocks": _VIDEO},
         attention={"attn1": ("image",), "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},

@@ -23,16 +23,20 @@ class Split:
     Attributes:
         dim: dim that holds the tokens.
         modalities: modalities along this dim, in order.
-        ndim: split only tensors with this number of dims; others stay whole.
+        ndim: split only tensors with this number of dims, or one of these numbers; others stay whole.
         local: modalities that are already sharded in this tensor; the other modalities may be whole.
         folded: the dim holds [batch x tokens], tokens innermost.
     """
 
     dim: int
     modalities: Modalities
-    ndim: int | None = None
+    ndim: int | tuple[int, ...] | None = None
     local: Modalities = ()
     folded: bool = False
+
+    def is_for(self, ndim: int) -> bool:
+        """Return True if tensors with so many dims are split."""
+        return self.ndim is None or ndim in (self.ndim if isinstance(self.ndim, tuple) else (self.ndim,))
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,13 @@ class Kept:
     name: str
 
 
-def split(dim: int, *modalities: str, ndim: int | None = None, local: Modalities = (), folded: bool = False) -> Split:
+def split(
+    dim: int,
+    *modalities: str,
+    ndim: int | tuple[int, ...] | None = None,
+    local: Modalities = (),
+    folded: bool = False,
+) -> Split:
     """Short form of `Split(dim, modalities)`, for the tables of plans."""
     return Split(dim, modalities, ndim, local, folded)
 
@@ -124,6 +134,8 @@ class Attention:
             segments have kept keys of the tokens that preceded theirs, and may have a key mask over all of them.
         form: "softmax"; "linear": attention without softmax (`engine/linear.py`); "block_causal": `engine/segments.py`.
         replaces_processors: names of the attention processors that a form other than "softmax" replaces.
+        log_base: name of a kept argument, a number of tokens. If it is given, the softmax scale is multiplied by
+            sqrt(log(s) / log(log_base)), where s is the number of queries on all ranks.
     """
 
     queries: Modalities
@@ -133,6 +145,7 @@ class Attention:
     cached: bool = False
     form: Literal["softmax", "linear", "block_causal"] = "softmax"
     replaces_processors: tuple[str, ...] = ()
+    log_base: str = ""
 
 
 @dataclass(frozen=True)
@@ -164,6 +177,7 @@ class Patches:
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
+        whole: reason why the tokens cannot be computed in patches, so only `patches=1` is valid; "": they can.
         stages: False: the model needs outputs or weights of other blocks than the one before a block, so all blocks
             run on every rank.
         samples: False: arguments cannot be divided by samples, so stages compute a batch whole, and `cfg` above 1 is
@@ -178,6 +192,7 @@ class Patches:
     """
 
     order: Modalities
+    whole: str = ""
     stages: bool = True
     samples: bool = True
     once: tuple[str, ...] = ()

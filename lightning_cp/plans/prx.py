@@ -1,6 +1,6 @@
 """PRX: the image attends to [text | image]; the text is never updated and is split at every block."""
 
-from lightning_cp.plans.plan import Attention, Plan, split
+from lightning_cp.plans.plan import Attention, Plan, patches, split
 
 PLANS = {
     "PRXTransformer2DModel": Plan(
@@ -14,5 +14,6 @@ PLANS = {
         },
         attention={"attention": Attention(("image",), ("text", "image"))},
         gather={"final_layer": split(1, "image")},
+        patches=patches("text", "image"),
     ),
 }

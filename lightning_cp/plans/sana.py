@@ -3,11 +3,12 @@
 Images are split between rows and videos between frames; convolutions exchange halos with neighbouring shards.
 """
 
-from lightning_cp.plans.plan import LOCAL, Attention, Plan, rows, split
+from lightning_cp.plans.plan import LOCAL, Attention, Plan, patches, rows, split
 
 _SELF = Attention(
     ("image",), form="linear", replaces_processors=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0")
 )
+_STAGES = patches("image", whole="its linear attention and its convolutions need the tokens of all patches")
 PLANS = {
     "SanaTransformer2DModel": Plan(
         inputs={
@@ -18,6 +19,7 @@ PLANS = {
         halos={"transformer_blocks.*.ff.conv_depth": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
+        patches=_STAGES,
     ),
     "SanaVideoTransformer3DModel": Plan(
         inputs={
@@ -35,5 +37,6 @@ PLANS = {
         halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"transformer_blocks.-1": split(1, "image")},
+        patches=_STAGES,
     ),
 }

@@ -112,7 +112,7 @@ class _TileLoop:
 
     def __call__(self, loop: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, vae, kind = self.session, self.session.vae, self.session.kind
-        if session.batch is not None or not vae.use_tiling:
+        if session.batch is not None or not vae.use_tiling or _has_no_samples(*args, *kwargs.values()):
             return loop(*args, **kwargs)
         worker = TileWorker(session.groups)
         drops = bool(kind.drops_frames) and self.name == "tiled_decode" and getattr(vae, kind.drops_frames)
@@ -140,6 +140,11 @@ class _TileLoop:
             self.session.batch = batch
 
 
+def _has_no_samples(*inputs: Any) -> bool:
+    """Return True for an empty batch, which has no rows or tiles to share: SD3 slices one picture per generator."""
+    return any(isinstance(x, Tensor) and x.ndim > 0 and not len(x) for x in inputs)
+
+
 def _without_first(ratio: int, x: Tensor) -> Tensor:
     """Drop the frames before the first one, as Mochi does in each tile; blending treats each frame alone."""
     return x[:, :, ratio - 1 :] if x.shape[2] >= ratio else x
@@ -164,6 +169,8 @@ class _CoderCall:
     def __call__(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         session, kind = self.session, self.session.kind
         session.refuse_gradients(self.module, (*args, *kwargs.values()))
+        if _has_no_samples(*args, *kwargs.values()):
+            return forward(*args, **kwargs)
         if session.batch is not None:
             return session.batch.call(forward, args, kwargs, caches=kind.caches)
         if kind.halos and (kind.encodes or self.module is session.vae.decoder):

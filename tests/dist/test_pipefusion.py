@@ -62,6 +62,10 @@ _CASES = {
     "controlnet": ("flux_controlnet", 3, {}, {"pipe": 3, "patches": 2}),
     "drops_padding": ("framepack", 2, {}, {"pipe": 2, "patches": 2}),
     "alternating_blocks": ("latte", 3, {}, {"pipe": 3, "patches": 2}),
+    "proportional_attention": ("lumina", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 3}),
+    "proportional_exact": ("lumina", 2, {}, {"pipe": 2, "patches": 1}),
+    "proportional_cfg": ("lumina", 2, {}, {"cfg": 2, "patches": 3}),
+    "windows_ring": ("ltx_long", 3, {"ring_degree": 3}, {"patches": 2}),
     "two_experts": ("wan_two_experts", 2, {}, {"pipe": 2, "patches": 2}),
 }
 _DEFAULT = ("flux_stages3", "flux_cfg", "flux_cfg_alone", "flux_ulysses")
@@ -83,12 +87,14 @@ def test_the_result_depends_on_patches_and_warmup_only(run_ranks: RankPool, case
             assert found["weights"] < 1
 
 
-def test_whole_evaluations_only_are_exact() -> None:
-    plain, pipe = _pipe("flux"), _pipe("flux")
+@pytest.mark.parametrize("name", ["flux", "ltx_long"])
+def test_whole_evaluations_only_are_exact(name: str) -> None:
+    """Each window of a long video has a denoising loop of its own, with other tokens."""
+    plain, pipe = _pipe(name), _pipe(name)
     parallelize_pipeline(pipe, ContextParallelConfig(), patches=3, warmup=STEPS)
-    assert _error(_latents(plain, "flux"), _latents(pipe, "flux")) == 0
+    assert _error(_latents(plain, name), _latents(pipe, name)) == 0
     unparallelize_pipeline(pipe)
-    assert torch.equal(_latents(plain, "flux"), _latents(pipe, "flux"))
+    assert torch.equal(_latents(plain, name), _latents(pipe, name))
 
 
 def test_other_sizes_and_an_interrupted_call_leave_nothing() -> None:
@@ -142,9 +148,16 @@ def test_the_step_of_any_scheduler_ends_a_step(name: str, scheduler: str) -> Non
     assert max(counts) <= 2
 
 
-def test_a_class_that_is_not_proven_is_refused() -> None:
-    with pytest.raises(PlanError, match="ChromaTransformer2DModel cannot be computed in patches"):
-        parallelize_pipeline(_pipe("chroma"), ContextParallelConfig(), patches=2)
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("chroma", "ChromaTransformer2DModel cannot be computed in patches"),
+        ("cogview4", "patches=2: CogView4Transformer2DModel cannot be computed in patches, .* use patches=1"),
+    ],
+)
+def test_a_class_that_is_not_proven_is_refused(name: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parallelize_pipeline(_pipe(name), ContextParallelConfig(), patches=2)
 
 
 _CACHED = "FirstBlockCache on FluxTransformer2DModel with pipe or patches above 1"

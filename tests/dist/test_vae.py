@@ -102,6 +102,30 @@ def test_tiles_are_the_vaes_own_bit_for_bit(run_ranks: RankPool, name: str) -> N
     features.compared("VAE decoded and encoded by tiles", _check(run_ranks, 3, name, "tiles", torch.float32))
 
 
+def _shapes_of_an_empty_batch(rank: int, world: int) -> list[tuple[torch.Size, torch.Size]]:
+    """The shapes alone and parallel, of tiles and of the whole. (VAEs with attention fail in one process, too.)"""
+    vae, shapes = make_vae("kl without attention"), []
+    x, z = (torch.zeros(0, *shape[1:]) for shape in (ALL["kl"].sample, ALL["kl"].latent))
+
+    def compute() -> list[torch.Size]:
+        with torch.no_grad():
+            return [vae.encode(x).latent_dist.parameters.shape, vae.decode(z).sample.shape]
+
+    for tiled in (False, True):
+        if tiled:
+            vae.enable_tiling(**ALL["kl"].tiles)
+        alone = compute()
+        undo = parallelize_vae(vae, _groups(world))
+        shapes += zip(alone, compute(), strict=True)
+        undo()
+    return shapes
+
+
+def test_an_empty_batch_gives_an_empty_result(run_ranks: RankPool) -> None:
+    for shapes in run_ranks(3, _shapes_of_an_empty_batch):
+        assert all(alone == parallel and not alone[0] for alone, parallel in shapes)
+
+
 def _formats(rank: int, world: int) -> bool:
     """Return True if the layer after the encoder gets tiles in the memory format of one process (channels_last)."""
     vae = make_vae("kl").to(memory_format=torch.channels_last)

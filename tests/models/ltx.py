@@ -33,16 +33,18 @@ def ltx(g: torch.Generator) -> dict[str, Any]:
     }
 
 
+def per_token(g: torch.Generator, *column: int) -> dict[str, Any]:
+    """A video of 25 tokens, with a timestep for each: [b, s], or [b, s, 1] as of LTXI2VLongMultiPromptPipeline."""
+    return {
+        **ltx(g),
+        "hidden_states": randn(g, 2, 25, 4),
+        "timestep": torch.randint(0, 900, (2, 25, *column), generator=g),
+        "video_coords": randn(g, 2, 3, 25).abs(),
+    }
+
+
 TINY = {
     "ltx": Tiny("LTXVideoTransformer3DModel", _CONFIG, ltx),
-    "ltx_per_token_timestep": Tiny(
-        "LTXVideoTransformer3DModel",
-        _CONFIG,
-        lambda g: {
-            **ltx(g),
-            "hidden_states": randn(g, 2, 25, 4),
-            "timestep": torch.randint(0, 900, (2, 25), generator=g),
-            "video_coords": randn(g, 2, 3, 25).abs(),
-        },
-    ),
+    "ltx_per_token_timestep": Tiny("LTXVideoTransformer3DModel", _CONFIG, per_token),
+    "ltx_timestep_column": Tiny("LTXVideoTransformer3DModel", _CONFIG, lambda g: per_token(g, 1)),
 }

@@ -67,7 +67,7 @@ def newer(g: torch.Generator) -> dict[str, Any]:
         "audio_coords": randn(g, 2, 1, 11, 2).abs(),
         "video_keyframes_mask": torch.randint(0, 2, (2, 25, 1), generator=g),
         "spatio_temporal_guidance_blocks": [1],
-        "perturbation_mask": torch.tensor([0.0, 1.0]),
+        "perturbation_mask": torch.tensor([0.0, 1.0], dtype=torch.float64),
     }
 
 
@@ -93,6 +93,11 @@ TINY = {
         "LTX2VideoTransformer3DModel",
         _CONFIG,
         lambda g: {**ltx2(g), "timestep": steps(g, 25), "audio_timestep": STEPS},
+    ),
+    "ltx2_timestep_columns": Tiny(
+        "LTX2VideoTransformer3DModel",
+        _CONFIG,
+        lambda g: {**ltx2(g), "timestep": steps(g, 25)[..., None], "audio_timestep": steps(g, 11)[..., None]},
     ),
     "ltx2_self_attention_mask": Tiny(
         "LTX2VideoTransformer3DModel",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from tests.models.tiny import STEPS, TIMES, Tiny, padding_mask, randn
@@ -34,10 +36,9 @@ def lumina2(kept: int) -> Tiny:
     )
 
 
-TINY = {
-    "lumina2": lumina2(4),
-    "lumina2_no_mask": lumina2(7),
-    "lumina_next": Tiny(
+def lumina_next(**attention: Any) -> Tiny:
+    """Lumina-Next, with arguments of its attention."""
+    return Tiny(
         "LuminaNextDiT2DModel",
         {
             "sample_size": 16,
@@ -56,7 +57,14 @@ TINY = {
             "encoder_hidden_states": randn(g, 2, 7, 16),
             "encoder_mask": padding_mask(4),
             "image_rotary_emb": torch.polar(torch.ones(8, 8, 4, dtype=torch.float64), randn(g, 8, 8, 4)),
-            "cross_attention_kwargs": {},
+            "cross_attention_kwargs": attention,
         },
-    ),
+    )
+
+
+TINY = {
+    "lumina2": lumina2(4),
+    "lumina2_no_mask": lumina2(7),
+    "lumina_next": lumina_next(),
+    "lumina_next_proportional": lumina_next(base_sequence_length=4),
 }

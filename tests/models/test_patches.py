@@ -33,7 +33,9 @@ from tests.harness import RankPool
 from tests.models import FIRST, TINY
 from tests.models.modes import MODES
 
-_SUPPORTED = [name for name, tiny in TINY.items() if REGISTERED[tiny.kind].patches is not None]
+_SUPPORTED = [
+    name for name, tiny in TINY.items() if (plan := REGISTERED[tiny.kind].patches) is not None and not plan.whole
+]
 _DEFAULT = ("flux", "flux_short_text", "wan", "hunyuan_video_short_text", "sd3", "qwen_image", "cogvideox_masked")
 
 
@@ -195,7 +197,8 @@ def _table() -> str:
         if patches is not None:
             alone = "no (`pipe=1`): needs outputs or weights of other blocks than the one before"
             stages = "yes" if patches.stages else alone
-            rows.append(f"| {name} | {', '.join(patches.order)} | {stages} |\n")
+            order = "`patches=1` only" if patches.whole else ", ".join(patches.order)
+            rows.append(f"| {name} | {order} | {stages} |\n")
     return "".join([*rows, "\n"])
 
 

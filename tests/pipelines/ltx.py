@@ -7,6 +7,8 @@ from typing import Any
 from diffusers import (
     FlowMatchEulerDiscreteScheduler,
     LTXConditionPipeline,
+    LTXEulerAncestralRFScheduler,
+    LTXI2VLongMultiPromptPipeline,
     LTXImageToVideoPipeline,
     LTXPipeline,
     LTXVideoTransformer3DModel,
@@ -43,6 +45,10 @@ def _condition() -> LTXConditionPipeline:
     return LTXConditionPipeline(**_components())
 
 
+def _long() -> LTXI2VLongMultiPromptPipeline:
+    return LTXI2VLongMultiPromptPipeline(**{**_components(), "scheduler": LTXEulerAncestralRFScheduler()})
+
+
 def _inputs() -> dict[str, Any]:
     """Three latent frames of 15 tokens."""
     return {
@@ -72,8 +78,15 @@ def _condition_inputs() -> dict[str, Any]:
     return {**_inputs(), "conditions": conditions, "timesteps": [1000.0, 500.0]}
 
 
+def _long_inputs() -> dict[str, Any]:
+    """Two windows of two latent frames, which overlap: the second one has a timestep for each token, [b, s, 1]."""
+    inputs = {**_inputs(), "prompt": "A cat runs. | A dog sleeps.", "cond_image": image(96, 160)}
+    return {**inputs, "temporal_tile_size": 16, "temporal_overlap": 8}
+
+
 TINY = {
     "ltx": TinyPipe(_ltx, _inputs, "batch", output="frames"),
     "ltx_image_to_video": TinyPipe(_image_to_video, _image_to_video_inputs, "batch", output="frames"),
     "ltx_condition": TinyPipe(_condition, _condition_inputs, "batch", output="frames"),
+    "ltx_long": TinyPipe(_long, _long_inputs, "batch", output="frames"),
 }

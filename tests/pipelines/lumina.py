@@ -1,10 +1,11 @@
-"""Lumina 2."""
+"""Lumina-Next and Lumina 2."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
+import torch
+from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel, LuminaNextDiT2DModel, LuminaPipeline
 
 from tests.pipelines import vaes
 from tests.pipelines.common import NEGATIVE, asked, flow_match, loud
@@ -44,4 +45,35 @@ def _inputs() -> dict[str, Any]:
     return asked(*_SIZE, negative_prompt=NEGATIVE, guidance_scale=4.0, system_prompt="Paint.", max_sequence_length=61)
 
 
-TINY = {"lumina2": TinyPipe(_make, _inputs, guidance="calls")}
+def _next() -> Any:
+    tokenizer, text_encoder = gemma2(hidden=16)
+    transformer = LuminaNextDiT2DModel(
+        sample_size=4,  # a training with 4 tokens
+        patch_size=2,
+        in_channels=_LATENTS,
+        hidden_size=32,
+        num_layers=2,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        multiple_of=16,
+        cross_attention_dim=16,
+    )
+    torch.nn.init.normal_(transformer.pad_token)  # left uninitialised
+    return LuminaPipeline(
+        scheduler=flow_match(),
+        vae=vaes.kl(_LATENTS, levels=4),
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        transformer=loud(transformer),
+    )
+
+
+def _next_inputs() -> dict[str, Any]:
+    """Proportional attention (`proportional_attn`) is the default."""
+    return asked(*_SIZE, negative_prompt=NEGATIVE, guidance_scale=4.0, clean_caption=False, max_sequence_length=61)
+
+
+TINY = {
+    "lumina2": TinyPipe(_make, _inputs, guidance="calls"),
+    "lumina": TinyPipe(_next, _next_inputs, guidance="batch"),
+}

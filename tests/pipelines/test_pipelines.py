@@ -85,6 +85,35 @@ def _errors(rank: int, world: int, name: str, family: str, trials: list[str]) ->
     return found
 
 
+def _one_picture(rank: int, world: int, mode: str, cfg: int) -> float:
+    """Error of one picture with two prompts and two generators: SD3 encodes an empty batch for the second of them."""
+    tiny = table("sd3")["sd3_img2img"]
+    torch.manual_seed(0)
+    pipe = tiny.make()
+    pipe.set_progress_bar_config(disable=True)
+    inputs = {**tiny.inputs(), "prompt": ["a cat", "two green birds"], "negative_prompt": ["blurry", "dark"]}
+    counts: list[int] = []
+    pipe.vae.encoder.register_forward_pre_hook(lambda _, args: counts.append(len(args[0])))
+
+    def draw() -> Tensor:
+        latents: Tensor = pipe(**inputs, generator=[torch.Generator().manual_seed(seed) for seed in (7, 8)]).images
+        return latents
+
+    alone = of_first_rank(draw)
+    parallelize_pipeline(pipe, MODES[mode](world // cfg), cfg=cfg)
+    together = draw()
+    assert counts[-2:] == [1, 0], "diffusers encodes an empty batch"
+    return float((together - alone).abs().max() / alone.abs().max())
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "cfg"),
+    [("ring", 3, 1), *(pytest.param(*x, marks=pytest.mark.full) for x in [("ulysses", 2, 1), ("unified", 4, 2)])],
+)
+def test_one_picture_for_two_generators(run_ranks: RankPool, mode: str, world: int, cfg: int) -> None:
+    assert max(run_ranks(world, _one_picture, mode, cfg)) <= 1e-4
+
+
 def _marks(name: str, world: int) -> tuple[pytest.MarkDecorator, ...]:
     """CI tries the first pipeline of every second family, at one number of ranks; some that are special, too."""
     half, odd = divmod(list(FIRST).index(PIPES[name]), 2)

@@ -1,0 +1,76 @@
+"""PipeFusion with ever new sizes: what a rank keeps for each of them is bounded, and the results stay the same."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.pipelines import forms, parallel_pipeline, result_transfers
+from tests.dist.pipefusion import error_of, latents_of, make_pipe
+from tests.harness import RankPool
+
+_MOST = 5
+_SIZES = [(12, 20), (16, 20), (20, 12), (12, 20)]
+
+
+def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, list[int], list[int], int]:
+    """Largest error, the entries of each table and the sizes with positions after each call, new fake results."""
+    alone, pipe = make_pipe("flux"), make_pipe("flux")
+    parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=settings["patches"])
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    state = parallel_pipeline(pipe)
+    assert state is not None
+    (calls,) = state.patch_calls.values()
+    assert calls.results is not None
+    assert calls.stage is not None
+    results, links = calls.results, calls.stage.links
+    errors, entries, positions, before = [], [0], [], len(FakeTensorMode.cache)
+    with mock.patch.object(forms, "_MOST_SHAPES", _MOST), mock.patch.object(result_transfers, "_MOST_BYTES", 1):
+        for height, width in _SIZES:
+            expected = latents_of(alone, "flux", height=height, width=width)
+            errors.append(error_of(expected, latents_of(pipe, "flux", height=height, width=width)))
+            calls.begin()  # as the next call does
+            tables: Any = (links.forms, links.sent_forms, results.transfers._forms, results._independent)
+            entries += [len(table) for table in tables]
+            positions.append(len(results.transfers._pieces))
+    return max(errors), entries, positions, len(FakeTensorMode.cache) - before
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (3, {"pipe": 3, "patches": 3}),
+        pytest.param(2, {"pipe": 2, "patches": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"pipe": 4, "patches": 3}, marks=pytest.mark.full),
+    ],
+)
+def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
+    for error, entries, positions, fake in run_ranks(world, _new_sizes, settings):
+        assert error < 1e-12
+        assert max(entries) == _MOST
+        assert positions == [1] * len(_SIZES)
+        assert fake == 0
+
+
+def test_the_oldest_entries_are_forgotten() -> None:
+    table: dict[Any, int] = {i: i for i in range(300)}
+    forms.forget_oldest(table)
+    assert list(table) == list(range(44, 300))
+    forms.forget_oldest(table, 2)
+    assert list(table) == [298, 299]
+    forms.forget_oldest(table, 2)
+    assert len(table) == 2
+
+
+def test_the_positions_of_the_newest_sizes_fit_into_their_limit() -> None:
+    transfers = result_transfers.ResultTransfers(mock.Mock(), [])
+    for i in range(6):
+        transfers._pieces[i] = [[torch.zeros(10, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]]  # 120 bytes
+    with mock.patch.object(result_transfers, "_MOST_BYTES", 400):
+        transfers.forget_oldest()
+    assert list(transfers._pieces) == [3, 4, 5]
