@@ -55,7 +55,10 @@ def test_the_ranks_of_other_nodes_end_soon_after_an_agent(tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_a_restart_by_torchrun_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}")
+    torchrun = (
+        *("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--rdzv-backend=c10d"),
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",  # a static rendezvous keeps the addresses of the ended ranks
+    )
     outputs = tmp_path / "outputs"
     outputs.mkdir()
     settings = (*RUN, "max_steps=60", f"output_root={outputs}")
