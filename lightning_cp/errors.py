@@ -1,5 +1,9 @@
 """Exceptions of this package. Each derives from the expected built-in one, so that `except ValueError` still works."""
 
+# Parts of the messages of gloo, NCCL and TCPStore about a peer that has exited or is unreachable.
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "DistNetworkError")
+_TIMED_OUT = ("Timed out waiting", "timeout caused pair closure")
+
 
 class ShapeError(ValueError):
     """Tensors with inconsistent shapes, dtypes or lengths."""
@@ -63,3 +67,13 @@ class CacheError(ValueError):
 
 class StaleCacheError(CacheError):
     """A latent cache that was made with other weights, settings or package versions."""
+
+
+def is_lost_connection(text: str) -> bool:
+    """Return True if an error's text says that the connection to another rank broke."""
+    return any(part in text for part in _LOST)
+
+
+def is_failed_exchange(text: str) -> bool:
+    """Return True if an error's text says that an exchange with other ranks failed: a broken connection, a time-out."""
+    return is_lost_connection(text) or any(part in text for part in _TIMED_OUT)

@@ -135,3 +135,6 @@ class Each(Rule):
     @override
     def describe(self) -> str:
         return f"a list of {self.count}, each {self.rule.describe()}"
+
+
+STALL_S = Either(OneOf((None,)), Number(above=0, infinite=True))  # seconds until a stall is reported

@@ -134,7 +134,8 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
         enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
     names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
     overrides = {name: config[name] for name in names}
-    parallelize_pipeline(pipe, parallel, shard=list(config.shard), **overrides)
+    stall_s = OmegaConf.select(config, "strategy.stall_s", default=None)
+    parallelize_pipeline(pipe, parallel, shard=list(config.shard), stall_s=stall_s, **overrides)
     if config.stages == "together" and given:  # each rank has loaded its stage
         pipe.to(fabric.device)
     album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))

@@ -3,7 +3,7 @@
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lightning_cp.checkpoint.folder_lock import remove_abandoned
@@ -18,18 +18,19 @@ class _ChangedError(Exception):
     """A checkpoint was removed or replaced while it was read."""
 
 
-def latest_checkpoint(root: Path) -> Path | None:
+def latest_checkpoint(root: Path, *, accept: Callable[[Path], bool] = lambda run: True) -> Path | None:
     """Find the newest complete checkpoint of the runs under a folder.
 
     Newer damaged checkpoints are skipped with a warning. The search is repeated if another process saves or deletes
     checkpoints during it.
 
+    Args: accept: returns False for the folder of a run to leave out.
     Returns: the checkpoint's folder, or None.
     Raises: CheckpointError: other processes replace checkpoints faster than they can be read.
     """
     for _ in range(_ATTEMPTS):
         try:
-            return _search(root)
+            return _search(root, accept)
         except _ChangedError:
             time.sleep(_PAUSE_S)
     raise CheckpointError(
@@ -74,8 +75,9 @@ def remove_partials(root: Path) -> None:
         remove_abandoned(path for path in _children(checkpoints) if path.name.startswith(PARTIAL))
 
 
-def _search(root: Path) -> Path | None:
-    candidates = [path for folder in _checkpoint_folders(root) for path in _children(folder) if _is_step(path)]
+def _search(root: Path, accept: Callable[[Path], bool]) -> Path | None:
+    folders = [(folder, [path for path in _children(folder) if _is_step(path)]) for folder in _checkpoint_folders(root)]
+    candidates = [path for folder, steps in folders if steps and accept(folder.parent) for path in steps]
     newest_first = sorted((_read(path) for path in candidates), key=lambda one: one[:3], reverse=True)
     for _, _, path, manifest, fingerprint in newest_first:
         if isinstance(manifest, Manifest):

@@ -12,7 +12,9 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Hashable
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -53,8 +55,8 @@ class Status:
 class _WatchThread(threading.Thread):
     """Daemon thread with a `stop` method, which Lightning's test suite calls on daemon threads that it finds."""
 
-    def __init__(self, ended: threading.Event, job: Callable[..., None], args: tuple[object, ...]) -> None:
-        super().__init__(target=job, args=args, name="lightning_cp_stall_watch", daemon=True)
+    def __init__(self, ended: threading.Event, job: Callable[[], None]) -> None:
+        super().__init__(target=job, name="lightning_cp_stall_watch", daemon=True)
         self._watch_ended = ended
 
     def stop(self) -> None:
@@ -95,12 +97,14 @@ class StallWatch:
         self._status = Status(StackLocation("starting"), 0.0, waits=False)
         self._peers: dict[int, Status] = {}
         self._threads: list[_WatchThread] = []
+        self._thread_id, self._thread_lock = threading.get_ident(), threading.Lock()
+        self.users, self.world_group = 1, weakref.ref(dist.group.WORLD)
 
     def start(self) -> None:
         """Start to watch the calling thread."""
-        thread_id = threading.get_ident()
-        jobs = [(self._observe, (thread_id,))] + ([(self._exchange, ())] if self._store is not None else [])
-        self._threads = [_WatchThread(self._ended, job, args) for job, args in jobs]
+        self._thread_id = threading.get_ident()
+        jobs = [self._observe] + ([self._exchange] if self._store is not None else [])
+        self._threads = [_WatchThread(self._ended, job) for job in jobs]
         for thread in self._threads:
             thread.start()
 
@@ -110,16 +114,27 @@ class StallWatch:
         for thread in self._threads:
             thread.stop()
 
-    def _observe(self, thread_id: int) -> None:
+    @contextmanager
+    def watching_this_thread(self) -> Iterator[None]:
+        """Watch the calling thread in place of the one before, which is watched again afterwards."""
+        before, self._thread_id = self._thread_id, threading.get_ident()
+        try:
+            yield
+        finally:
+            with self._thread_lock:  # this thread must not end while it is read
+                self._thread_id = before
+
+    def _observe(self) -> None:
         seen: Hashable = None
         since, reported = time.monotonic(), False
         while not self._ended.wait(self._tick_s) and dist.is_initialized():
-            frame = _waiting_frame(thread_id)
-            if frame is None:
-                break
-            location = locate_stack(frame, STATS.describe_module())
-            now = (id(frame), frame.f_lasti, STATS.collectives, self._cpu_time_count(thread_id))
-            del frame  # it keeps its local variables alive
+            with self._thread_lock:
+                frame = _waiting_frame(self._thread_id)
+                if frame is None:
+                    break
+                location = locate_stack(frame, STATS.describe_module())
+                now = (id(frame), frame.f_lasti, STATS.collectives, self._cpu_time_count(self._thread_id))
+                del frame  # it keeps its local variables alive
             if now != seen:
                 seen, since = now, time.monotonic()
             unchanged_s, before = time.monotonic() - since, self._status
@@ -160,7 +175,7 @@ class StallWatch:
     def _exchange(self) -> None:
         assert self._store is not None, "the thread is started only with a store"
         names = [str(rank) for rank in range(self._world)]
-        while not self._ended.wait(self._tick_s):
+        while not self._ended.wait(self._tick_s) and dist.is_initialized():
             try:
                 self._store.set(str(self._rank), self._status.to_text())
                 for rank, text in enumerate(self._store.get_all(names)):
@@ -208,7 +223,7 @@ def watch_stalls(
 
     Args:
         host: address of rank 0 that all ranks can reach.
-        after_s, timeout_s, report: see `StallWatch`.
+        after_s, timeout_s, report: see `StallWatch`; at most half the time-out is waited.
     Ranks: all ranks of the world.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -218,6 +233,7 @@ def watch_stalls(
     dist.all_gather_object([False] * world, True)  # barrier: rank 0 may exit right after, and its store with it
     stop_watch()
     global _watch
+    after_s = min(after_s, timeout_s / 2)
     _watch = StallWatch(rank, world, after_s=after_s, timeout_s=timeout_s, store=store, report=report)
     STATS.records_modules = True
     _watch.start()
@@ -230,6 +246,17 @@ def stop_watch() -> None:
     if _watch is not None:
         _watch.stop()
     _watch, STATS.records_modules = None, False
+
+
+def current_watch() -> StallWatch | None:
+    """Return the watch of this process; None if it has none for its current process group."""
+    return _watch if _watch is not None and _watch.world_group() is dist.group.WORLD else None
+
+
+def watching_this_thread() -> AbstractContextManager[None]:
+    """Watch the calling thread within a context, if there is a watch: a service may call from any thread."""
+    watch = current_watch()
+    return nullcontext() if watch is None else watch.watching_this_thread()
 
 
 _watch: StallWatch | None = None

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -34,6 +35,7 @@ __all__ = [
     "DropoutModule",
     "TreeSpec",
     "aten",
+    "default_timeout",
     "dynamo_is_imported",
     "fake_store",
     "fake_tensors",
@@ -99,12 +101,16 @@ def process_groups() -> list[Any]:
     return list(torch.distributed.distributed_c10d._world.pg_map)
 
 
+def default_timeout() -> timedelta:
+    """Return the time-out of `init_process_group`."""
+    world = torch.distributed.distributed_c10d._get_default_group()
+    timeout: timedelta = world._get_backend(world._device_types[0]).options._timeout
+    return timeout
+
+
 def take_default_timeout(group: torch.distributed.ProcessGroup) -> None:
     """Give a group the time-out of `init_process_group`, which torch does not pass on to gloo groups."""
-    c10d = torch.distributed.distributed_c10d
-    world = c10d._get_default_group()
-    timeout = world._get_backend(world._device_types[0]).options._timeout
-    c10d._set_pg_timeout(timeout, group)
+    torch.distributed.distributed_c10d._set_pg_timeout(default_timeout(), group)
 
 
 def fake_store() -> Any:

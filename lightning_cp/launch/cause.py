@@ -4,12 +4,10 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from lightning_cp.errors import is_lost_connection
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.processes import Event, EventKind
 from lightning_cp.launch.stalls import StallWarnings
-
-# Parts of gloo, NCCL and TCPStore error messages about a lost peer.
-_LOST_PEER = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "DistNetworkError")
 
 
 @dataclass
@@ -85,7 +83,7 @@ class History:
         Args: report: failure of the rank. returned: ranks that had already returned from the target.
         """
         others = [rank for rank in returned if rank != report.rank]
-        if not others or report.kind is not FailureKind.RAISED or not any(x in report.message for x in _LOST_PEER):
+        if not others or report.kind is not FailureKind.RAISED or not is_lost_connection(report.message):
             return report
         message = f"rank {others[0]} returned from the target while other ranks were still waiting for it"
         return replace(
@@ -95,6 +93,17 @@ class History:
     def _next_failure(self, rank: int) -> str:
         later = next((report for report in self._reports.values() if report.rank != rank), None)
         return "" if later is None else f". Then rank {later.rank} failed: {' '.join(later.message.split())[:500]}"
+
+
+def lost_connection(report: Failure) -> Failure:
+    """Replace the failure of a rank that lost another one by one sentence, for launchers that watch their own ranks."""
+    if report.kind is not FailureKind.RAISED or not is_lost_connection(report.message):
+        return report
+    message = (
+        f"rank {report.rank} lost the connection to another rank, which has exited or cannot be reached: the output of "
+        "that rank has the cause"
+    )
+    return replace(report, kind=FailureKind.LOST, message=message)
 
 
 def exit_failure(rank: int, code: int) -> Failure:

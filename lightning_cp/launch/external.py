@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
+from lightning_cp.launch.cause import lost_connection
 from lightning_cp.launch.job import Job, Launcher, Result
+from lightning_cp.launch.lifeline import end_with_parent
 from lightning_cp.launch.rank import failure_of, run_target
 
 
@@ -53,6 +55,8 @@ class ExternalLauncher(Launcher):
 
     @override
     def launch(self, job: Job) -> Result:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with_parent()
         try:
             with _environment_restored():
                 if _ports:
@@ -61,7 +65,7 @@ class ExternalLauncher(Launcher):
             if port is not None:
                 _ports.append(port)
         except Exception as error:
-            return Result(failure_of(error, self.env.rank))
+            return Result(lost_connection(failure_of(error, self.env.rank)))
         return Result()
 
 

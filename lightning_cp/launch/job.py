@@ -42,6 +42,7 @@ class FailureKind(StrEnum):
     SIGNAL = "signal"
     EXIT = "exit"
     EARLY = "early"  # the rank exited with code 0 while other ranks still needed it
+    LOST = "lost"  # the connection to another rank broke, and that rank's failure is not known here
     TIMEOUT = "timeout"  # the launcher's time limit was exceeded
     STOPPED = "stopped"  # the user or a signal stopped the job
 

@@ -16,7 +16,7 @@ from lightning_cp.config import ContextParallelConfig, check_degree, context_con
 from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
-from lightning_cp.patching import Undo, intercept_calls, undo_all
+from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.adapters import allow_hotswap, refuse_new_adapters
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.branches import BranchCalls
@@ -37,6 +37,7 @@ from lightning_cp.pipelines.placement import (
     shard_layers,
 )
 from lightning_cp.pipelines.stages import Setting, follow_stages, make_stages
+from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline
 from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
@@ -47,6 +48,7 @@ from lightning_cp.pipelines.wrappers import (
     vote_before,
     with_resolved_tensors,
 )
+from lightning_cp.rules import STALL_S
 from lightning_cp.sample_groups import sample_groups_for
 from lightning_cp.shares import show_shares
 
@@ -68,6 +70,7 @@ def parallelize_pipeline(
     stages: Setting = "together",
     kernel: str = "auto",
     check_peers: str = "sampled",
+    stall_s: float | None = 60.0,
     shares: Sequence[float] | None = None,
 ) -> None:
     """Make a diffusers pipeline context-parallel, in place. Then call it on every rank as in one process.
@@ -107,6 +110,8 @@ def parallelize_pipeline(
         check_peers: "first", "sampled", "always" or "off": how often the arguments of transformers are compared between
             context peers, with the same values as for the strategies. Unless it is "off", components, steps and results
             are compared between all ranks that share a sample; with "first", steps and results of 2 calls only.
+        stall_s: seconds until a stalled collective is reported, with the activity of every rank; None: never. A watch
+            of another pipeline or of a strategy is shared, with its setting.
         shares: for unequal devices, a positive weight for each rank of a context group, in rank order: [2, 1] gives the
             first rank two thirds of the tokens, of the heads with Ulysses, and of the autoencoder's rows or tiles. All
             context groups use the same. None: equal.
@@ -121,12 +126,14 @@ def parallelize_pipeline(
     common = {**_degrees_of(parallel_config), "cfg": cfg, "pipe": pipe}
     is_alone = all(degree in (None, 1) for degree in common.values())
     common |= {"degrees": degrees, "patches": patches, "warmup": warmup, "vae": vae, "shard": shard, "stages": stages}
-    common |= {"check_peers": check_peers, "shares": shares}
+    common |= {"check_peers": check_peers, "stall_s": stall_s, "shares": shares}
     with nullcontext() if is_alone else agreed_settings(type(pipeline).__name__, common):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
         _check_started()
+        if not STALL_S.passes(stall_s):
+            raise ValueError(f"stall_s={stall_s!r} must be {STALL_S.describe().replace('null', 'None')}")
         config, cfg = context_config(parallel_config), check_degree("cfg", cfg, default=1)
         num_stages = check_patches(pipe, patches, warmup)
         found, controlnets = transformers_of(pipeline, components), controlnets_of(components)
@@ -138,7 +145,7 @@ def parallelize_pipeline(
         refuse_processor_swaps(pipeline)
     ranks = sample_groups_for(config, cfg, num_stages, shares=shares)
     votes = Votes(type(pipeline).__name__, ranks.control)
-    undo: list[Undo] = []
+    undo = share_watch(stall_s, ranks)
     layers: dict[str, list[nn.Module]] = {}
     in_patches: dict[str, PatchCalls] = {}
     try:

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+from lightning_cp.comm.stall import watching_this_thread
 from lightning_cp.engine.apply import Installed
 from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
@@ -89,7 +90,7 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = arguments_by_name(signature, args, kwargs)
-        with votes.call():
+        with watching_this_thread(), votes.call():
             check()
             _empty_caches(state)
             chosen = chosen_degrees(state)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning_cp.config import CHECK_PEERS, ContextParallelConfig, RotateMethod, check_degree
-from lightning_cp.rules import Either, Number, OneOf, Rule
+from lightning_cp.rules import STALL_S, OneOf, Rule
 from lightning_cp.shares import check_shares
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class StrategySettings:
     modules: Sequence[Any] | None = None
     kernel: str = "auto"
     check_peers: str = _field("sampled", OneOf(CHECK_PEERS))
-    stall_s: float | None = _field(60.0, Either(OneOf((None,)), Number(above=0, infinite=True)))
+    stall_s: float | None = _field(60.0, STALL_S)
     shares: Sequence[float] | None = None
 
     def __post_init__(self) -> None:

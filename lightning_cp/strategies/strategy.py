@@ -89,7 +89,7 @@ class ContextParallel:
         """Report stalled collectives. Args: see `watch_stalls`. Ranks: the whole world."""
         if self.settings.stall_s is not None and dist.is_initialized():
             timeout_s = math.inf if timeout is None else timeout.total_seconds()
-            watch_stalls(host=host, after_s=min(self.settings.stall_s, timeout_s / 2), timeout_s=timeout_s)
+            watch_stalls(host=host, after_s=self.settings.stall_s, timeout_s=timeout_s)
 
     def initialized_groups(self) -> MeshGroups:
         """Return the groups. Raises: RuntimeError: the process groups are not initialized yet."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from torch import Tensor
 
+from lightning_cp.app.training.run import check_same_checkpoint
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError, latest_checkpoint, read_manifest
 from lightning_cp.checkpoint.flatten import flatten_state
@@ -204,3 +205,18 @@ def test_a_failure_in_the_background_is_raised_by_the_next_call(
 ) -> None:
     told = run_ranks(2, _failing_save, tmp_path, format, init=False)
     assert "Not a directory" in told[0]
+
+
+def _resumes(rank: int, world: int, found: str | None) -> str:
+    fabric = fabric_of(rank, world, ContextParallelStrategy(ring=world))
+    check_same_checkpoint(fabric, "a")
+    with pytest.raises(CheckpointError) as raised:
+        check_same_checkpoint(fabric, found if rank == world - 1 else "a")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("found", [None, pytest.param("b", marks=pytest.mark.full)])
+def test_ranks_that_find_different_checkpoints_are_an_error_on_all(run_ranks: RankPool, found: str | None) -> None:
+    errors = run_ranks(3, _resumes, found)
+    assert all(f"rank 0 from a, rank {rank} from {found if rank == 2 else 'a'}" in x for rank, x in enumerate(errors))
+    assert all("Set output_root to a folder that all nodes share" in error for error in errors)

@@ -1,6 +1,5 @@
 """Run a recipe: check the composed configuration, start the ranks, report the result."""
 
-import hashlib
 import math
 import os
 import signal
@@ -17,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.runs.certificate import certify
+from lightning_cp.app.runs.resume import AUTO, identity_of, requeued_checkpoint, resumed_checkpoint
 from lightning_cp.app.runs.run_folder import check_writable, locked
 from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
@@ -25,7 +25,7 @@ from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
 from lightning_cp.app.terminal import print_error, printable
-from lightning_cp.checkpoint import CheckpointError, find_checkpoint, latest_checkpoint, parse_manifest, remove_partials
+from lightning_cp.checkpoint import CheckpointError, remove_partials
 from lightning_cp.files import PRIVATE, writing_new
 from lightning_cp.launch.external import ExternalLauncher, LauncherEnv, is_first, launcher_env
 from lightning_cp.launch.job import Failure, FailureKind, Job, Launcher, Result
@@ -76,8 +76,9 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
     world = resolve_world(config, machine, env)
     check_consistency(config, data_parallel=world.data_parallel, accelerator=world.accelerator)
     check_certify(config, accelerator=world.accelerator)
-    requeued = _requeued_checkpoint(config)
-    with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": _resume(config, requeued)}))
+    requeued = requeued_checkpoint(config)
+    resume = resumed_checkpoint(config, requeued)
+    with_world = OmegaConf.merge(config, OmegaConf.create({**world.settings(), "resume": resume}))
     resolved = resolve(with_world)
     check_trainer(resolved)
     return CheckedRun(resolved, world, resumes_requeued=requeued is not None)
@@ -134,7 +135,7 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             check_writable(run_dir, "run_dir")
             locks = (stack.enter_context(locked(run_dir, "run_dir")),) if is_first(env) else ()
             if is_first(env):
-                slurm.record_run(os.environ, Path(run.config.output_root), _identity(config), run_dir)
+                slurm.record_run(os.environ, Path(run.config.output_root), identity_of(config), run_dir)
         except (SettingsError, CheckpointError) as error:
             return Result(Failure(-1, FailureKind.REFUSED, str(error), exit_code=_REFUSED_EXIT_CODE), began=False)
         hydra_dir = run_dir / ".hydra"
@@ -144,6 +145,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             remove_partials(Path(run.config.output_root))
             if run.resumes_requeued:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
+            elif config.get("resume") == AUTO and run.config.resume is None:
+                print(printable(f"resume=auto: no checkpoint of this command under {run.config.output_root} yet"))
         hydra_dir.mkdir(parents=True, exist_ok=True)
         with writing_new(hydra_dir / sweep.RESOLVED, mode=PRIVATE) as resolved:
             OmegaConf.save(run.config, resolved)
@@ -204,52 +207,10 @@ def report(result: Result, run_dir: str) -> int:
         sys.stdout.write(_SHOW_CURSOR)  # an interrupted progress bar leaves the cursor hidden
     sys.stdout.flush()
     print_error(failure.describe())
-    if failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
+    # Other launchers print or store the output of the ranks themselves.
+    if env is None and failure.kind not in (FailureKind.REFUSED, FailureKind.STOPPED):
         print(printable(f"\nlogs of the ranks: {Path(run_dir) / 'logs'}"), file=sys.stderr)
     return failure.exit_code
-
-
-def _resume(config: DictConfig, requeued: Path | None) -> str | None:
-    resume = read(config, "resume")
-    run_dir, root = Path(read(config, "run_dir")), Path(read(config, "output_root")).absolute()
-    if requeued is None and resume is None:
-        return None
-    if root not in run_dir.absolute().parents:
-        root = run_dir.parent  # hydra.run.dir was set: look for other runs in its parent folder
-    folder = requeued or find_checkpoint(resume, root)
-    manifest, max_steps = parse_manifest(folder), read(config, "max_steps")
-    step, sampler = manifest.step, manifest.facts.get("sampler")
-    batch_size = sampler.get("batch_size") if isinstance(sampler, dict) else None  # else damaged: refused when loaded
-    for key, saved in (("seed", manifest.facts.get("seed")), ("batch_size", batch_size)):
-        if saved is not None and saved != read(config, key):
-            raise SettingsError(
-                f"{key}={read(config, key)} differs from {key}={saved} of the checkpoint to resume, {folder}: "
-                f"use {key}={saved}, because the order of the data depends on it"
-            )
-    if step > max_steps:
-        raise SettingsError(
-            f"max_steps={max_steps} must be at least {step}, the step of the checkpoint to resume ({folder})"
-        )
-    trace_step = read(config, "trace_step")
-    if trace_step is not None and trace_step <= step and requeued is None:
-        raise SettingsError(
-            f"trace_step={trace_step} must be more than {step}, the step of the checkpoint to resume ({folder})"
-        )
-    return str(folder.absolute())
-
-
-def _requeued_checkpoint(config: DictConfig) -> Path | None:
-    """Return the newest checkpoint of this job from before SLURM restarted it; None if SLURM did not."""
-    root = Path(read(config, "output_root")).absolute()
-    earlier = (latest_checkpoint(folder) for folder in slurm.earlier_runs(os.environ, root, _identity(config)))
-    return next((folder for folder in earlier if folder is not None), None)
-
-
-def _identity(config: DictConfig) -> str:
-    """Return a hash of settings and job number, equal wherever the job runs: `resume` and `run_dir` are left out."""
-    settings = OmegaConf.masked_copy(config, [str(key) for key in config if key not in ("resume", "run_dir")])
-    text = f"{sweep.job_number()} {OmegaConf.to_yaml(settings)}"
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def resolve(config: DictConfig | ListConfig) -> DictConfig:

@@ -21,7 +21,7 @@ from lightning_cp.app.settings.world import shards_weights
 from lightning_cp.app.terminal import printable
 from lightning_cp.app.training.loop import LoopSettings, Steps, Watcher
 from lightning_cp.app.training.records import LoggedMetrics, MetricsFile, ProgressBar
-from lightning_cp.app.training.run import Run, open_run_folder
+from lightning_cp.app.training.run import Run, check_same_checkpoint, open_run_folder
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.app.training.tracing import StepTrace
 from lightning_cp.checkpoint.writer import CheckpointWriter
@@ -143,6 +143,7 @@ class TrainingSetup(ABC):
         folder = open_run_folder(ranks, self.config.run_dir)
         average = WeightAverage(module, self.config.ema_decay)
         state = TrainState(model, module, optimizer, average, sampler, self.config.seed, self.base)
+        check_same_checkpoint(ranks, self.config.resume)
         if self.config.resume is not None:
             state.load(Path(self.config.resume), verify=False)  # the launcher verified it when it found it
             if ranks.is_global_zero:

@@ -13,6 +13,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor
 
 from lightning_cp.app.training.state import TrainState
+from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest
@@ -113,6 +114,21 @@ def open_run_folder(ranks: Ranks, path: str) -> RunFolder:
         folder.samples.mkdir(parents=True, exist_ok=True)
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def check_same_checkpoint(ranks: Ranks, resume: str | None) -> None:
+    """Check that all ranks resume from the same checkpoint: under a launcher, each has searched for it.
+
+    Args: resume: path of the checkpoint; None: this rank starts anew.
+    Ranks: the whole world. Raises: CheckpointError: they differ, on all ranks.
+    """
+    first = ranks.broadcast(resume)
+    if float(ranks.all_reduce(torch.tensor(float(resume != first), device=ranks.device), reduce_op="mean")):
+        raise CheckpointError(
+            f"the ranks do not resume from the same checkpoint: rank 0 from {first}, rank {ranks.global_rank} from "
+            f"{resume} (None: it starts anew). Set output_root to a folder that all nodes share, or set resume to the "
+            "folder of one checkpoint"
+        )
 
 
 def check_is_done(run: Run, max_steps: int) -> None:

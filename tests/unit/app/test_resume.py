@@ -1,4 +1,4 @@
-"""Files that checking `resume=last` reads."""
+"""Checkpoints that `resume` finds."""
 
 from __future__ import annotations
 
@@ -77,3 +77,35 @@ def test_only_a_job_that_slurm_has_restarted_says_so(
             monkeypatch.delenv("SLURM_JOB_ID")
     assert OmegaConf.load(tmp_path / "second" / ".hydra" / "resolved.yaml").resume == str(newest)
     assert (f"SLURM restarted this job: it resumes from {newest}" in capsys.readouterr().out) == restarted
+
+
+def test_auto_finds_the_checkpoints_of_its_own_command_only(tmp_path: Path) -> None:
+    def started_with(run: str, *overrides: str) -> Path:
+        hydra = tmp_path / run / ".hydra"
+        hydra.mkdir(parents=True)
+        OmegaConf.save(list(overrides), hydra / "overrides.yaml")
+        return tmp_path / run / "checkpoints"
+
+    def found(*overrides: str, run: str = "new") -> str:
+        given = [*overrides, f"output_root={tmp_path}", f"run_dir={tmp_path / run}"]
+        with initialize_config_dir(CONF, version_base="1.3"):
+            config = compose("train", overrides=given)
+        with mock.patch("lightning_cp.app.runs.resume.HydraConfig") as hydra:
+            hydra.get().overrides.task = list(overrides)
+            return str(check_config(config, Machine(cores=2), None).config.resume)
+
+    mine, other = ("seed=0", "log_every=2"), ("seed=0", "log_every=3")
+    assert found(*mine, "resume=auto") == "None"
+    folder = started_with("a", "seed=0", "resume=auto", "log_every=2")
+    assert found(*mine, "resume=auto") == "None"
+    first = save_checkpoint(folder, Checkpoint(3, {}, {"seed": 0}))
+    newest = save_checkpoint(started_with("b", *other), Checkpoint(9, {}, {"seed": 0}))
+    assert found(*mine, "resume=auto") == str(first)
+    assert found(*mine, "resume=auto", "trace_step=2") == "None"  # another command
+    assert found(*other, "resume=auto") == found(*mine, "resume=last") == str(newest)
+    assert found(*mine, "optim.lr=0.1", "resume=auto", run="b") == str(newest)  # the folder of this run
+    started_with("c", *mine, "trace_step=2")
+    save_checkpoint(tmp_path / "c" / "checkpoints", Checkpoint(4, {}, {"seed": 0}))
+    assert found(*mine, "trace_step=2", "resume=auto") == str(tmp_path / "c" / "checkpoints" / "step_00000004")
+    (tmp_path / "a" / ".hydra" / "overrides.yaml").write_text("[", encoding="utf-8")
+    assert found(*mine, "resume=auto") == "None"

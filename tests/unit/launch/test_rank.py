@@ -1,7 +1,12 @@
 """Test which exceptions are reported in one line, and which with their traceback."""
 
+import subprocess
+import sys
+import time
 from pathlib import Path
+from unittest import mock
 
+import psutil
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -11,8 +16,10 @@ from lightning_cp.app.training.records import read_metrics
 from lightning_cp.checkpoint import CheckpointError
 from lightning_cp.checkpoint.folder import EARLIER_KEPT
 from lightning_cp.checkpoint.store import Checkpoint, save_checkpoint
-from lightning_cp.launch.job import FailureKind
+from lightning_cp.launch.external import ExternalLauncher, LauncherEnv
+from lightning_cp.launch.job import FailureKind, Job
 from lightning_cp.launch.rank import failure_of
+from tests.harness import warm
 
 
 def _caught(action: object, *args: object) -> BaseException:
@@ -46,3 +53,46 @@ def test_a_mistake_in_our_own_code_or_elsewhere_has_its_traceback() -> None:
     assert "(rank 1)" in mistake.describe()
     assert "records.py" in mistake.describe()
     assert failure_of(_caught(int, "x"), rank=0).kind is FailureKind.RAISED
+
+
+def test_a_lost_connection_under_a_launcher_is_one_sentence(tmp_path: Path) -> None:
+    def fails(_: object) -> None:
+        raise RuntimeError("[gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer")
+
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    with mock.patch("lightning_cp.launch.rank.load_target", return_value=fails):
+        launcher = ExternalLauncher(LauncherEnv("torchrun", 3, 4, 2))
+        failure = launcher.launch(Job("", tmp_path / "config.yaml", 4, tmp_path)).failure
+    assert failure is not None
+    assert failure.describe().startswith("rank 3 lost the connection to another rank, which has exited or cannot")
+    assert "gloo" not in failure.describe()
+
+
+ORPHAN = """
+import os, sys, time
+from pathlib import Path
+from lightning_cp.launch.lifeline import end_with_parent
+
+if os.fork() == 0:
+    os.setsid()
+    end_with_parent()
+    Path(sys.argv[1]).write_text(str(os.getpid()))
+    time.sleep(60)
+while not Path(sys.argv[1]).is_file():
+    time.sleep(0.05)
+time.sleep(float(sys.argv[2]))
+os._exit(0)
+"""
+
+
+def test_a_rank_ends_after_the_agent_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(ORPHAN, encoding="utf-8")
+    with warm.Popen([sys.executable, str(script), str(tmp_path / "pid"), "1.5"], stderr=subprocess.PIPE) as agent:
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            time.sleep(0.05)
+        rank = psutil.Process(int((tmp_path / "pid").read_text()))
+        assert agent.wait(timeout=30) == 0
+        rank.wait(timeout=10)
+        assert agent.stderr is not None
+        assert f"torchrun's agent (process {agent.pid}) has ended" in str(agent.stderr.read())

@@ -1,0 +1,45 @@
+"""Stall watch of the parallel pipelines of a process: one for its process group, also if a strategy has started it."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import torch.distributed as dist
+
+from lightning_cp.comm.stall import StallWatch, current_watch, stop_watch, watch_stalls
+from lightning_cp.compat.torch_names import default_timeout
+from lightning_cp.patching import Undo
+from lightning_cp.sample_groups import SampleGroups
+
+
+def share_watch(stall_s: float | None, ranks: SampleGroups) -> list[Undo]:
+    """Watch the calls of a parallel pipeline. A watch that runs is used as it is; its `stall_s` holds.
+
+    Args:
+        stall_s: seconds until a stalled collective is reported; None: never.
+        ranks: ranks that share a sample; a rank alone has no collectives to watch.
+    Ranks: the whole world. Returns: a function that ends the watch when nothing else uses it.
+    """
+    if stall_s is None or ranks.sample.context_size == 1 or dist.get_backend() == "fake":
+        return []
+    watch = current_watch()
+    if watch is not None:
+        watch.users += 1
+    else:
+        watch = watch_stalls(host=_host(), after_s=stall_s, timeout_s=default_timeout().total_seconds())
+    return [] if watch is None else [lambda: _leave(watch)]
+
+
+def _leave(watch: StallWatch) -> None:
+    watch.users -= 1
+    if watch.users == 0 and watch is current_watch():
+        stop_watch()
+
+
+def _host() -> str:
+    """Return the address of rank 0 that its launcher has set, or its name. Ranks: the whole world."""
+    own = socket.gethostname()
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, own if dist.get_rank() else os.environ.get("MASTER_ADDR", own))
+    return "127.0.0.1" if set(hosts) == {own} else hosts[0]

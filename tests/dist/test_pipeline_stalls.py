@@ -1,0 +1,73 @@
+"""Stalls while a parallel pipeline is called: reported on every waiting rank, from any thread, but not idle waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
+from lightning_cp.comm.stall import current_watch
+from lightning_cp.pipelines import Leader, follow
+from tests.harness import RankPool
+from tests.pipelines import sd3
+
+AFTER_S, NAP_S = 0.6, 2.0
+SMALL = {**sd3.TINY["sd3"].inputs(), "num_inference_steps": 1}
+
+
+def _parallel(world: int, **settings: Any) -> Any:
+    pipe = sd3.TINY["sd3"].make()
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
+    return pipe
+
+
+def _stalls(rank: int, world: int) -> tuple[list[str], bool]:
+    """Return the reports of a stall in a thread's call, and whether the followers' wait for a request is reported."""
+
+    def nap(*_: Any) -> dict[str, Any]:
+        time.sleep(NAP_S if rank == 1 else 0)
+        return {}
+
+    messages: list[str] = []
+    pipe = _parallel(world, stall_s=AFTER_S)
+    watch: Any = current_watch()
+    watch._report = messages.append
+    thread = threading.Thread(target=lambda: pipe(**SMALL, callback_on_step_end=nap))
+    thread.start()
+    thread.join()
+    of_call = list(messages)
+
+    def loop(leader: Leader) -> bool:
+        leader(**SMALL)
+        time.sleep(3 * watch._tick_s)
+        before = len(messages)
+        time.sleep(NAP_S)
+        return len(messages) > before  # rank 0 reports the others' waits, too
+
+    return of_call, bool(follow(pipe, loop))
+
+
+def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(run_ranks: RankPool) -> None:
+    reports = run_ranks(3, _stalls)
+    for of_call, _ in (reports[0], reports[2]):  # on a busy machine, there may be other stalls
+        assert any("rank 1 is in no collective" in text and "in nap)" in text for text in of_call), of_call
+    assert not any(is_reported for _, is_reported in reports)
+
+
+def _watches(rank: int, world: int) -> list[object]:
+    unwatched = _parallel(world, stall_s=None)
+    seen: list[object] = [current_watch()]
+    first, second = _parallel(world, stall_s=30), _parallel(world)
+    watch = current_watch()
+    assert watch is not None
+    seen += [watch.users, watch._after_s]
+    unparallelize_pipeline(first)
+    unparallelize_pipeline(unwatched)
+    seen.append(current_watch() is watch)
+    unparallelize_pipeline(second)
+    return [*seen, current_watch(), any(thread.is_alive() for thread in watch._threads)]
+
+
+def test_pipelines_share_one_watch_that_ends_with_the_last_of_them(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _watches) == 2 * [[None, 2, 30, True, None, False]]
