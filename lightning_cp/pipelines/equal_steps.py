@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,7 @@ class EqualSteps:
     ) -> Any:
         """Wrap the scheduler's `step`. Ranks: all of the sample. Raises: PeerMismatchError: the step before differs."""
         if self._compares_steps and (self._every_step or not self._step):
-            given = arguments_by_name(inspect.signature(type(scheduler).step), args, kwargs)
+            given = arguments_by_name(_signature(type(scheduler).step), args, kwargs)
             if not self._step:
                 given["scheduler"] = [type(scheduler).__qualname__, *(getattr(scheduler, x, None) for x in _SCHEDULE)]
             self._compare(given)
@@ -92,6 +93,9 @@ class EqualSteps:
                 f"(rank {rank} of this group, compared with its rank 0; the result counts as a step): callbacks and "
                 "components must be equal on these ranks"
             )
+
+
+_signature = lru_cache(inspect.signature)
 
 
 def _samples(result: Any) -> Iterator[Any]:
