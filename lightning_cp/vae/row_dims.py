@@ -148,6 +148,10 @@ def _of_view(
 
 def _of_reshape(name: str, before: torch.Size, after: torch.Size, rows: RowDim) -> RowDim:
     """Find the row dim by the number of elements in front of the rows, which a reshape does not change."""
+    if 0 in before[: rows.dim]:  # no frames, for example: by those from the rows on
+        ends = {math.prod(after[dim:]): dim for dim in range(len(after))}
+        dim = ends.get(math.prod(before[rows.dim :]))
+        return _refuse(name, "that divides rows between dims") if dim is None else RowDim(dim, rows.outer)
     outer = math.prod(before[: rows.dim]) * rows.outer
     size_before = before[rows.dim] // rows.outer
     preceding = 1

@@ -12,7 +12,7 @@ from diffusers.hooks import apply_group_offloading, apply_layerwise_casting
 from torch import Tensor, nn, ones
 
 from lightning_cp.mesh import SINGLE_RANK
-from lightning_cp.vae.row_dims import RowDim, row_dim_of, set_row_dim
+from lightning_cp.vae.row_dims import RowDim, _of_reshape, row_dim_of, set_row_dim
 from lightning_cp.vae.rows import RowShardedOps
 
 _GROUPS = replace(SINGLE_RANK, context_shape=(2, 1))
@@ -142,3 +142,11 @@ def test_offloading_and_casting_of_weights_work_inside(offload: str) -> None:
         apply_layerwise_casting(module, torch.float8_e4m3fn, torch.float32, skip_modules_pattern=())
     with torch.no_grad(), RowShardedOps(_GROUPS, -2):
         module(_rows())
+
+
+def test_a_reshape_of_no_frames_keeps_the_rows() -> None:
+    # HunyuanVideo 1.5 divides rows and columns in two: [b, c, f, h, w] -> [b, c, f / 2, 2, h / 2, 2, w / 2, 2]
+    before, after = torch.Size((1, 2, 0, 6, 4)), torch.Size((1, 2, 0, 2, 3, 2, 2, 2))
+    assert _of_reshape("view", before, after, RowDim(3, 1)) == RowDim(4, 1)
+    with pytest.raises(NotImplementedError, match="divides rows between dims"):
+        _of_reshape("view", before, torch.Size((1, 2, 0, 5, 4)), RowDim(3, 1))
