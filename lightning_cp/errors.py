@@ -77,3 +77,12 @@ def is_lost_connection(text: str) -> bool:
 def is_failed_exchange(text: str) -> bool:
     """Return True if an error's text says that an exchange with other ranks failed: a broken connection, a time-out."""
     return is_lost_connection(text) or any(part in text for part in _TIMED_OUT)
+
+
+def raise_if_lost(error: Exception, when: str) -> None:
+    """Raise CallFailedError if an error says that a connection broke. Args: when: when it did, for the message."""
+    if is_lost_connection(str(error)):
+        raise CallFailedError(
+            f"the connection to another rank broke {when}: it has exited or cannot be reached. End the job; the output "
+            "of that rank has the cause"
+        ) from error

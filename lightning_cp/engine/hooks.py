@@ -19,7 +19,7 @@ from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
-from lightning_cp.errors import InterceptionError, PlanError, ShapeError
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError, is_failed_exchange
 from lightning_cp.nest import tensors
 
 
@@ -130,7 +130,8 @@ class ModelHook(EngineHook):
     def _explain(self, error: Exception) -> None:
         """Raise PlanError if an error in the model's code may come from an argument that the plan does not split."""
         call, builtin = self.session.current(), type(error) in (RuntimeError, ValueError, IndexError)
-        missing = missing_split(call) if builtin and not self.session.succeeded else None
+        is_of_model = builtin and not is_failed_exchange(str(error))
+        missing = missing_split(call) if is_of_model and not self.session.succeeded else None
         if missing is not None:
             raise PlanError(
                 f"{call.block} failed on shards ({type(error).__name__}: {error}), and its plan leaves out an argument "

@@ -38,7 +38,7 @@ from lightning_cp.pipelines.placement import (
 )
 from lightning_cp.pipelines.stages import Setting, follow_stages, make_stages
 from lightning_cp.pipelines.stall_watch import share_watch
-from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, copy_refusals, parallel_pipeline
 from lightning_cp.pipelines.step_clock import StepClock
 from lightning_cp.pipelines.votes import Votes
 from lightning_cp.pipelines.wrappers import (
@@ -223,7 +223,8 @@ def parallelize_pipeline(
                 undo=undo,
                 **checks,
             )
-            undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **device_properties(staged)))
+            attributes = {**device_properties(staged), **copy_refusals(type(pipeline).__name__)}
+            undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **attributes))
             undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
             votes.check()  # this and the next steps cannot be undone
             if state.equal_weights is not None and (layers or num_stages > 1):

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cp.errors import CallCancelledError, CallFailedError, PlanError
 from lightning_cp.pipelines.placement import rank_device
@@ -103,6 +104,11 @@ class Leader:
             earlier call failed inside an exchange.
         """
         callback = kwargs.pop(_CALLBACK, None)
+        if hasattr(callback, "tensor_inputs"):  # a PipelineCallback, or several
+            raise TypeError(
+                f"{_CALLBACK} is a {type(callback).__name__}, which changes the call but would run on rank 0 only: "
+                "call the pipeline on every rank without follow, or give a function that changes nothing"
+            )
         request = _Request("", chosen_degrees(self._state), has_callback=callback is not None)
         return self._run(request, args, kwargs, callback)
 
@@ -159,7 +165,12 @@ class Leader:
             raise CallCancelledError(f"other calls have taken longer than this call's limit of {limit_s} s")
         try:
             votes.check_usable()
-            self._requests.send(asdict(request), PlainData.of(args, kwargs))
+            arguments = PlainData.of(args, kwargs)
+            try:
+                self._requests.send(asdict(request), arguments)
+            except Exception as error:  # a rank that follows has exited
+                votes.broken = error
+                raise
             if callback is not None:
                 kwargs[_CALLBACK] = _unchanging(callback)
             self._is_cancelled, votes.interrupt = False, interrupt
@@ -233,13 +244,16 @@ def _request_group(state: ParallelPipeline) -> Iterator[dist.ProcessGroup | None
 
 
 def _unchanging(callback: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
-    """Wrap rank 0's callback. Raises: ValueError: it returns changes, which the other ranks would not have."""
+    """Wrap rank 0's callback. Raises: ValueError: it makes changes, which the other ranks would not have."""
 
     def run(*args: Any) -> dict[str, Any]:
-        changes = callback(*args)
-        if changes and any(x is not args[-1].get(name) for name, x in changes.items()):
+        before = {name: (x, _version(x)) for name, x in args[-1].items()}  # it may write into them
+        changes = callback(*args) or {}
+        after = {**args[-1], **changes}
+        changed = [name for name, x in after.items() if not _is_same(x, before.get(name))]
+        if changed:
             raise ValueError(
-                f"{_CALLBACK} runs on rank 0 only and must not change {', '.join(changes)}: return {{}}, or call the "
+                f"{_CALLBACK} runs on rank 0 only and must not change {', '.join(changed)}: return {{}}, or call the "
                 "pipeline on every rank without follow"
             )
         return {}
@@ -249,6 +263,14 @@ def _unchanging(callback: Callable[..., Any]) -> Callable[..., dict[str, Any]]:
 
 def _goes_on() -> None:
     """Interrupt no call."""
+
+
+def _is_same(x: object, before: tuple[object, int] | None) -> bool:
+    return before is not None and x is before[0] and _version(x) == before[1]
+
+
+def _version(x: object) -> int:
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
 
 
 def _no_change(*_: Any) -> dict[str, Any]:

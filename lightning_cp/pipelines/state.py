@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
@@ -66,6 +66,22 @@ def parallel_pipeline(pipe: Any) -> ParallelPipeline | None:
     """Return the state that `parallelize_pipeline` stored on a pipeline; None if it is not parallel."""
     found: ParallelPipeline | None = getattr(pipe, "__dict__", {}).get(INSTALLED)
     return found
+
+
+def copy_refusals(name: str) -> dict[str, Any]:
+    """Return methods that refuse copies and pickles of a parallel pipeline. Args: name: its class, for the error."""
+    reason = f"a parallel {name} cannot be copied or pickled, because its ranks share process groups: call "
+    way_out = "unparallelize_pipeline first, and parallelize_pipeline on each copy"
+
+    def refuse(pipe: object, _: object) -> NoReturn:
+        raise PlanError(f"{reason}{way_out}")
+
+    def shallow(pipe: Any) -> Any:
+        copied = object.__new__(type(pipe))
+        copied.__dict__.update(pipe.__dict__)
+        return copied
+
+    return {"__deepcopy__": refuse, "__reduce_ex__": refuse, "__copy__": shallow}
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.comm.background import BackgroundGather, gather_in_background
-from lightning_cp.errors import CallFailedError
+from lightning_cp.errors import CallFailedError, raise_if_lost
 
 _GOES_ON, _ENDED, _FAILED, _DECLINES = range(4)
 _APART = "A rank failed before an exchange that others have begun"
@@ -156,11 +156,18 @@ class Votes:
 
     def check_usable(self) -> None:
         """Check that no earlier call has failed inside an exchange. Raises: RuntimeError: one has."""
-        if self.broken is not None:
-            raise RuntimeError(
-                f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
-                f"ranks ({_text(self.broken)}): end the job"
-            ) from self.broken
+        if self.broken is None:
+            return
+        way_out = "end the job"
+        if not isinstance(self.broken, Exception):  # Ctrl-C, for instance
+            way_out = (
+                "if all ranks were interrupted, call unparallelize_pipeline and parallelize_pipeline on all of them; "
+                "otherwise end the job"
+            )
+        raise RuntimeError(
+            f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
+            f"ranks ({_text(self.broken)}): {way_out}"
+        ) from self.broken
 
     def _vote(self, vote: int) -> list[int]:
         if vote == _GOES_ON:
@@ -172,6 +179,7 @@ class Votes:
             errors, are_apart = self._exchange(None) if _FAILED in votes else ([], False)
         except Exception as error:  # a rank has exited
             self.broken = error
+            raise_if_lost(error, f"in this call of {self._name}")
             raise
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 from typing import Any
@@ -11,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.callbacks import SDXLCFGCutoffCallback
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
@@ -119,6 +122,10 @@ def _failing(rank: int, world: int) -> list[str]:
     def changes(pipe: Any, i: int, t: Any, given: Any) -> dict[str, Any]:
         return {"latents": given["latents"] * 2}
 
+    def edits(pipe: Any, i: int, t: Any, given: Any) -> dict[str, Any]:
+        given["latents"].mul_(2)
+        return given
+
     def loop(leader: Leader) -> list[str]:
         said = []
         bad: list[dict[str, Any]] = [
@@ -126,6 +133,8 @@ def _failing(rank: int, world: int) -> list[str]:
             {"height": -3.5},
             {"callback_on_step_end": cancel},
             {"callback_on_step_end": changes},
+            {"callback_on_step_end": edits},
+            {"callback_on_step_end": SDXLCFGCutoffCallback(cutoff_step_ratio=0.5)},
             {"sigmas": iter([1])},
         ]
         for given in bad:
@@ -150,12 +159,14 @@ def _failing(rank: int, world: int) -> list[str]:
 
 
 def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPool) -> None:
-    unknown, size, cancelled, changed, unsendable = run_ranks(3, _failing, timeout_s=240)[0]
+    unknown, size, cancelled, changed, edited, cutoff, unsendable = run_ranks(3, _failing, timeout_s=240)[0]
     assert unknown.startswith("TypeError")
     assert "no_such" in unknown
     assert not size.startswith("CallFailedError")
     assert cancelled == "KeyError: 'cancelled by the user'"
-    assert changed.startswith("ValueError: callback_on_step_end runs on rank 0 only and must not change latents")
+    for text in (changed, edited):
+        assert text.startswith("ValueError: callback_on_step_end runs on rank 0 only and must not change latents")
+    assert cutoff.startswith("TypeError: callback_on_step_end is a SDXLCFGCutoffCallback, which changes the call")
     assert unsendable.startswith("TypeError: sigmas is a list_iterator, which is not sent to other ranks")
 
 
@@ -424,3 +435,37 @@ def test_calls_are_cancelled_and_have_a_time_limit(run_ranks: RankPool, world: i
     assert cancelled == "the call was cancelled"
     assert too_long == "the call has taken longer than its limit of 0.3 s"
     assert waited == "other calls have taken longer than this call's limit of 0.3 s"
+
+
+def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
+    pipe, said = _pipe(*FLUX), []
+    expected = _first(pipe(**_inputs(*FLUX, 0)))
+    config = ContextParallelConfig(ring_degree=world)
+    parallelize_pipeline(pipe, config)
+    for refused in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(PlanError) as caught:
+            refused(pipe)
+        said.append(str(caught.value))
+    copied = copy.copy(pipe)
+    assert copied.transformer is pipe.transformer
+
+    def interrupt(*_: Any) -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        pipe(**_inputs(*FLUX, 0), callback_on_step_end=interrupt)
+    with pytest.raises(RuntimeError) as unusable:
+        pipe(**_inputs(*FLUX, 0))
+    said.append(str(unusable.value))
+    unparallelize_pipeline(pipe)
+    assert copy.deepcopy(pipe).transformer is not pipe.transformer
+    parallelize_pipeline(pipe, config)
+    return said, _error(_first(pipe(**_inputs(*FLUX, 0))), expected)
+
+
+def test_after_ctrl_c_on_all_ranks_the_pipeline_can_be_made_parallel_again(run_ranks: RankPool) -> None:
+    for (deep, pickled, unusable), error in run_ranks(3, _interrupted):
+        assert deep == pickled
+        assert "cannot be copied or pickled, because its ranks share process groups: call unparallelize" in deep
+        assert "if all ranks were interrupted, call unparallelize_pipeline and parallelize_pipeline" in unusable
+        assert error <= 1e-5

@@ -134,6 +134,26 @@ def _unrelated(rank: int, world: int) -> str:
     return type(caught.value).__name__
 
 
+def _lost_link(rank: int, world: int, text: str) -> str:
+    """An exchange of the first block fails, while an argument could be split."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(text)
+
+    model, arguments = _model()
+    model.blocks[0].qkv.register_forward_hook(fail)
+    plan = Plan({"blocks": {"x": split(1, "video")}}, _GATHER, attention=_ATTENTION, main="video")
+    apply_context_parallel(model, ContextParallelConfig(ring_degree=world), plan)
+    with pytest.raises((RuntimeError, PlanError)) as caught:
+        model(**arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["Read error: Connection reset by peer", "Timed out waiting 1800000ms for recv"])
+def test_a_failed_exchange_is_not_blamed_on_the_plan(run_ranks: RankPool, text: str) -> None:
+    assert set(run_ranks(3, _lost_link, text)) == {text}
+
+
 def test_errors_of_the_model_itself_stay_as_they_are(run_ranks: RankPool) -> None:
     assert set(run_ranks(2, _unrelated)) == {"RuntimeError"}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,8 +12,10 @@ import torch
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 from PIL import Image
 
+from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines.plain_data import PlainData
-from lightning_cp.pipelines.requests import from_bytes, to_bytes
+from lightning_cp.pipelines.requests import Requests, from_bytes, to_bytes
+from lightning_cp.pipelines.votes import Votes
 
 CPU = torch.device("cpu")
 
@@ -108,3 +111,24 @@ def test_dataclasses_of_diffusers_arrive_and_no_other_class_is_named() -> None:
     for module, name in [("subprocess", "Popen"), ("diffusers.pipelines.ltx2.pipeline_ltx2_condition", "Image")]:
         with pytest.raises(TypeError, match="is not a dataclass of diffusers"):
             PlainData([{"dataclass": [module, name, {"dict": []}]}], []).on(CPU)
+
+
+@pytest.mark.parametrize("text", ["[gloo/transport/tcp/pair.cc] Connection closed by peer", "another failure"])
+def test_a_lost_rank_is_one_sentence_for_rank_zero_and_for_those_that_wait(text: str) -> None:
+    kind = CallFailedError if "peer" in text else RuntimeError
+    said = r"the connection to another rank broke .*: it has exited" if "peer" in text else text
+    requests = Requests(mock.Mock(group_name="requests"))
+    with mock.patch("lightning_cp.pipelines.requests.dist.broadcast", side_effect=RuntimeError(text)):
+        for exchange in (lambda: requests.send({}, PlainData.of()), requests.receive):
+            with pytest.raises(kind, match=said) as caught:
+                exchange()
+            assert "gloo" not in str(caught.value)
+    votes = Votes("Pipe", mock.Mock())
+    with (
+        mock.patch("lightning_cp.pipelines.votes.gather_in_background", side_effect=RuntimeError(text)),
+        pytest.raises(kind, match=said),
+        votes.call(),
+    ):
+        votes.check()
+    with pytest.raises(RuntimeError, match=r"can make no further call, .*: end the job"):
+        votes.check_usable()
