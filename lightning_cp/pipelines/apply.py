@@ -205,6 +205,7 @@ def parallelize_pipeline(
                 checks["equal_steps"] = EqualSteps(
                     type(pipeline).__name__,
                     ranks.sample,
+                    votes,
                     every_step=num_stages > 1 or any(one.ranks.cfg > 1 for one in chosen.values()),
                     calls=2 if check_peers == "first" else None,
                 )

@@ -19,6 +19,7 @@ from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.calls import arguments_by_name
+from lightning_cp.pipelines.votes import Votes
 
 _NAMES = ("model_output", "timestep", "sample", "scheduler", "result")
 _SCHEDULE = ("timesteps", "sigmas", "num_inference_steps", "_begin_index")  # equal when the first step begins
@@ -34,10 +35,12 @@ class EqualSteps:
         sample: the ranks that share a sample.
         every_step: compare all steps; False: the first, because the arguments of all forwards are compared.
         calls: number of calls to compare; None: all.
+        votes: ranks vote before a comparison that they wait for.
     """
 
-    def __init__(self, name: str, sample: MeshGroups, *, every_step: bool, calls: int | None) -> None:
+    def __init__(self, name: str, sample: MeshGroups, votes: Votes, *, every_step: bool, calls: int | None) -> None:
         self._name, self._sample, self._every_step, self._calls = name, sample, every_step, calls
+        self._votes = votes
         self._sampler = Sampler(_NAMES)
         self._step, self._compares_steps = 0, False
         self._pending: BackgroundGather | None = None
@@ -53,23 +56,27 @@ class EqualSteps:
         """Wrap the scheduler's `step`. Ranks: all of the sample. Raises: PeerMismatchError: the step before differs."""
         if self._compares_steps and (self._every_step or not self._step):
             given = arguments_by_name(_signature(type(scheduler).step), args, kwargs)
-            if not self._step:
+            if self._step:
+                self._compare(given)
+            else:
                 given["scheduler"] = [type(scheduler).__qualname__, *(getattr(scheduler, x, None) for x in _SCHEDULE)]
-            self._compare(given)
-            if self._step == 1:
-                self._finish()
+                self._compare_now(given)
         return call(*args, **kwargs)
 
     def end(self, result: Any) -> None:
         """Compare a call's result. Ranks: all of the sample. Raises: PeerMismatchError: it or the last step differs."""
         if self._is_on:
-            self._compare({"result": list(_samples(result))})
-            self._finish()
+            self._compare_now({"result": list(_samples(result))})
             self._calls = self._calls and self._calls - 1
 
     @property
     def _is_on(self) -> bool:
         return self._sample.context is not None and self._calls != 0
+
+    def _compare_now(self, given: Mapping[str, Any]) -> None:
+        with self._votes.before_exchanges():  # a rank may have raised
+            self._compare(given)
+            self._finish()
 
     def _compare(self, given: Mapping[str, Any]) -> None:
         self._finish()

@@ -146,8 +146,7 @@ def _finish_checks(state: ParallelPipeline, result: Any) -> None:
     for installed in _installed(state):
         installed.session.peers.finish()
     if state.equal_steps is not None:
-        with state.votes.before_exchanges():  # a rank may have raised above
-            state.equal_steps.end(result)
+        state.equal_steps.end(result)
 
 
 def _installed(state: ParallelPipeline) -> list[Installed]:
