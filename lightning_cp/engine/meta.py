@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_cp.engine.paths import class_of
 
+_SHAPE = "_lightning_cp_shape"  # attribute of a freed weight: the shape that it had
 _LOADER = "_lightning_cp_load"  # attribute of a module: a function that loads its weights after their allocation
 
 
@@ -101,16 +102,37 @@ def free_weights(module: nn.Module) -> None:
     """Free the memory of all weights and buffers; they have no elements afterwards, also if they were on meta."""
     for inner in module.modules():
         for name, parameter in inner.named_parameters(recurse=False):
+            shape = parameter.shape
             if parameter.is_meta:
                 empty = torch.empty(0, dtype=parameter.dtype)
-                inner.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+                parameter = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                inner.register_parameter(name, parameter)
             else:
                 parameter.data = parameter.new_empty(0)
+            setattr(parameter, _SHAPE, shape)
         for name, buffer in inner.named_buffers(recurse=False):
             if buffer.is_meta:
                 inner.register_buffer(name, torch.empty(0, dtype=buffer.dtype))
             else:
                 buffer.data = buffer.new_empty(0)
+
+
+def freed_weights(module: nn.Module) -> list[nn.Parameter]:
+    """Return the weights that `free_weights` has freed; none inside `whole_shapes`."""
+    return [x for x in module.parameters() if hasattr(x, _SHAPE) and not x.numel()]
+
+
+@contextmanager
+def whole_shapes(module: nn.Module) -> Iterator[None]:
+    """Give freed weights their shapes inside the context, for code that reads shapes. All elements share memory."""
+    freed = freed_weights(module)
+    for x in freed:
+        x.data = x.new_zeros(()).expand(getattr(x, _SHAPE))
+    try:
+        yield
+    finally:
+        for x in freed:
+            x.data = x.new_empty(0)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightning_cp.engine.meta import whole_shapes
 from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo, intercept_method
 
@@ -41,48 +42,53 @@ def allow_hotswap(module: nn.Module) -> Undo:
     return intercept_method(module, "load_lora_adapter", around)
 
 
-def refuse_new_adapters(pipeline: Any, module: nn.Module, pipe: object) -> Iterator[Undo]:
-    """Refuse to load or fuse adapters after this rank has freed the blocks of other stages (pipe above 1)."""
+def adapt_stages(pipeline: Any, module: nn.Module, pipe: object) -> Iterator[Undo]:
+    """Let adapters be loaded after this rank has freed the blocks of other stages (pipe above 1); refuse to fuse them.
 
-    def refuse(name: str) -> Around:
-        def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            raise PlanError(
-                f"{name}: with pipe={pipe}, this rank has only the blocks of its stage: call it before "
-                "parallelize_pipeline"
-            )
+    Each rank loads the adapters of all blocks.
+    """
+    why = f"with pipe={pipe}, this rank has only the blocks of its stage"
 
-        return around
+    def refuse(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise PlanError(f"fuse_lora: {why}: call it before parallelize_pipeline")
 
-    for owner, names in (
-        (pipeline, ("load_lora_weights",)),
-        (module, ("load_lora_adapter", "add_adapter", "fuse_lora")),
+    def with_shapes(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with whole_shapes(module):
+            return call(*args, **kwargs)
+
+    arounds = dict.fromkeys(("load_lora_adapter", "add_adapter"), (_without_whole_weights(why, module), with_shapes))
+    for owner, methods in (
+        (pipeline, {"load_lora_weights": (with_shapes,)}),
+        (module, arounds | {"fuse_lora": (refuse,)}),
     ):
-        yield from (intercept_method(owner, name, refuse(name)) for name in names if hasattr(owner, name))
+        for name, around in methods.items():
+            yield from (intercept_method(owner, name, one) for one in around if hasattr(owner, name))
 
 
 def adapt_shards(name: str, module: nn.Module) -> None:
     """Let adapters be added to a module with sharded weights (FSDP2), and fused into each rank's shard."""
+    why = f"the weights of {name} are sharded (shard={name!r})"
     around = {
-        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _without_whole_weights(name, module)),
-        "fuse_lora": _fusing_shards(name, module),
+        **dict.fromkeys(("load_lora_adapter", "add_adapter"), _without_whole_weights(why, module)),
+        "fuse_lora": _fusing_shards(why, module),
     }
     for method in (method for method in around if hasattr(module, method)):
         intercept_method(module, method, around[method])
     _shard_deltas(module)
 
 
-def _without_whole_weights(name: str, module: Any) -> Around:
+def _without_whole_weights(why: str, module: Any) -> Around:
     """Wrap a method that adds adapters: refuse those that are computed from whole weights."""
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for config in (*args, *kwargs.values()):
-            _check_config(name, config)
+            _check_config(why, config)
         before = set(getattr(module, "peft_config", {}))
         result = call(*args, **kwargs)
         _shard_deltas(module)
         for adapter in set(getattr(module, "peft_config", {})) - before:
             try:
-                _check_config(name, module.peft_config[adapter])
+                _check_config(why, module.peft_config[adapter])
             except PlanError:
                 module.delete_adapters(adapter)
                 raise
@@ -91,25 +97,25 @@ def _without_whole_weights(name: str, module: Any) -> Around:
     return around
 
 
-def _check_config(name: str, config: Any) -> None:
+def _check_config(why: str, config: Any) -> None:
     """Refuse adapters that are computed from whole weights. Raises: PlanError."""
     if getattr(config, "use_dora", False):
-        raise _refusal(name, "DoRA needs the norms of whole weights: add it before parallelize_pipeline")
+        raise _refusal(why, "DoRA needs the norms of whole weights: add it before parallelize_pipeline")
     start = getattr(config, "init_lora_weights", True)
     if start not in (True, False, "gaussian"):
-        raise _refusal(name, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
+        raise _refusal(why, f"init_lora_weights={start!r} needs whole weights: add it before parallelize_pipeline")
 
 
-def _fusing_shards(name: str, module: nn.Module) -> Around:
+def _fusing_shards(why: str, module: nn.Module) -> Around:
     """Wrap `fuse_lora`: refuse options and adapters that need whole weights. Raises: PlanError."""
 
     def around(call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layers = [layer for layer in _adapted(module) if isinstance(_base_weight(layer), DTensor)]
         if kwargs.get("safe_fusing") or (len(args) > 1 and args[1]):
-            raise _refusal(name, "safe_fusing=True would replace them: use safe_fusing=False")
+            raise _refusal(why, "safe_fusing=True would replace them: use safe_fusing=False")
         for layer in layers:
             if getattr(layer, "lora_variant", None) or any(getattr(layer, "lora_bias", {}).values()):
-                raise _refusal(name, "an adapter has DoRA or a bias: fuse it before parallelize_pipeline")
+                raise _refusal(why, "an adapter has DoRA or a bias: fuse it before parallelize_pipeline")
         return call(*args, **kwargs)
 
     return around
@@ -132,8 +138,8 @@ def _sharded_like(layer: Any) -> Around:
     return around
 
 
-def _refusal(name: str, reason: str) -> PlanError:
-    return PlanError(f"the weights of {name} are sharded (shard={name!r}), and {reason}")
+def _refusal(why: str, reason: str) -> PlanError:
+    return PlanError(f"{why}, and {reason}")
 
 
 def _adapted(module: nn.Module) -> Iterator[Any]:

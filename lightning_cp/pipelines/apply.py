@@ -17,7 +17,7 @@ from lightning_cp.engine.apply import parallelize, remove_context_parallel
 from lightning_cp.engine.meta import load_deferred
 from lightning_cp.errors import PlanError
 from lightning_cp.patching import intercept_calls, undo_all
-from lightning_cp.pipelines.adapters import allow_hotswap, refuse_new_adapters
+from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
@@ -191,7 +191,7 @@ def parallelize_pipeline(
             adaptable = (*found.values(), *controlnets.values())
             undo += [allow_hotswap(module) for module in adaptable if hasattr(module, "load_lora_adapter")]
             for name in in_patches if num_stages > 1 else ():
-                undo += refuse_new_adapters(pipeline, found[name], pipe)
+                undo += adapt_stages(pipeline, found[name], pipe)
             around_step = [clock.before_step] if in_patches else []
             if num_stages == 1 and any(x.ranks.cfg > 1 for x in chosen.values()):  # callbacks get real tensors
                 around_step.append(with_resolved_tensors)

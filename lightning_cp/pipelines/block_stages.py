@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.engine.installed import Installed
-from lightning_cp.engine.meta import free_weights, load_deferred
+from lightning_cp.engine.meta import free_weights, freed_weights, load_deferred
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.sharders import shard_arguments
 from lightning_cp.errors import PlanError
@@ -235,6 +235,8 @@ def release_others(stage: BlockStage) -> None:
 
 
 def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if not freed_weights(module):
+        return
     raise PlanError(
         f"{type(module).__name__} has only the blocks of this rank's stage (pipe > 1), so its weights cannot be saved: "
         "save the pipeline before parallelize_pipeline"

@@ -199,30 +199,22 @@ def test_what_cannot_be_changed_is_refused_and_ranks_must_have_equal_adapters(ru
 
 
 def _in_stages(rank: int, world: int) -> tuple[list[float], list[str]]:
-    """With stages of blocks: errors after changes of adapters that were loaded before, and what is refused."""
-    pipe = _pipe(torch.float64)
-    _change(pipe, _load("one", 1))
-    changes: list[Callable[[Any], None]] = [
-        lambda pipe: pipe.set_adapters("one", 0.5),
-        lambda pipe: pipe.disable_lora(),
-        lambda pipe: pipe.enable_lora(),
-        lambda pipe: pipe.unload_lora_weights(),
-    ]
-    alone = [_latents(pipe)]
-    for change in changes:
-        change(pipe)
+    """With stages of blocks: errors after changes of adapters, and what is refused."""
+    first, *changes = [change for name, change in CHANGES if "fuse" not in name]
+    pipe, alone = _pipe(torch.float64), []
+    for change in (first, *changes):
+        _change(pipe, change)
         alone.append(_latents(pipe))
-    whole = _pipe(torch.float64)
     pipe = _pipe(torch.float64)
-    _change(pipe, _load("one", 1))
+    _change(pipe, first)
     parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world)
     found = [_latents(pipe)]
     for change in changes:
-        change(pipe)
+        _change(pipe, change)
         found.append(_latents(pipe))
     said = []
-    weights = _adapter(whole, 2, 4)
-    for refused in (lambda: pipe.load_lora_weights(weights, adapter_name="two"), pipe.fuse_lora):
+    dora = LoraConfig(use_dora=True, target_modules=["to_q"])
+    for refused in (lambda: pipe.transformer.add_adapter(dora, "dora"), pipe.fuse_lora):
         with pytest.raises(PlanError) as caught:
             refused()
         said.append(str(caught.value))
@@ -230,9 +222,9 @@ def _in_stages(rank: int, world: int) -> tuple[list[float], list[str]]:
     return errors, said
 
 
-def test_stages_of_blocks_have_the_adapters_that_were_loaded_before(run_ranks: RankPool) -> None:
-    features.refused("loading or fusing adapters on stages of blocks (`pipe=`)")
-    for errors, (load, fuse) in run_ranks(3, _in_stages, timeout_s=120):
+def test_stages_of_blocks_load_adapters_before_and_after_set_up(run_ranks: RankPool) -> None:
+    features.refused("fusing adapters on stages of blocks (`pipe=`)")
+    for errors, (dora, fuse) in run_ranks(3, _in_stages, timeout_s=120):
         assert max(errors) < 1e-12
-        assert "load_lora_weights: with pipe=3, this rank has only the blocks of its stage" in load
+        assert "with pipe=3, this rank has only the blocks of its stage, and DoRA needs the norms" in dora
         assert "fuse_lora: with pipe=3" in fuse
