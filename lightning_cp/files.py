@@ -55,7 +55,7 @@ def read_regular(path: str | Path, *, limit_bytes: int = 1 << 32) -> bytes:
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit_bytes:  # for example a sparse file, which takes no space on the disk
-            raise OSError(errno.EFBIG, f"it has {size} bytes, but may have {limit_bytes}", str(path))
+            raise OSError(errno.EFBIG, f"it has {size} bytes, but may have at most {limit_bytes}", str(path))
         return file.read()
 
 

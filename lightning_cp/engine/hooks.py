@@ -19,7 +19,8 @@ from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 from lightning_cp.engine.value_checks import check_in_graph, check_values
-from lightning_cp.errors import InterceptionError, PlanError, ShapeError, is_failed_exchange
+from lightning_cp.errors import InterceptionError, PlanError, ShapeError
+from lightning_cp.lost_connections import is_failed_exchange
 from lightning_cp.nest import tensors
 
 

@@ -65,10 +65,7 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
     if not isinstance(written, dict):
         raise ValueError(f"lora.file={file} is damaged: its metadata must hold a JSON object")
     settings = {key.removeprefix(f"{component}."): x for key, x in written.items() if key.startswith(f"{component}.")}
-    for name, x in tensors.items():
-        if not x.is_floating_point() or not x.float().isfinite().all():
-            state = f"in {x.dtype}, not a float dtype" if not x.is_floating_point() else "not finite (NaN or inf)"
-            raise ValueError(f"lora.file={file} cannot be continued: its weight {name} is {state}")
+    _check_weights(f"lora.file={file} cannot be continued", tensors)
     layers = _pairs(file, {name.removeprefix(f"{component}."): x for name, x in tensors.items()})
     return LoraFile(file, layers, _rank(file, layers), _alpha(file, settings))
 
@@ -78,15 +75,20 @@ def load_lora(pipe: Any, file: Path) -> None:
 
     diffusers' `load_lora_weights` loads nothing into `transformer_2` of Wan 2.2.
 
-    Raises: ValueError: the file is damaged, or the pipeline has no second transformer.
+    Raises: ValueError: the file is damaged, has weights that are not finite numbers, or the pipeline has no second
+        transformer.
     """
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(file)
         with safe_open(file, framework="pt") as opened:
-            components = {name.partition(".")[0] for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            parse_json((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
         raise ValueError(f"lora={file} is damaged or not a safetensors file ({error})") from None
+    _check_weights(f"lora={file} cannot be loaded", tensors)
+    components = {name.partition(".")[0] for name in tensors}
     if components != {SECOND_EXPERT}:
         pipe.load_lora_weights(str(file.parent), weight_name=file.name)
     if SECOND_EXPERT in components:
@@ -96,6 +98,14 @@ def load_lora(pipe: Any, file: Path) -> None:
                 f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
             )
         expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=SECOND_EXPERT)
+
+
+def _check_weights(refused: str, tensors: Mapping[str, Tensor]) -> None:
+    """Check that all weights are finite floats. Raises: ValueError: one is not. Args: refused: begins the message."""
+    for name, x in tensors.items():
+        if not x.is_floating_point() or not x.float().isfinite().all():
+            state = f"in {x.dtype}, not a float dtype" if not x.is_floating_point() else "not finite (NaN or inf)"
+            raise ValueError(f"{refused}: its weight {name} is {state}")
 
 
 def _pairs(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:

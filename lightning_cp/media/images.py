@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, ImageCms, ImageOps
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
@@ -30,8 +30,13 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
 def open_image(file: str | Path) -> Iterator[Image.Image]:
     """Open an image of a usual format. Raises: UnidentifiedImageError, OSError: it is none, or cannot be read."""
     formats = [name for name in _FORMATS if name in _installed()]
-    with open_regular(file) as opened, Image.open(opened, formats=formats) as image:
-        yield image
+    with open_regular(file) as opened:
+        try:
+            image = Image.open(opened, formats=formats)
+        except UnidentifiedImageError:  # its text names the open file by a number
+            raise UnidentifiedImageError(f"{file} is no image of a usual format ({', '.join(formats)})") from None
+        with image:
+            yield image
 
 
 @cache

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_cp.engine.peers import Digest, difference, digest
 from lightning_cp.errors import CallFailedError, PeerMismatchError
-from lightning_cp.mesh import MeshGroups
+from lightning_cp.mesh import MeshGroups, prove_membership
 
 _RANDOM = "generator"
 
@@ -68,6 +68,8 @@ def agreed_settings(name: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """
     found: tuple[str | None, dict[str, str]] = (None, {key: repr(value) for key, value in settings.items()})
     several = dist.is_initialized() and dist.get_world_size() > 1
+    if several:
+        prove_membership()
     gathered: list[Any] = [found] * (dist.get_world_size() if several else 1)
     try:
         yield

@@ -25,6 +25,7 @@ from lightning_cp.data.equal_batches import with_equal_batches
 from lightning_cp.data.peer_batches import prepare_loader
 from lightning_cp.data.random_state import RandomStates, separate_random_states, share_random_state
 from lightning_cp.engine.apply import Installed
+from lightning_cp.mesh import prove_membership
 from lightning_cp.strategies.equal_settings import EqualOptimizers, compare_jobs
 from lightning_cp.strategies.initial_weights import equal_initial_weights
 from lightning_cp.strategies.late_weights import LateWeights
@@ -227,6 +228,8 @@ class ContextParallelMixin:
         self.local_ranks.join(self._lightning.cluster_environment, num_nodes=self._lightning.num_nodes)
         super().setup_environment()  # type: ignore[misc]
         self.context.check_world(self._lightning.world_size)
+        if dist.is_initialized():
+            prove_membership()
         compare_jobs()
         gather_metrics_once(self.context.set_up())
         self.context.watch(host=self._lightning.cluster_environment.main_address, timeout=self._lightning._timeout)

@@ -11,15 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_cp import parallelize_pipeline
 from lightning_cp.comm.loopback import JobStore
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, JobSecretError
+from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.job_secret import SECRET
 from lightning_cp.mesh import groups_for
 from lightning_cp.pipelines.plain_data import PlainData, bytes_tensor
 from lightning_cp.pipelines.requests import Requests
 from lightning_cp.precompute.run_state import RankError
+from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool
+from tests.pipelines import table
 
 
 def _joined(rank: int, world: int, stranger: int) -> str:
@@ -40,6 +44,32 @@ def test_a_rank_without_the_secret_is_an_error_on_every_rank(run_ranks: RankPool
         others = [other for other in range(3) if (other == stranger) != (rank == stranger)]
         assert text.startswith(f"ranks {others} do not know the secret of rank {rank}: another process has taken")
     assert run_ranks(3, _joined, -1) == ["", "", ""]
+
+
+def _set_up(rank: int, world: int, how: str) -> str:
+    """What set-up says with a stranger in the world, if it may not unpickle what ranks send."""
+
+    def unpickles(*_: Any, **__: Any) -> None:
+        raise AssertionError("objects of other ranks are unpickled before they have proved that they know the secret")
+
+    os.environ[SECRET] = "guess" if rank == 1 else "secret"
+    gather, dist.all_gather_object = dist.all_gather_object, unpickles
+    try:
+        if how == "strategy":
+            fabric_of(rank, world, ContextParallelStrategy(ring=world))
+        else:
+            parallelize_pipeline(table("flux")["flux"].make(), ContextParallelConfig(ring_degree=world))
+    except JobSecretError as error:
+        return str(error)
+    finally:
+        dist.all_gather_object = gather
+        del os.environ[SECRET]
+    return ""
+
+
+@pytest.mark.parametrize("how", ["strategy", "pipeline"])
+def test_ranks_prove_the_secret_before_they_exchange_objects(run_ranks: RankPool, how: str) -> None:
+    assert all("do not know the secret of rank" in said for said in run_ranks(2, _set_up, how, init=how != "strategy"))
 
 
 class Harmful:

@@ -10,6 +10,7 @@ from tests.unit.imported import PACKAGE, imported_modules
 LAYERS = (
     {
         "errors",
+        "lost_connections",
         "job_secret",
         "files",
         "config",

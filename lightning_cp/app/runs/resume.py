@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.settings.table import SettingsError, read
 from lightning_cp.checkpoint import find_checkpoint, latest_checkpoint, parse_manifest
+from lightning_cp.files import read_regular
 
 AUTO = "auto"  # resume this command's newest checkpoint; start if there is none
 
@@ -81,7 +82,7 @@ def _is_of(command: Sequence[str] | None, run_dir: Path, folder: Path) -> bool:
     if folder.resolve() == run_dir:
         return True
     try:
-        overrides = yaml.safe_load((folder / ".hydra" / "overrides.yaml").read_text(encoding="utf-8"))
+        overrides = yaml.safe_load(read_regular(folder / ".hydra" / "overrides.yaml", limit_bytes=1 << 20))
     except (OSError, ValueError, yaml.YAMLError):  # not a run of a recipe
         return False
     return isinstance(overrides, list) and _command(overrides) == command

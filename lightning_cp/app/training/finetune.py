@@ -230,9 +230,16 @@ def _check_dropout(config: DictConfig, family: Family) -> None:
 
 def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None:
     """Raise FamilyError if the transformer does not take what the encoders have made."""
+    import diffusers
+
     source, component = config.model.pretrained, config.model.component
     folder = local_pipeline(source, component, setting="model.pretrained")
     settings = read_json(folder / component / "config.json")
+    if not hasattr(diffusers, str(settings.get("_class_name"))):
+        raise FamilyError(
+            f"model.pretrained={source}: {component}/config.json has _class_name={settings.get('_class_name')!r}, "
+            "which is no class of diffusers"
+        )
     check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
     vae = Path(source) / "vae" / "config.json"
     check_cache(cache.folder, family, cache.sample(0), source, read_json(vae) if vae.exists() else {})

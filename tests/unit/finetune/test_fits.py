@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
 from lightning_cp.finetune.fits import check_cache
-from lightning_cp.finetune.lora_file import read_lora
+from lightning_cp.finetune.lora_file import load_lora, read_lora
 
 FACTS: dict[str, Any] = {
     "pixels": 16,
@@ -81,3 +81,6 @@ def test_a_lora_that_cannot_be_trained_is_named(
     save_file({"transformer.x.lora_A.weight": torch.ones(2, 4), "transformer.x.lora_B.weight": b}, file, metadata)
     with pytest.raises(ValueError, match=message):
         read_lora(file)
+    if metadata.get("lora_adapter_metadata") != "[]":  # diffusers reads what is in it
+        with pytest.raises(ValueError, match=message):
+            load_lora(None, file)
