@@ -28,13 +28,13 @@ _FORMATS = ("AVIF", "BMP", "DIB", "GIF", "JPEG", "MPO", "PNG", "TIFF", "WEBP")
 
 @contextmanager
 def open_image(file: str | Path) -> Iterator[Image.Image]:
-    """Open an image of a usual format. Raises: UnidentifiedImageError, OSError: it is none, or cannot be read."""
+    """Open an image of a usual format. Raises: MediaError: it has another one. OSError: it cannot be read."""
     formats = [name for name in _FORMATS if name in _installed()]
     with open_regular(file) as opened:
         try:
             image = Image.open(opened, formats=formats)
         except UnidentifiedImageError:  # its text names the open file by a number
-            raise UnidentifiedImageError(f"{file} is no image of a usual format ({', '.join(formats)})") from None
+            raise MediaError(f"{file}: is no image in one of the formats {', '.join(formats)}") from None
         with image:
             yield image
 

@@ -63,12 +63,12 @@ def test_text_that_is_too_large_is_refused_before_it_is_read(tmp_path: Path) -> 
         file = tmp_path / name
         file.touch()
         os.truncate(file, size)  # sparse: it takes no space
-        with pytest.raises(DataError, match=f"{name} cannot be read: it has {size} bytes, but may have {limit}"):
+        with pytest.raises(DataError, match=f"{name} cannot be read: it has {size} bytes, but may have at most {limit}"):
             find_sources(tmp_path if name == "a.txt" else file)
         file.unlink()
     (tmp_path / "c.json").touch()
     os.truncate(tmp_path / "c.json", 1 << 40)
-    with pytest.raises(ValueError, match=f"c.json cannot be read: it has {1 << 40} bytes, but may have {1 << 32}"):
+    with pytest.raises(ValueError, match=f"c.json cannot be read: it has {1 << 40} bytes, but may have at most {1 << 32}"):
         read_json(tmp_path / "c.json")
 
 

@@ -204,10 +204,11 @@ def test_damaged_and_other_files_are_refused_by_name(tmp_path: Path) -> None:
         "huge.png": "decompression bomb",
         "folder.png": "this is a folder",
         "missing.png": "the file does not exist",
-        "text.jpg": "cannot identify image file",
+        "text.jpg": "is no image in one of the formats AVIF, BMP",
+        "empty.png": "is no image in one of the formats",
     }
     refused = [*(f"truncated.{suffix}" for suffix in ("png", "jpg", "webp", "tiff", "gif", "bmp")), "flipped.png"]
-    for name in [*refused, "empty.png", *reasons]:
+    for name in [*refused, *reasons]:
         with pytest.raises(MediaError) as error:
             read_image(tmp_path / name)
         assert str(error.value).startswith(f"{tmp_path / name}: ")
@@ -245,5 +246,5 @@ def test_a_format_that_no_suffix_names_is_refused_whatever_the_name(
     Image.new("RGB", (8, 8), "red").save(file, format=name)
     monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("started a program"))
     monkeypatch.setattr("subprocess.check_call", lambda *_, **__: pytest.fail("started a program"))
-    with pytest.raises(MediaError, match=r"a\.png: cannot be decoded \(UnidentifiedImageError"):
+    with pytest.raises(MediaError, match=r"a\.png: is no image in one of the formats"):
         read_image(file)
