@@ -5,6 +5,8 @@ Pictures have the limit of Pillow against decompression bombs: `2 * PIL.Image.MA
 
 FRAME_PIXELS = 1 << 26
 """Pixels of a video's frame, as stored and as shown: 8192 x 8192. The decoder keeps about one frame per thread."""
+CLIP_PIXELS = 1 << 30
+"""Pixels of all frames of a clip, which are in memory before they are resized: 3 GiB."""
 BYTES_PER_CLIP = 8
 """Fewest bytes of a video for each clip that is cut from it: more clips than that need a forged duration."""
 REPEATS = 10_000

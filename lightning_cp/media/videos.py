@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.errors import MediaError
+from lightning_cp.media import limits
 from lightning_cp.media.decoder import CLOCK_S, decode_from, open_video, pixel_aspect, to_rgb
 from lightning_cp.media.failures import failures_of
 from lightning_cp.media.resample import Span, choose_frames
@@ -88,6 +89,14 @@ def resampled_frames(info: VideoInfo, *, fps: float | None, start_s: float = 0.0
     return max(0, math.ceil((end_s - start_s - CLOCK_S) * (info.fps if fps is None else fps)))
 
 
+def _check_size(frames: int, height: int, width: int) -> None:
+    if frames * height * width > limits.CLIP_PIXELS:
+        raise MediaError(
+            f"{frames} frames of {width} x {height} pixels are more than the limit of {limits.CLIP_PIXELS} pixels of a "
+            "clip: take fewer frames, or resize the video"
+        )
+
+
 def read_clip(
     file: str | Path, *, frames: int, fps: float | None, start_s: float = 0.0, end_s: float | None = None
 ) -> Tensor:
@@ -119,6 +128,7 @@ def read_clip(
                 for frame in choose_frames(decoded, Span(start_s, end_s, fps), frame_s=1 / rate if rate else 0.0):
                     pixels = clip[count - 1] if frame is last else to_rgb(frame.picture, aspect)
                     if count == 0:
+                        _check_size(frames, *pixels.shape[:2])
                         clip = np.empty((frames, *pixels.shape), np.uint8)
                     clip[count] = pixels
                     count, last = count + 1, frame
