@@ -16,11 +16,15 @@ from lightning_cp.export import LORA_FILE
 from lightning_cp.finetune.lora_file import SECOND_EXPERT
 
 CARD = "README.md"
-# A setting with a secret: its name ends with one of these words. In a word of the command, or inside of its value.
-_SECRET = r"(?i:(?:^|[^a-z])(?:api)?(?:token|key|password|passwd|passphrase|secret|credentials?))"
-_SECRET_SETTING = re.compile(rf"{_SECRET}=")
+# A name with one of these words has a secret as its value, in the command or inside of a value.
+_WORDS = "token|key|password|passwd|passphrase|secret|credential|auth|authorization|bearer"
+_SECRET = rf"(?i:(?:^|[^a-z])(?:api|access)?(?:{_WORDS}))"
+_SECRET_NAME = re.compile(rf"{_SECRET}s?(?:[^a-zA-Z]|$)")
 _SECRET_VALUE = re.compile(rf"({_SECRET}[\"']?\s*[:=]\s*)(\"[^\"]*\"|'[^']*'|[^,}}\]\s]+)")
+_HAS_NAMES = re.compile("[{:=?&]")  # a value that may have names with values of their own
+_PLAIN = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # a number of tokens or keys, for example
 _URL_LOGIN = re.compile(r"(\w://)[^/@\s]+@")
+_OTHER_FOLDERS = re.compile(r"file:///(?:[^\s,'\"\]}/=:]*/)*|\b[A-Za-z]:\\(?:[^\\\s,'\"]*\\)*")
 _ABSOLUTE_FOLDERS = re.compile(r"(?<![\w:/.~}-])(?:~|/)(?:[^\s,'\"\]}/=:]*/)+(?=[^\s/])")
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transformers")
 
@@ -147,18 +151,25 @@ def _shown(value: object) -> str:
 def public_command(command: str) -> str:
     """Return a command without secrets and the folders of absolute paths, on one line."""
     try:
-        return shlex.join(map(_public_word, shlex.split(command)))
+        words = shlex.split(command)
     except ValueError:  # not the syntax of a shell
         return " ".join(public_text(command).split())
+    options = ["", *words[:-1]]  # `--token abc`
+    return shlex.join(
+        "***" if option.startswith("-") and "=" not in option and _SECRET_NAME.search(option) else _public_word(word)
+        for option, word in zip(options, words, strict=True)
+    )
 
 
 def _public_word(word: str) -> str:
-    name, equals, _ = word.partition("=")
-    if equals and _SECRET_SETTING.search(f"{name}="):
+    name, equals, value = word.partition("=")
+    is_secret = _SECRET_NAME.search(name) and not _PLAIN.fullmatch(value)
+    if equals and (is_secret or (_HAS_NAMES.search(value) and _SECRET_NAME.search(value))):
         return f"{name}=***"
     return " ".join(public_text(word).splitlines())
 
 
 def public_text(text: str) -> str:
     """Return text without the values of secrets, without logins of URLs, and without the folders of absolute paths."""
+    text = _OTHER_FOLDERS.sub("", text)
     return _ABSOLUTE_FOLDERS.sub("", _URL_LOGIN.sub(r"\1***@", _SECRET_VALUE.sub(r"\1***", text)))

@@ -63,12 +63,22 @@ SECRETS = [
     "+db.url=https://me:abc123x@host/x",
     "+db.Password=abc=123x",
     "wandb.api_key=abc,123x",
+    "+accessKey=abc123x",
+    "+access_key_id=abc123x",
+    "+auth=abc123x",
+    "+h={Authorization: Bearer abc123x}",
+    "--token abc123x",
+    "+tokens=[abc,123x]",
+    "+secrets.a=abc123x",
+    "+token.value=abc123x",
+    "+x={api_key:{a:abc123x}}",
 ]
 
 
 @pytest.mark.parametrize("word", SECRETS)
 def test_a_card_has_no_secrets(word: str) -> None:
-    text = card(command=shlex.join(["python", "recipes/train.py", word, "ring=2"])).text()
+    words = word.split() if word.startswith("-") else [word]
+    text = card(command=shlex.join(["python", "recipes/train.py", *words, "ring=2"])).text()
     assert "123x" not in text
     assert "***" in text
     assert "ring=2" in text
@@ -81,10 +91,12 @@ def test_settings_without_secrets_are_shown() -> None:
 
 def test_a_card_has_no_absolute_folders() -> None:
     words = ["model.pretrained=/home/me/models/base", "data.path='~/me/data'", "x=[/home/me/a.png,/home/me/b.png]"]
+    words += ["u=file:///home/me/x", r"w=C:\Users\me\x"]
     text = card(
         command=shlex.join(words), base="/home/me/models/base", adapter={"file": "/home/me/l.safetensors"}
     ).text()
     assert "me/" not in text
+    assert "Users" not in text
     assert "/home" not in text
     assert "model.pretrained=base" in text
     assert "[a.png,b.png]" in text
