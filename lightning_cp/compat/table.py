@@ -244,6 +244,8 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
         *_uses(
             feature,
             "torch.nn:Module",
+            _buffers="compare persistent buffers of a pipeline's components between ranks",
+            _non_persistent_buffers_set="compare persistent buffers of a pipeline's components between ranks",
             _parameters="create weights on the meta device",
             _apply="allocate weights that are on the meta device",
         ),

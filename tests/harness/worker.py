@@ -148,7 +148,7 @@ def _clean_state() -> Iterator[None]:
         gc.collect()
         gc.freeze()  # the next collection passes over modules that this job imported: they have 250,000 objects
     for thread in running_threads() - threads:
-        thread.join(2)
+        thread.join(10)  # the stall watch sees the end of the process group at its next look
         assert not thread.is_alive(), f"the job left a thread behind: {thread}"
 
 
