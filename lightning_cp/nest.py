@@ -7,6 +7,7 @@ not know.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -33,6 +34,13 @@ def named_leaves(name: str, value: object) -> Iterator[tuple[str, object]]:
             yield from named_leaves(f"{name}[{i}]", x)
     else:
         yield name, value
+
+
+def dataclass_fields(value: object) -> dict[str, Any] | None:
+    """Return the fields of a dataclass by name; None for other objects, and for classes."""
+    if isinstance(value, type) or not dataclasses.is_dataclass(value):
+        return None
+    return {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
 
 
 def named_tensors(name: str, value: object) -> Iterator[tuple[str, Tensor]]:

@@ -31,7 +31,7 @@ class AveragingCallback(Callback):
             raise ValueError(f"{setting}={decay!r} must be a number from 0 to below 1, for instance 0.999 (EMA decay)")
         self._setting, self._decay = setting, decay
         self._average: WeightAverage | None = None
-        self._averaged: tuple[Trainer, LightningModule] | None = None  # of which `_average` is
+        self._averaged: tuple[Trainer, LightningModule] | None = None  # by `_average`
         self._saved: dict[str, Any] | None = None
         self._last_step = 0  # step of the last update
 

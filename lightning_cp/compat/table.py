@@ -157,6 +157,8 @@ _PIPELINE = [
         "pipeline",
         "torch.nn:Module",
         _call_impl="intercept the calls of a component",
+        _buffers="compare persistent buffers of a pipeline's components between ranks",
+        _non_persistent_buffers_set="compare persistent buffers of a pipeline's components between ranks",
         _compiled_call_impl="intercept the calls of a component",
     ),
     *_uses("pipeline", "torch._dynamo.eval_frame:OptimizedModule", _orig_mod=_COMPILED),
@@ -244,8 +246,6 @@ def _strategies(feature: Feature) -> list[PrivateUse]:
         *_uses(
             feature,
             "torch.nn:Module",
-            _buffers="compare persistent buffers of a pipeline's components between ranks",
-            _non_persistent_buffers_set="compare persistent buffers of a pipeline's components between ranks",
             _parameters="create weights on the meta device",
             _apply="allocate weights that are on the meta device",
         ),

@@ -28,8 +28,8 @@ _REMEDY = (
 def with_equal_batches(loader: Any, *, always: bool, taken: Callable[[int], int] | None = None) -> Any:
     """Return a loader that raises on all ranks if some of them take fewer batches than others.
 
-    Lengths are compared here, and again where one has changed when iteration begins. Loaders without a length, and
-    loaders of iterable data sets (whose length may be wrong), are compared before each batch.
+    Lengths are compared here, and again if one has changed when iteration begins. Loaders without a length are compared
+    before each batch; so are loaders of iterable data sets, because their length may be wrong.
 
     Args:
         loader: the DataLoader, or another iterable. It is not modified.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
 import torch
@@ -39,6 +40,17 @@ def checksum(x: Tensor) -> int:
             total += _mixed(position.mul_(_ODD[0]).add_(part)).sum()
             start += len(part)
     return int(total)
+
+
+def digest_ints(value: object) -> list[int]:
+    """Return a hash of `repr(value)` as three 64-bit integers, which ranks can exchange."""
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=24).digest()
+    return [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+
+
+def version_of(x: Tensor) -> int:
+    """Return a tensor's version, which changes in place increase; 0 for inference tensors, which have none."""
+    return 0 if x.is_inference() else x._version
 
 
 def plain_tensors(name: str, x: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -42,23 +42,15 @@ def read_lora(path: str | Path, *, component: str = "transformer") -> LoraFile:
         component: prefix of the names in the file: the transformer's name in the pipeline.
     Raises: ValueError: it is missing, damaged, in another format, or not a plain LoRA of one rank.
     """
-    from safetensors import SafetensorError, safe_open
-
     file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
     if not file.exists():
         state = f"has no {LORA_FILE}" if Path(path).is_dir() else "does not exist"
         raise ValueError(f"lora.file={path} {state}: expected a safetensors file, or a folder with {LORA_FILE}")
-    try:
-        check_regular(file)
-        with safe_open(file, framework="pt") as opened:
-            names = list(opened.keys())
-            tensors = {name: opened.get_tensor(name) for name in names if name.startswith(f"{component}.")}
-            written = parse_json((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"lora.file={file} is damaged or not a safetensors file ({error})") from None
+    found, written = _read(f"lora.file={file}", file)
+    tensors = {name: x for name, x in found.items() if name.startswith(f"{component}.")}
     if not tensors:
         raise ValueError(
-            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(names), 'missing')}. Expected "
+            f"lora.file={file} has no weights of {component!r}; its first is {next(iter(found), 'missing')}. Expected "
             f"diffusers' names, such as {component}.blocks.0.attn1.to_q.lora_A.weight: for another format, load it "
             "with pipeline.load_lora_weights and save it with save_lora_weights"
         )
@@ -78,15 +70,7 @@ def load_lora(pipe: Any, file: Path) -> None:
     Raises: ValueError: the file is damaged, has weights that are not finite numbers, or the pipeline has no second
         transformer.
     """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        check_regular(file)
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            parse_json((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise ValueError(f"lora={file} is damaged or not a safetensors file ({error})") from None
+    tensors, _ = _read(f"lora={file}", file)
     _check_weights(f"lora={file} cannot be loaded", tensors)
     components = {name.partition(".")[0] for name in tensors}
     if components != {SECOND_EXPERT}:
@@ -98,6 +82,19 @@ def load_lora(pipe: Any, file: Path) -> None:
                 f"lora={file} was trained for {SECOND_EXPERT}, which this {type(pipe).__name__} does not have"
             )
         expert.load_lora_adapter(str(file.parent), weight_name=file.name, prefix=SECOND_EXPERT)
+
+
+def _read(setting: str, file: Path) -> tuple[dict[str, Tensor], Any]:
+    """Return all tensors and the settings in the metadata. Raises: ValueError: the file is damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        check_regular(file)
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            return tensors, parse_json((opened.metadata() or {}).get(_METADATA_KEY, "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{setting} is damaged or not a safetensors file ({error})") from None
 
 
 def _check_weights(refused: str, tensors: Mapping[str, Tensor]) -> None:

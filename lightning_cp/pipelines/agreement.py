@@ -5,7 +5,6 @@ Before a call, their random states are made equal too.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from torch import Tensor
 from lightning_cp.engine.peers import Digest, difference, digest
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.mesh import MeshGroups, prove_membership
+from lightning_cp.nest import dataclass_fields
 
 _RANDOM = "generator"
 
@@ -163,7 +163,8 @@ def _digests(name: str, value: Any) -> Iterator[tuple[str, Digest]]:
 
 def _fields(value: Any) -> dict[str, Any]:
     """Return the fields of a dataclass, or the configuration of an object of diffusers."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
+    fields = dataclass_fields(value)
+    if fields is not None:
+        return fields
     config = getattr(value, "config", None)
     return {k: x for k, x in config.items() if not k.startswith("_")} if isinstance(config, Mapping) else {}

@@ -24,7 +24,7 @@ from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, experts_of, share_decoders, transformers_of
 from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
-from lightning_cp.pipelines.equal_components import EqualWeights
+from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.patch_setup import check_patches, make_patch_calls
@@ -199,16 +199,15 @@ def parallelize_pipeline(
             undo += vote_before(votes, components, decoders, [name for name in layers if name not in found])
             if staged is not None:
                 follow_stages(staged, undo)
-            checks: dict[str, Any] = {}
-            if check_peers != "off":
-                checks["equal_weights"] = EqualWeights(ranks.control, in_stages=num_stages > 1)
-                checks["equal_steps"] = EqualSteps(
-                    type(pipeline).__name__,
-                    ranks.sample,
-                    votes,
-                    every_step=num_stages > 1 or any(one.ranks.cfg > 1 for one in chosen.values()),
-                    calls=2 if check_peers == "first" else None,
-                )
+            compares = check_peers != "off"
+            equal_components = EqualComponents(ranks.control if compares else None, in_stages=num_stages > 1)
+            equal_steps = EqualSteps(
+                type(pipeline).__name__,
+                ranks.sample,
+                votes,
+                every_step=num_stages > 1 or any(one.ranks.cfg > 1 for one in chosen.values()),
+                calls={"off": 0, "first": 2}.get(check_peers),
+            )
             state = ParallelPipeline(
                 ranks,
                 installed,
@@ -216,20 +215,21 @@ def parallelize_pipeline(
                 calls,
                 votes,
                 chosen,
+                equal_components,
+                equal_steps,
                 controlnets=steering,
                 shard=tuple(layers),
                 stages=staged,
                 patch_calls=in_patches,
                 around_step=around_step,
                 undo=undo,
-                **checks,
             )
             attributes = {**device_properties(staged), **copy_refusals(type(pipeline).__name__)}
             undo.append(intercept_calls(pipeline, synchronized(pipeline, state, check), **attributes))
             undo.append(only_one_shows_progress(pipeline, shows=(ranks.data_rank, ranks.sample.context_rank) == (0, 0)))
             votes.check()  # this and the next steps cannot be undone
-            if state.equal_weights is not None and (layers or num_stages > 1):
-                state.equal_weights.compare(components)  # while they are whole
+            if layers or num_stages > 1:
+                equal_components.compare_weights(components)  # while they are whole
             shard_layers(layers, components, found, ranks)
             for one in in_patches.values():
                 one.release()

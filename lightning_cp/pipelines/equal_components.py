@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -15,29 +14,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import checksum, plain_tensors
+from lightning_cp.engine.checksum import checksum, digest_ints, plain_tensors, version_of
 from lightning_cp.errors import PeerMismatchError
 
 _PLAIN = (bool, int, float, str, type(None))
-
-
-def component_settings(pipeline: Any, transformers: Collection[str]) -> dict[str, Any]:
-    """Return class, configuration and public plain attributes of a pipeline and of each component, by name.
-
-    Attributes are those of modules: tiling and slicing, for example. Calls may change those of tokenizers and
-    schedulers. Names that begin with an underscore are left out: they are versions and paths.
-
-    Args: transformers: names of components whose configuration is left out, because calls may change it.
-    """
-    found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
-    for name, component in pipeline.components.items():
-        of_module = _plain(vars(component)) if isinstance(component, nn.Module) else {}
-        found[name] = {"class": type(component).__qualname__, **of_module}
-        if name not in transformers:
-            found[name]["config"] = _plain(_config_of(component))
-        if isinstance(component, Sized) and hasattr(component, "model_max_length"):  # a tokenizer
-            found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
-    return found
 
 
 def _config_of(component: Any) -> Mapping[str, Any]:
@@ -81,17 +61,14 @@ class _Weight:
 
 
 def _key(x: Tensor) -> tuple[int, int, bool]:
-    return id(x), 0 if x.is_inference() else x._version, x.is_meta
+    return id(x), version_of(x), x.is_meta
 
 
-class EqualWeights:
-    """Compares the weights of a pipeline's components between the ranks that share a sample.
-
-    A checksum is computed of each weight at first, and again if its version has changed. Changes of `weight.data` after
-    that are not noticed.
+class EqualComponents:
+    """Compares the components of a pipeline between the ranks that share a sample.
 
     Args:
-        group: gloo group of these ranks.
+        group: gloo group of these ranks; None: compare nothing.
         in_stages: the ranks have different blocks: only weights that two ranks have are compared.
     """
 
@@ -100,8 +77,31 @@ class EqualWeights:
         self._known: dict[str, _Weight] = {}
         self._digest = [0, 0, 0]
 
-    def compare(self, components: Mapping[str, Any]) -> None:
+    def settings(self, pipeline: Any, transformers: Collection[str]) -> dict[str, Any]:
+        """Return class, configuration and public plain attributes of the pipeline and of each component, by name.
+
+        The caller compares them. Attributes are those of modules: tiling and slicing, for example. Calls may change
+        those of tokenizers and schedulers. Names that begin with an underscore are versions and paths, and left out.
+
+        Args: transformers: names of components. Their configuration is left out: calls may change it.
+        """
+        if self._group is None:
+            return {}
+        found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
+        for name, component in pipeline.components.items():
+            of_module = _plain(vars(component)) if isinstance(component, nn.Module) else {}
+            found[name] = {"class": type(component).__qualname__, **of_module}
+            if name not in transformers:
+                found[name]["config"] = _plain(_config_of(component))
+            if isinstance(component, Sized) and hasattr(component, "model_max_length"):  # a tokenizer
+                found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
+        return found
+
+    def compare_weights(self, components: Mapping[str, Any]) -> None:
         """Compare all weights, with one exchange of four numbers if they have not changed.
+
+        A checksum of each weight is computed at first, and again if its version has changed. Later changes of
+        `weight.data` are not noticed.
 
         Ranks: all of `group`. Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
         """
@@ -135,9 +135,7 @@ class EqualWeights:
         has_changed = found.keys() != known.keys() or any(found[name] is not known[name] for name in found)
         if has_changed:
             self._known = found
-            text = repr([(name, x.kind, x.checksum) for name, x in found.items()]).encode()
-            digest = hashlib.blake2b(text, digest_size=24).digest()
-            self._digest = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in (0, 8, 16)]
+            self._digest = digest_ints([(name, x.kind, x.checksum) for name, x in found.items()])
         return has_changed
 
     def _difference(self, first: Mapping[str, Any], other: Mapping[str, Any]) -> str:

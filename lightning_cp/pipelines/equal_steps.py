@@ -34,7 +34,7 @@ class EqualSteps:
         name: class name of the pipeline, for errors.
         sample: the ranks that share a sample.
         every_step: compare all steps; False: the first, because the arguments of all forwards are compared.
-        calls: number of calls to compare; None: all.
+        calls: number of calls to compare; None: all, 0: none.
         votes: ranks vote before a comparison that they wait for.
     """
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.engine.checksum import version_of
 from lightning_cp.errors import CallCancelledError, CallFailedError, PlanError
 from lightning_cp.pipelines.placement import rank_device
 from lightning_cp.pipelines.plain_data import PlainData
@@ -270,7 +271,7 @@ def _is_same(x: object, before: tuple[object, int] | None) -> bool:
 
 
 def _version(x: object) -> int:
-    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+    return version_of(x) if isinstance(x, Tensor) else 0
 
 
 def _no_change(*_: Any) -> dict[str, Any]:

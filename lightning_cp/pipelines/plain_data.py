@@ -15,6 +15,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from lightning_cp.nest import dataclass_fields
+
 DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _JSON = (type(None), bool, int, float, str)
 _Built = Callable[["PlainData", Any, torch.device], Any]
@@ -128,11 +130,9 @@ class PlainData:
             return {"path": str(value)}
         if type(value) is torch.dtype:
             return {"dtype": str(value)}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            kind = type(value)
-            if _dataclass(kind.__module__, kind.__qualname__) is kind:
-                fields = {x.name: getattr(value, x.name) for x in dataclasses.fields(value)}
-                return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
+        kind, fields = type(value), dataclass_fields(value)
+        if fields is not None and _dataclass(kind.__module__, kind.__qualname__) is kind:
+            return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
         raise TypeError(
             f"{name or 'an argument'} is a {type(value).__name__}, which is not sent to other ranks: only numbers, "
             "text, dense tensors, arrays, images, generators, dataclasses of diffusers, and lists and dicts of them"

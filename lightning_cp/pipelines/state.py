@@ -14,7 +14,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo
 from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
-from lightning_cp.pipelines.equal_components import EqualWeights
+from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.stages import Stages
@@ -37,7 +37,7 @@ class ParallelPipeline:
         calls: distributes transformer calls over CFG branches; counts those of the last pipeline call.
         votes: end a call on all ranks that share a sample if one of them fails.
         degrees: by name, the degrees that a call may use.
-        equal_weights, equal_steps: comparisons between the ranks that share a sample; None with check_peers="off".
+        equal_components, equal_steps: comparisons between the ranks that share a sample.
         patch_calls: the transformers that are computed in patches or stages of blocks, by component name.
         shard: names of the components with weights sharded over ranks (FSDP2).
         stages: device placement by stage; None for the setting "together".
@@ -52,8 +52,8 @@ class ParallelPipeline:
     calls: BranchCalls
     votes: Votes
     degrees: dict[str, Degrees]
-    equal_weights: EqualWeights | None = None
-    equal_steps: EqualSteps | None = None
+    equal_components: EqualComponents
+    equal_steps: EqualSteps
     shard: tuple[str, ...] = ()
     stages: Stages | None = None
     controlnets: dict[str, Installed] = field(default_factory=dict)

@@ -17,7 +17,6 @@ from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.calls import arguments_by_name
 from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
-from lightning_cp.pipelines.equal_components import component_settings
 from lightning_cp.pipelines.lazy_tensor import resolve_all
 from lightning_cp.pipelines.patch_calls import PatchCalls
 from lightning_cp.pipelines.patch_setup import refuse_caches
@@ -95,12 +94,10 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
             _empty_caches(state)
             chosen = chosen_degrees(state)
             common = {"use_degrees": chosen, **_cache_settings(state), **adapter_state(pipe.components)}
-            if state.equal_weights is not None:
-                common |= component_settings(pipe, state.transformers)
+            common |= state.equal_components.settings(pipe, state.transformers)
             with votes.before_exchanges():
                 sync_rng_and_check_inputs(given, state.ranks.sample, common)
-                if state.equal_weights is not None:
-                    state.equal_weights.compare(pipe.components)
+                state.equal_components.compare_weights(pipe.components)
                 _use(state, state.degrees[chosen])
             for one in in_patches:
                 one.begin(overlaps=not any(given.get(name) for name in _CALLBACKS))
@@ -125,10 +122,9 @@ def synchronized(pipe: Any, state: ParallelPipeline, check: Callable[[], None]) 
 def _watch_steps(pipe: Any, state: ParallelPipeline) -> list[Undo]:
     """Wrap methods of the scheduler that this call uses: it may be exchanged between calls."""
     scheduler = getattr(pipe, "scheduler", None)  # `components` lacks optional ones
-    around_step = list(state.around_step)
-    if state.equal_steps is not None:
-        state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
-        around_step.insert(0, partial(state.equal_steps.compare_step, scheduler))  # gets resolved tensors
+    state.equal_steps.begin(resolved=all(one.branches.clock.resolves for one in state.patch_calls.values()))
+    compare: Around = partial(state.equal_steps.compare_step, scheduler)
+    around_step = [compare, *state.around_step]  # in this order, it gets resolved tensors
 
     def before_loop(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for one in state.patch_calls.values():
@@ -145,8 +141,7 @@ def _finish_checks(state: ParallelPipeline, result: Any) -> None:
     """Compare what is not compared yet of this call, so that no later call raises a difference of this one."""
     for installed in _installed(state):
         installed.session.peers.finish()
-    if state.equal_steps is not None:
-        state.equal_steps.end(result)
+    state.equal_steps.end(result)
 
 
 def _installed(state: ParallelPipeline) -> list[Installed]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parameter import is_lazy
 
 from lightning_cp.comm.transfer import all_gather_ints
-from lightning_cp.engine.checksum import checksum, plain_tensors
+from lightning_cp.engine.checksum import checksum, digest_ints, plain_tensors
 from lightning_cp.engine.meta import deferred_loads, materialize
 from lightning_cp.training.ema import copy_full_tensor
 
@@ -194,8 +193,7 @@ def _describe(name: str, x: Tensor) -> _Entry:
 
 def _all_equal(own: list[_Entry]) -> bool:
     """Return whether every rank has the same entries. Synchronises the host."""
-    digest = hashlib.blake2b(repr(own).encode(), digest_size=24).digest()
-    numbers = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in range(0, 24, 8)]
+    numbers = digest_ints(own)
     assert dist.group.WORLD is not None, "the caller has checked that there is a process group"
     return all(other == numbers for other in all_gather_ints(numbers, group=dist.group.WORLD))
 
