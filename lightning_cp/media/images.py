@@ -34,7 +34,8 @@ def open_image(file: str | Path) -> Iterator[Image.Image]:
         try:
             image = Image.open(opened, formats=formats)
         except UnidentifiedImageError:  # its text names the open file by a number
-            raise MediaError(f"{file}: is no image in one of the formats {', '.join(formats)}") from None
+            names = ", ".join(formats)
+            raise MediaError(f"{file}: cannot be decoded: it is not an image of one of the formats {names}") from None
         with image:
             yield image
 

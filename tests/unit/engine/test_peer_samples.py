@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_cp.engine.peer_samples import SAMPLES, Sampler, difference
 
 CPU = torch.device("cpu")
-X = torch.randn(2, 600, 64, generator=torch.Generator().manual_seed(3))  # a stretch has 18 or 19 elements
+X, NOISE = torch.randn(2, 2, 600, 64, generator=torch.Generator().manual_seed(3))  # a stretch has 18 or 19 elements
 
 
 def _found(first: Any, other: Any, forward: int = 3) -> str | None:
@@ -34,7 +34,7 @@ def _row(x: Tensor) -> None:
 @pytest.mark.parametrize(
     ("first", "other"),
     [
-        (X, torch.randn_like(X)),
+        (X, NOISE),
         (X, X.flip(0)),
         (X, _with(X, _row)),
         (X, _with(X, lambda x: x[0, 17, :37].add_(1))),  # twice a stretch, wherever it lies
@@ -85,8 +85,8 @@ def test_other_shapes_and_types_are_named(first: Any, other: Any, said: str) -> 
 @pytest.mark.parametrize(
     ("first", "other"),
     [
-        (X, X * (1 + 1e-4 * torch.randn_like(X))),
-        (X.bfloat16(), (X * (1 + 2e-3 * torch.randn_like(X))).bfloat16()),
+        (X, X * (1 + 1e-4 * NOISE)),
+        (X.bfloat16(), (X * (1 + 2e-3 * NOISE)).bfloat16()),
         (torch.tensor([0.5]), torch.tensor([0.5001])),
         (_with(X * 1e-9, lambda x: x[0].fill_(1.0)), _with(X * -1e-9, lambda x: x[0].fill_(1.0))),  # noise
         (X, X.transpose(1, 2).contiguous().transpose(1, 2)),  # equal values that lie otherwise

@@ -84,7 +84,7 @@ def test_every_failure_names_the_file(tmp_path: Path, video: Path, monkeypatch: 
     one = [Bucket(1, 32, 48)]
     cases: list[tuple[Source, list[Bucket], str]] = [
         (Source("", small, ("x",)), one, f"{small}: is too small: 8x8 pixels must be enlarged 6.00 times"),
-        (Source("", text, ("x",)), one, f"{text}: is no image in one of the formats"),
+        (Source("", text, ("x",)), one, f"{text}: cannot be decoded: it is not an image of one of the formats"),
         (Source("", tmp_path / "bad.mp4", ("x",)), one, f"{tmp_path / 'bad.mp4'}: cannot be decoded"),
         (Source("", good, ("x",), reference=text), one, f"{good}: {text}: cannot be decoded"),
         (Source("", good, ("x",)), [Bucket(5, 32, 48)], f"{good}: has 1 frame, but the shortest bucket has 5"),
