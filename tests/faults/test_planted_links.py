@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.app.runs.saved_settings import _save
+from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.errors import CacheError
 from lightning_cp.files import PRIVATE, no_link
 from lightning_cp.latent_cache.locks import lock_file
@@ -62,10 +62,10 @@ def test_files_with_settings_are_private(tmp_path: Path) -> None:
     (tmp_path / ".hydra" / "config.yaml").write_text("of an earlier run")
     (tmp_path / ".hydra" / "config.yaml").chmod(0o644)
     outcome(tmp_path).write(tmp_path)
-    _save(settings(tmp_path))
+    save_settings(tmp_path, *settings())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in files} == {"config.yaml", "hydra.yaml", "overrides.yaml", "0.json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {PRIVATE}
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "token: x\nhere: ${token}\n"
     assert (tmp_path / ".hydra" / "overrides.yaml").read_text() == "- token=x\n"
-    assert (tmp_path / ".hydra" / "hydra.yaml").read_text().startswith("hydra:\n  runtime:\n")
+    assert (tmp_path / ".hydra" / "hydra.yaml").read_text().startswith("hydra:\n  overrides:\n")
