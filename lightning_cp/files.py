@@ -32,6 +32,19 @@ def check_regular(path: str | Path) -> None:
     _check(path, os.stat(path).st_mode)
 
 
+def why_not_regular(path: str | Path) -> str:
+    """Return for an error why a path is no regular file: "does not exist", "is a folder", "is a named pipe", …"""
+    try:
+        check_regular(path)
+    except IsADirectoryError:
+        return "is a folder"
+    except NotRegularError:
+        return f"is {_kind(os.stat(path).st_mode)}"
+    except OSError:
+        pass
+    return "does not exist"
+
+
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading in binary mode.
 
@@ -143,5 +156,8 @@ def _check(path: str | Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder, but must be a file", str(path))
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-        raise NotRegularError(errno.EINVAL, f"it is {kind}, but must be a regular file", str(path))
+        raise NotRegularError(errno.EINVAL, f"it is {_kind(mode)}, but must be a regular file", str(path))
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a special file")

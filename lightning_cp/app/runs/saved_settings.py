@@ -36,7 +36,7 @@ class SaveSettings(Callback):
         _as_first_rank(lambda: save_settings(Path(config.hydra.runtime.output_dir), settings, hydra))
 
 
-def save_settings(run_dir: Path, config: DictConfig, hydra: DictConfig) -> None:
+def save_settings(run_dir: Path, config: DictConfig, hydra: Any) -> None:
     """Write config.yaml, hydra.yaml and overrides.yaml, with interpolations, readable by their owner only.
 
     Args: run_dir: folder of a run; the files are in its folder `.hydra`. hydra: Hydra's own settings, under "hydra".
