@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.engine.peer_samples import intervals
 from lightning_cp.pipelines import forms, parallel_pipeline, result_transfers
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
@@ -55,6 +58,41 @@ def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, setti
         assert max(entries) == _MOST
         assert positions == [1] * len(_SIZES)
         assert fake == 0
+
+
+_ROUNDS = (  # other numbers of tokens in each size of the first three
+    [(12, 20), (16, 20), (20, 20), (24, 20)],
+    [(28, 20), (32, 20), (36, 20), (40, 20)],
+    [(44, 20), (48, 20), (52, 20), (56, 20)],
+    [(12, 20), (16, 20), (20, 20), (24, 20)],
+)
+
+
+def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, int]]:
+    """The number of tensors, lists and forms in the process, after each round of sizes."""
+    pipe = make_pipe("flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    found = []
+    with mock.patch.object(forms, "_MOST_SHAPES", _MOST):
+        for sizes in _ROUNDS:
+            for height, width in sizes:
+                latents_of(pipe, "flux", height=height, width=width)
+            intervals.cache_clear()  # it is bounded, but not by these sizes
+            gc.collect()
+            counts = Counter(type(x).__name__ for x in gc.get_objects())
+            found.append({name: counts[name] for name in ("Tensor", "Form", "Piece", "TreeSpec", "list", "dict")})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {"pipe": 2, "patches": 3}), pytest.param(3, {"pipe": 3, "patches": 1}, marks=pytest.mark.full)],
+)
+def test_the_number_of_kept_objects_stops_growing(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
+    """The last round has sizes that were forgotten."""
+    for _, full, *later in run_ranks(world, _kept_objects, settings):  # the second round fills all tables
+        assert full["Form"] >= _MOST
+        assert later == [full, full]
 
 
 def test_the_oldest_entries_are_forgotten() -> None:
