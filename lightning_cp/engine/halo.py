@@ -42,7 +42,7 @@ class HaloHook(EngineHook):
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         own = self._rows()[self.session.current().groups.context_rank]
-        return output.narrow(self.rule.dim, min(self.rule.reach, own.start), len(own))
+        return output.narrow(self.rule.dim, min(self.rule.reach, own.start) if own else 0, len(own))
 
     def _rows(self) -> list[range]:
         """Return the rows of each rank in the whole sequence."""

@@ -78,7 +78,8 @@ class LinearAttention:
             return sum_over_ranks(_matrices(v, rotated_k, k), groups.name)
         buffer = evaluation.next_buffer()
         if evaluation.patch is None:
-            split = [x.split(call.lengths_in_patches(self.modalities), 1) for x in (v, rotated_k, k)]
+            lengths = call.lengths_in_patches(self.modalities)
+            split = [torch.split(x, lengths, 1) for x in (v, rotated_k, k)]
             own = torch.stack([_matrices(*of_patch) for of_patch in zip(*split, strict=True)])
             buffer.tensors = [sum_over_ranks(own, groups.name)]
         elif not buffer.tensors:

@@ -68,6 +68,7 @@ _CASES = {
     "outer_mask_ulysses": ("cogview4", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 3}),
     "audio_ring": ("ltx2_audio", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
     "rows_ring": ("sana", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
+    "rows_controlnet": ("sana_controlnet", 2, {}, {"pipe": 2, "patches": 2}),
     "rows_ulysses": ("sana", 4, {"ulysses_degree": 2}, {"pipe": 2, "patches": 2}),
     "frames_ring": ("sana_video", 4, {"ring_degree": 2}, {"pipe": 2, "patches": 2}),
     "pyramid_ring": ("helios_pyramid", 3, {"ring_degree": 3}, {"patches": 2}),
@@ -108,7 +109,7 @@ def _too_many_patches(rank: int, world: int) -> tuple[str, bool]:
     alone, pipe = _pipe("helios_pyramid"), _pipe("helios_pyramid")
     parallelize_pipeline(alone, ContextParallelConfig(mesh=None), patches=6)
     parallelize_pipeline(pipe, ContextParallelConfig(), pipe=2, cfg=world // 2, patches=6)
-    with pytest.raises(ShapeError) as raised:
+    with pytest.raises((ShapeError, CallFailedError)) as raised:  # of this branch of guidance, or of the other one
         _latents(pipe, "helios_pyramid", width=64)
     return str(raised.value), _error(_latents(alone, "helios_pyramid"), _latents(pipe, "helios_pyramid")) < 1e-12
 
