@@ -55,7 +55,10 @@ class RemoteGroup:
             )
 
     def start(self, call: Call) -> Callable[[], Any]:
-        """Send the request. Returns: a function that waits for the result. Raises: CallFailedError: a rank has exited."""
+        """Send the request. Returns: a function that waits for the result.
+
+        Raises: CallFailedError: a rank has exited.
+        """
         with self._breaking():
             self._requests.send(asdict(call.request), call.arguments)
         return partial(self._finish, call)

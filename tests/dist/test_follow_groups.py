@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
-from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError
@@ -26,6 +25,7 @@ from tests.harness import RankPool
 from tests.pipelines import table
 
 NAME = "flux_true_cfg"
+DEGREES = {"ulysses": {"ulysses": 2}, "guided": {"cfg": 2}}
 KINDS: list[dict[str, Any]] = [
     {},
     {"output_type": "pil"},
@@ -116,7 +116,9 @@ def _all_at_once(rank: int, world: int, settings: dict[str, int], degrees: dict[
     """Rank 0: the error of each of 7 calls, made at once. Others: the number of their steps."""
     pipe = _pipe()
     alone = [pipe(**_inputs(i)) for i in range(7)]
-    parallelize_pipeline(pipe, ContextParallelConfig(settings.get("ring", 1)), cfg=settings.get("cfg", 1), degrees=degrees)
+    parallelize_pipeline(
+        pipe, ContextParallelConfig(settings.get("ring", 1)), cfg=settings.get("cfg", 1), degrees=degrees
+    )
     steps = _meet_in_first_step(pipe)
 
     def loop(leader: Leader) -> list[float]:
@@ -143,7 +145,9 @@ def _all_at_once(rank: int, world: int, settings: dict[str, int], degrees: dict[
     [
         (2, {}, {}, "threads"),
         (3, {}, {}, "asyncio"),
-        pytest.param(4, {"ring": 2}, {"ulysses": {"ulysses": 2}, "guided": {"cfg": 2}}, "threads", marks=pytest.mark.full),
+        pytest.param(
+            4, {"ring": 2}, {"ulysses": {"ulysses": 2}, "guided": {"cfg": 2}}, "threads", marks=pytest.mark.full
+        ),
         pytest.param(4, {"cfg": 2}, {}, "asyncio", marks=pytest.mark.full),
         pytest.param(6, {"ring": 3}, {}, "threads", marks=pytest.mark.full),
     ],
@@ -253,9 +257,9 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
     def loop(leader: Leader) -> list[str]:
         said, of_home = list[str](), list[Exception]()
 
-        def call() -> None:
+        def call(**others: Any) -> None:
             with pytest.raises(CallCancelledError) as caught:
-                leader(**endless)
+                leader(**endless, **others)
             said.append(str(caught.value))
 
         def both_groups_work() -> None:
@@ -273,15 +277,76 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
         with _home_is_busy(leader):
             with leader.time_limit(0.3):
                 call()
-            thread = threading.Thread(target=call)
-            thread.start()
-            time.sleep(0.1)  # longer than the thread needs to take the group; otherwise this call has it and ends
-            with leader.time_limit(0.2):
-                call()
-            leader.cancel()
-            while thread.is_alive():
-                leader.cancel()
-                thread.join(0.05)
+                call(callback_on_step_end=lambda *_: {})  # it waits for rank 0's data group
+            assert _difference(leader(**_inputs(1)), expected) <= 1e-5
+        both_groups_work()
         return said
 
     return follow(pipe, loop) or []
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {}),
+        pytest.param(4, {"cfg": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"pipe": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_calls_in_all_groups_are_cancelled_and_have_a_time_limit(
+    run_ranks: RankPool, world: int, settings: dict[str, int]
+) -> None:
+    cancelled, of_home, too_long, waited = run_ranks(world, _cancelled, settings, timeout_s=120)[0]
+    assert cancelled == of_home == "the call was cancelled"
+    assert too_long == "the call has taken longer than its limit of 0.3 s"
+    assert waited == "other calls have taken longer than this call's limit of 0.3 s"
+
+
+def _lost(rank: int, world: int, ring: int, how: str) -> None:
+    """In a call of the other data group, its last rank exits, or its first one fails inside an exchange."""
+    votes._GRACE_S = 1.0  # this process makes no further call
+    pipe = _pipe()
+    parallelize_pipeline(pipe, ContextParallelConfig(ring))
+    if rank == (world - 1 if how == "exits" else ring):
+
+        def lose(*_: Any) -> None:
+            if how == "exits":
+                os._exit(3)
+            raise OSError("out of memory")
+
+        pipe.transformer.transformer_blocks[0].ff.register_forward_hook(lose)
+
+    def loop(leader: Leader) -> None:
+        with _home_is_busy(leader):
+            with pytest.raises(CallFailedError) as lost:
+                leader(**_inputs(0))
+            with pytest.raises(RuntimeError) as unusable:
+                leader(**_inputs(0))
+        with pytest.raises(RuntimeError, match="can make no further call"):  # rank 0's group was not in that call
+            leader(**_inputs(0), callback_on_step_end=lambda *_: {})
+        raise ValueError(f"LOST: {lost.value} UNUSABLE: {unusable.value}")
+
+    follow(pipe, loop)
+
+
+@pytest.mark.parametrize(
+    ("world", "ring", "how", "lost"),
+    [
+        (2, 1, "exits", "the connection to another rank broke while this rank waited for a message of rank 1"),
+        pytest.param(4, 2, "exits", "rank 2 failed in this call of FluxPipeline", marks=pytest.mark.full),
+        pytest.param(
+            4, 2, "raises", "rank 2 failed in this call of FluxPipeline: OSError: out of memory", marks=pytest.mark.full
+        ),
+    ],
+)
+def test_a_group_that_loses_a_rank_ends_the_job_with_its_cause(
+    run_ranks: RankPool, world: int, ring: int, how: str, lost: str
+) -> None:
+    with pytest.raises(AssertionError) as caught:
+        run_ranks(world, _lost, ring, how, timeout_s=120)
+    report = str(caught.value)
+    assert f"ValueError: LOST: {lost}" in report
+    assert f"UNUSABLE: the data group of ranks {list(range(ring, world))} can make no further call, because" in report
+    assert (
+        "exit code 3" if how == "exits" else "OSError: out of memory\nThis rank failed inside an exchange"
+    ) in report
