@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from PIL import Image
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError
@@ -300,6 +301,29 @@ def test_calls_in_all_groups_are_cancelled_and_have_a_time_limit(
     assert cancelled == of_home == "the call was cancelled"
     assert too_long == "the call has taken longer than its limit of 0.3 s"
     assert waited == "other calls have taken longer than this call's limit of 0.3 s"
+
+
+def _in_mesh(rank: int, world: int, order: list[int]) -> float | None:
+    """Rank 0: the error of two calls, one in each data group of a mesh of two rings."""
+    pipe = _pipe()
+    alone = [pipe(**_inputs(i)) for i in range(2)]
+    mesh = DeviceMesh("cpu", torch.tensor(order).reshape(2, world // 2, 1), mesh_dim_names=("data", "ring", "ulysses"))
+    parallelize_pipeline(pipe, ContextParallelConfig(mesh=mesh))
+
+    def loop(leader: Leader) -> float:
+        with _home_is_busy(leader):
+            there = leader(**_inputs(0))
+        here = leader(**_inputs(1))
+        return max(_difference(there, alone[0]), _difference(here, alone[1]))
+
+    return follow(pipe, loop)
+
+
+@pytest.mark.parametrize("order", [[1, 0], pytest.param([1, 3, 0, 2], marks=pytest.mark.full)])
+def test_rank_zero_leads_wherever_a_mesh_has_its_data_group(run_ranks: RankPool, order: list[int]) -> None:
+    error, *others = run_ranks(len(order), _in_mesh, order)
+    assert error <= 1e-5
+    assert others == [None] * (len(order) - 1)
 
 
 def _lost(rank: int, world: int, ring: int, how: str) -> None:
