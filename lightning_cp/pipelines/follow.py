@@ -6,7 +6,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.leader import Leader
-from lightning_cp.pipelines.local_group import LocalGroup, Request, run, text_of
+from lightning_cp.pipelines.local_group import LocalGroup, Request, run
 from lightning_cp.pipelines.placement import rank_device
 from lightning_cp.pipelines.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.remote_group import RemoteGroup, serve
@@ -70,8 +69,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
             return None
         local = LocalGroup(pipe, state, within[own])
         if own:
-            channels_of_rank0 = requests[own - 1], replies[own - 1]
-            _serve(local, partial(serve, local, type(pipe).__name__, *channels_of_rank0, rank=rank, device=device))
+            name = type(pipe).__name__
+            _raise_end(serve(local, name, requests[own - 1], replies[own - 1], rank=rank, device=device))
             return None
         others = [RemoteGroup(*each, device) for each in zip(groups[1:], requests, replies, strict=True)]
         return _lead(Leader(pipe, state, [local, *others]), state, loop)
@@ -101,17 +100,6 @@ def _lead(leader: Leader, state: ParallelPipeline, loop: Callable[[Leader], T]) 
         state.votes.has_leader = False
     leader.end(None)
     return result
-
-
-def _serve(group: LocalGroup, calls: Callable[[], str | None]) -> None:
-    """Run the calls of rank 0 in another data group, on its first rank, and end the loop on its other ranks."""
-    try:
-        error = calls()
-    except BaseException as raised:
-        group.end(text_of(raised))
-        raise
-    group.end(error)
-    _raise_end(error)
 
 
 def _follow(pipe: Any, state: ParallelPipeline, requests: Requests, device: torch.device) -> None:

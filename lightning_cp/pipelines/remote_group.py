@@ -105,12 +105,26 @@ class RemoteGroup:
 def serve(
     group: LocalGroup, name: str, requests: Requests, replies: Requests, *, rank: int, device: torch.device
 ) -> str | None:
-    """Run the calls that rank 0 sends, until its loop ends. Ranks: the first of the group; the others follow it.
+    """Run the calls that rank 0 sends, until its loop ends; then end the loop on the other ranks of the group.
 
     Args: group: the group of this rank. name: class name of the pipeline. requests, replies: see `RemoteGroup`.
+    Ranks: the first of the group; the others follow it.
     Returns: the text of the error that ended rank 0's loop; None if it returned.
     Raises: CallFailedError: rank 0 has exited. The error of a call that has broken the group.
     """
+    try:
+        ended = _run_calls(group, requests, replies, device, failed=f"rank {rank} failed in this call of {name}")
+    except BaseException as error:
+        group.end(text_of(error))
+        raise
+    group.end(ended)
+    return ended
+
+
+def _run_calls(
+    group: LocalGroup, requests: Requests, replies: Requests, device: torch.device, *, failed: str
+) -> str | None:
+    """Run the calls that rank 0 sends. Returns: see `serve`. Args: failed: begins the text of an error of this rank."""
     while True:
         fields, arguments = requests.receive()
         request = Request(**fields)
@@ -121,7 +135,7 @@ def serve(
             result = _result(group, request, arguments, device=device, ending=ending)
         except Exception as raised:
             error = raised
-        replies.send(asdict(_reply(error, group.broken, f"rank {rank} failed in this call of {name}")), result)
+        replies.send(asdict(_reply(error, group.broken, failed)), result)
         ending.read()
         if error is not None and group.broken is not None:
             raise error
