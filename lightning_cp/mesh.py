@@ -22,6 +22,7 @@ from lightning_cp.job_secret import check_members
 from lightning_cp.shares import Shares, check_shares
 
 T = TypeVar("T")
+_KEPT = 1024  # a model has a few kinds of attention and of token counts for each size of its inputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +37,7 @@ class MeshGroups:
         context_rank: index of this rank in its context group.
         data_rank, data_size: index of this context group, and number of context groups.
         shares: weight of each rank of the context group, by which tokens are divided; None: equal.
-        prepared: what attention calls over these groups have derived from their shapes, see `attention/prepared.py`.
+        kept: values that were derived from shapes and settings, see `keep`.
     """
 
     name: str
@@ -49,7 +50,16 @@ class MeshGroups:
     data_rank: int
     data_size: int
     shares: Shares | None = None
-    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    kept: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def keep(self, facts: Hashable, build: Callable[[], T]) -> T:
+        """Return what was built for these facts before, or build it; kept as long as the groups."""
+        found: T | None = self.kept.get(facts)
+        if found is None:
+            if len(self.kept) >= _KEPT:
+                self.kept.clear()
+            found = self.kept[facts] = build()
+        return found
 
     @property
     def context_size(self) -> int:
@@ -119,6 +129,10 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
     Ranks: every rank of the world, at first use of a mesh.
     Raises: ValueError: the degrees do not fit the world, there is no process group, or the shares are invalid.
     """
+    if shares is None and _cache.world is not None and _cache.world is dist.group.WORLD:
+        known: MeshGroups | None = _cache.groups.get(_key_of(config))
+        if known is not None:
+            return known
     weights = check_shares(shares, ring=config.ring, ulysses=config.ulysses)
     if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
         return SINGLE_RANK
@@ -129,7 +143,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
+    key = _key_of(config)
     if key not in built:
         prove_membership()
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
@@ -139,9 +153,13 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         equal, key = built[key], (key, weights)
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
-            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, prepared={})
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={})
     found: MeshGroups = built[key]
     return found
+
+
+def _key_of(config: ContextParallelConfig) -> object:
+    return config.mesh_shape if config.mesh is None else id(config.mesh)
 
 
 def prove_membership() -> None:

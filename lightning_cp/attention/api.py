@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, overload
 
+import torch
 from torch import Tensor
 
 from lightning_cp.attention.arguments import attention_dtype, check_settings, check_types, lengths_of
@@ -108,7 +109,7 @@ def context_parallel_attention(
         Unified r x u: the Ulysses bytes with n = u, plus the ring bytes with n = r, u s tokens and g / u KV heads.
         Masks: a mask of the local keys is sent with K and V around the ring, in forward and backward ("allgather"
         mode: in a separate exchange), and once through Ulysses. A mask of the local queries is sent by Ulysses only.
-        The ring pads every tensor to 16 bytes. Without lengths, forward first exchanges 16 ints.
+        "alltoall" mode pads every tensor to 16 bytes. Without lengths, forward first exchanges 16 ints.
     Gradient: exact for query, key and value, through out and lse. A second derivative raises NotImplementedError.
     Forward derivative (torch.func.jvp, torch.autograd.forward_ad): exact. K, V and their tangents go around the ring
         again, and Ulysses exchanges the tangents. A gradient through a tangent raises NotImplementedError.
@@ -230,7 +231,8 @@ def attend_across(
     # Do not raise here: peers may wait for this rank's sizes. `call.exchange_lengths` checks and raises on all ranks.
     if mask is not None and mask.ndim == 2 and mask.shape == key.shape[:2]:
         mask = mask[:, None, None, :]
-    query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(attention_dtype(x)) for x in (query, key, value))
     scale = max(query.shape[-1], 1) ** -0.5 if scale is None else float(scale)
     out, lse = call_attention(
         query,

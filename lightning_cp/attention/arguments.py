@@ -38,6 +38,8 @@ def lengths_of(name: str, lengths: Sequence[int] | None) -> list[int]:
     """Return the argument `q_lengths` or `kv_lengths` as a list, empty if it is None. Raises: TypeError."""
     if lengths is None:
         return []
+    if type(lengths) is list and set(map(type, lengths)) == {int}:
+        return lengths
     if not isinstance(lengths, (list, tuple)) or any(isinstance(x, bool) or not isinstance(x, int) for x in lengths):
         raise TypeError(f"{name}={lengths!r} must be a list with one int for each rank of the context group")
     return list(lengths)

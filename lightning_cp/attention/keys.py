@@ -157,7 +157,16 @@ def key_grads(
         return None
     kernel = ring.kernel_for(q, chunk_mask.mask)
     return attend_backward(
-        kernel, grad, q, k, v, part, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale
+        kernel,
+        grad,
+        q,
+        k,
+        v,
+        part,
+        mask=chunk_mask.mask,
+        causal=chunk_mask.causal,
+        scale=ring.scale,
+        is_finite=not ring.causal and not ring.mask_kind,
     )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from lightning_cp.attention.keys import Ring
 from lightning_cp.attention.ulysses import Ulysses
 from lightning_cp.mesh import MeshGroups
 
-_KEPT = 256  # calls of each mesh; a model has a few kinds of attention for each size of its inputs
 _KINDS = ("", "key_mask", "query_mask")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,7 +53,7 @@ def prepare(
         return build()
     tensors = (q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, q.device)
     of_mask = None if mask is None else (mask.shape, mask.dtype, mask.requires_grad)
-    return _kept(groups, (tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
+    return groups.keep((tensors, of_mask, tuple(q_lengths), tuple(kv_lengths), settings), build)
 
 
 def prepared_again(
@@ -69,7 +66,7 @@ def prepared_again(
         lengths = _decoded(numbers, groups)
         return ring_of(lengths, groups=groups, settings=Settings(*settings)), ulysses_of(lengths, hq, hk, groups=groups)
 
-    return _kept(groups, (tuple(numbers), hq, hk, settings), build)
+    return groups.keep((tuple(numbers), hq, hk, settings), build)
 
 
 def encode_lengths(lengths: Lengths) -> Tensor:
@@ -83,13 +80,3 @@ def _decoded(numbers: list[int], groups: MeshGroups) -> Lengths:
     size = groups.context_size
     query, key, mask_queries = (tuple(sizes[i * size : (i + 1) * size]) for i in range(3))
     return Lengths(query, key, _KINDS[kind], mask_queries)
-
-
-def _kept(groups: MeshGroups, facts: Hashable, build: Callable[[], T]) -> T:
-    """Return what was built for these facts before, or build it; kept as long as the groups."""
-    found: T | None = groups.prepared.get(facts)
-    if found is None:
-        if len(groups.prepared) >= _KEPT:
-            groups.prepared.clear()
-        found = groups.prepared[facts] = build()
-    return found

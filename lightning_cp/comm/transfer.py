@@ -37,24 +37,32 @@ class Pending:
 
     def staged(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Return the buffers to send from and receive into: on the host if the backend needs it. Both are held."""
-        source, target = _host(sent, group), _recv_buffer(received, group)
-        self.held += (source, target)
-        if target is not received:
-            self.recv_buffers.append((target, received))
-        return source, target
+        if not sent.is_cpu:
+            sent, target = _host(sent, group), _recv_buffer(received, group)
+            if target is not received:
+                self.recv_buffers.append((target, received))
+                received = target
+        self.held = [sent, received]
+        return sent, received
 
     def wait(self) -> None:
         """Block until done (on CUDA with NCCL: make the current stream wait)."""
         if not self.works:
             return
         started = time.perf_counter()
-        with _marked(WAIT, self.number):
-            for work in self.works:
-                work.wait()
+        if STATS.traced:
+            with _marked(WAIT, self.number):
+                self._wait()
+        else:
+            self._wait()
         STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
         self.works, self.recv_buffers, self.held = [], [], []
+
+    def _wait(self) -> None:
+        for work in self.works:
+            work.wait()
 
 
 def exchange(

@@ -67,7 +67,7 @@ class ModelHook(EngineHook):
         given = self.before(module, args, kwargs)
         session = self.session
         outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
-        session.call = Call(session.groups, session.peers, session.evaluation)
+        call = session.call = Call(session.groups, session.peers, session.evaluation)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
@@ -89,6 +89,7 @@ class ModelHook(EngineHook):
         finally:
             for inner, original in checkpoints:
                 inner._gradient_checkpointing_func = original
+            call.shards.clear()  # the call itself is kept until backward, for recomputations
             session.call = outer
             session.forwards -= 1
             STATS.leave()

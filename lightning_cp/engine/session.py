@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from lightning_cp.comm.shards import sizes_in
 from lightning_cp.config import ContextParallelConfig
@@ -33,6 +35,8 @@ class Call:
         intercepted: True if the engine computed attention since the flag was last cleared.
         unambiguous: values of `key` for which this forward exchanged sizes, and found that each rank can derive them.
         block: name of the last block (or other planned module) that was entered.
+        shards: shards of tensors that several blocks get, such as positions: by `id` and spec, the tensor, its version,
+            the shard, and the shard's version.
         unplanned: shapes of that block's tensor arguments that the plan does not mention, for errors.
         evaluation: the evaluation that this forward belongs to, if the model is computed in patches.
     """
@@ -47,6 +51,7 @@ class Call:
     intercepted: bool = False
     unambiguous: list[Hashable] = field(default_factory=list)
     block: str = ""
+    shards: dict[Hashable, tuple[weakref.ref[Tensor], int, Tensor, int]] = field(default_factory=dict, repr=False)
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -90,6 +95,8 @@ class Call:
 
     def sizes(self, modalities: Modalities) -> list[int]:
         """Return each rank's number of tokens, summed over `modalities`."""
+        if len(modalities) == 1:
+            return list(self.sizes_of(modalities[0]))
         each = [self.sizes_of(modality) for modality in modalities]
         return [sum(sizes[rank] for sizes in each) for rank in range(self.groups.context_size)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,6 +94,24 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
 
 
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
+    """Shard a tensor. All blocks of a forward that get one tensor (of positions, for example) share its shard."""
+    if x.requires_grad or torch.compiler.is_compiling() or x.is_inference():  # no version: changes go unnoticed
+        return _shard_anew(x, spec, name=name, session=session, strict=strict)
+    shards, key = session.current().shards, (id(x), id(spec))
+    whole, version, found, its_version = shards.get(key, _NONE)
+    if found is not None and whole() is x and (version, its_version) == (x._version, found._version):
+        shard: Tensor = found
+        return shard
+    shard = _shard_anew(x, spec, name=name, session=session, strict=strict)
+    if shard is not x:
+        shards[key] = weakref.ref(x), x._version, shard, shard._version
+    return shard
+
+
+_NONE: tuple[Any, ...] = (None, 0, None, 0)
+
+
+def _shard_anew(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
     call = session.current()
     if not spec.is_for(x.ndim):
         return x

@@ -52,18 +52,21 @@ def attend_backward(
     mask: Tensor | None,
     causal: bool,
     scale: float,
+    is_finite: bool = False,
 ) -> Grads:
     """Compute the gradients of q, k and v through these keys.
 
     Args:
         grad: gradients of out and lse.
         part: out and lse over these keys and any others.
+        is_finite: every query has a key to attend to, so that all values of lse are finite.
         kernel, q, k, v, mask, causal, scale: see `attend`.
     """
     if not (q.shape[1] and k.shape[1] and q.shape[0]):
         return Grads(q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape))
     d, heads = q.shape[-1], k.shape[2]
-    out, lse = part.out.to(q.dtype), part.lse.masked_fill(part.lse == float("-inf"), 0)  # no key: P = exp(-inf)
+    out = part.out.to(q.dtype)
+    lse = part.lse if is_finite else part.lse.masked_fill(part.lse == float("-inf"), 0)  # no key: P = exp(-inf)
     grad_out, bias = grad.out.to(q.dtype), _additive(mask, q.dtype)
     if grad.lse is not None:  # dS = P (dP - delta + dlse): dlse is one more column of dP
         grad_lse = grad.lse.to(q.dtype).unsqueeze(-1)

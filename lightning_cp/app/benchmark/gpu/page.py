@@ -23,6 +23,8 @@ _ABOUT = {
     " smaller chunks.",
     "memory": "Peak allocation of attention on one rank, relative to the sum of the buffers that exist at the same time"
     " and the workspace of one kernel call.",
+    "host": "CPU time of the thread that calls attention, per call: tiny tensors, and collectives that send nothing. It"
+    " limits the speed where a device computes faster than its host launches.",
     "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",
 }
 

@@ -1,0 +1,166 @@
+"""Stage `host`: CPU time of the thread that calls attention, which limits the speed of short sequences on fast devices.
+
+Tensors are tiny and collectives send nothing, so almost all of the time is that of Python and of PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from lightning_cp.app.benchmark import peers
+from lightning_cp.app.benchmark.gpu.results import Check, Measurement, StageResult
+from lightning_cp.app.benchmark.gpu.timing import fake_world
+from lightning_cp.app.benchmark.subject import modes
+from lightning_cp.attention import context_parallel_attention
+from lightning_cp.engine.apply import parallelize
+
+_PEER = "diffusers Ulysses"
+# (mode, ranks, pass) -> largest time as a multiple of diffusers' Ulysses in the same pass and run
+GOALS = {
+    ("Ulysses", 2, "forward"): 0.5,
+    ("Ulysses", 8, "forward"): 0.5,
+    ("Ulysses", 2, "with backward"): 0.5,
+    ("Ulysses", 8, "with backward"): 0.5,
+    ("ring allgather", 8, "forward"): 1.05,
+    ("unified", 8, "forward"): 1.0,
+}
+_PASSES = ("forward", "with backward")
+
+
+def host_times(config: DictConfig) -> Iterator[Measurement]:
+    """Measure one attention call, and one block of a model, for each number of ranks, beside diffusers' Ulysses."""
+    for ranks in config.host.ranks:
+        yield f"attention, {ranks} ranks", functools.partial(_measure_attention, config, ranks)
+    for ranks in config.host.ranks:
+        yield f"block, {ranks} ranks", functools.partial(_measure_block, config, ranks)
+
+
+def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> None:
+    settings, device = config.host, torch.device(config.device)
+    shape = (1, settings.tokens, settings.heads, settings.head_dim)
+    dtype, lengths = getattr(torch, config.attention.dtype), [settings.tokens] * ranks
+
+    def steps_of(attend: Callable[..., Tensor]) -> list[Callable[[], object]]:
+        tensors = [torch.randn(shape, device=device).to(dtype).requires_grad_(index < 3) for index in range(4)]
+        *leaves, grad = tensors
+
+        def forward() -> None:
+            with torch.no_grad():
+                attend(*leaves)
+
+        return [forward, lambda: torch.autograd.backward(attend(*leaves), grad)]
+
+    with fake_world(ranks):
+        subjects = {
+            name: functools.partial(
+                context_parallel_attention, parallel_config=mode, q_lengths=lengths, kv_lengths=lengths
+            )
+            for name, mode in modes(ranks).items()
+        }
+        steps = {name: steps_of(attend) for name, attend in subjects.items()}
+        steps[_PEER] = steps_of(peers.attentions(device)[_PEER](lengths))
+        found = _times(steps, settings, device)
+    _add_rows(f"One attention call, {ranks} ranks", found, result)
+    for name, times in found.items():
+        for which, own, peer in zip(_PASSES, times, found[_PEER], strict=True):
+            goal = GOALS.get((name, ranks, which))
+            if goal is not None:
+                title = f"{name}, {ranks} ranks, {which}: host time over {_PEER}"
+                result.checks.append(Check(title, f"{own / peer:.2f}", f"≤ {goal}", own / peer <= goal))
+
+
+def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
+    """Measure a block as the difference of two models, so that what a forward does once does not count."""
+    settings, device = config.host, torch.device(config.device)
+    few, many = 1, 1 + settings.blocks
+
+    def model_of(blocks: int) -> nn.Module:
+        from diffusers import WanTransformer3DModel
+
+        torch.manual_seed(0)
+        model = WanTransformer3DModel(
+            num_attention_heads=settings.heads,
+            attention_head_dim=settings.head_dim,
+            num_layers=blocks,
+            ffn_dim=16,
+            text_dim=8,
+            freq_dim=8,
+            in_channels=4,
+            out_channels=4,
+        )
+        converted: nn.Module = model.to(device, getattr(torch, config.attention.dtype))
+        return converted
+
+    def steps_of(make: Callable[[nn.Module], nn.Module], blocks: int) -> list[Callable[[], object]]:
+        model = make(copy.deepcopy(models[blocks]))
+        dtype = next(model.parameters()).dtype
+        inputs = {
+            "hidden_states": torch.randn(1, 4, ranks, 4, 2 * settings.tokens // 2, device=device).to(dtype),
+            "timestep": torch.ones(1, device=device),
+            "encoder_hidden_states": torch.randn(1, 4, 8, device=device).to(dtype),
+        }
+
+        def forward() -> None:
+            with torch.no_grad():
+                model(**inputs, return_dict=False)
+
+        def with_backward() -> None:
+            model(**inputs, return_dict=False)[0].sum().backward()
+            model.zero_grad()
+
+        return [forward, with_backward]
+
+    models = {blocks: model_of(blocks) for blocks in (few, many)}
+    with fake_world(ranks):
+        makers: dict[str, Callable[[nn.Module], nn.Module]] = {"one process": lambda model: model}
+        for name, mode in modes(ranks).items():
+            makers[name] = functools.partial(_parallel, mode=mode)
+        makers[_PEER] = peers.models(device)[_PEER]
+        steps = {(name, n): steps_of(make, n) for name, make in makers.items() for n in (few, many)}
+        found = _times(steps, settings, device)
+    each = {
+        name: [(b - a) / settings.blocks for a, b in zip(found[name, few], found[name, many], strict=True)]
+        for name in makers
+    }
+    _add_rows(f"One block of a Wan transformer, {ranks} ranks", each, result)
+
+
+def _parallel(model: nn.Module, *, mode: Any) -> nn.Module:
+    parallelize(model, mode)
+    return model
+
+
+def _times(
+    steps: Mapping[Any, list[Callable[[], object]]], settings: DictConfig, device: torch.device
+) -> dict[Any, list[float]]:
+    """Measure seconds of thread CPU time per call, as the lowest fifth of the rounds, which are interleaved."""
+    found: dict[Any, list[list[float]]] = {name: [[] for _ in each] for name, each in steps.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of functions that diffusers calls
+        for round_ in range(settings.rounds + 1):
+            for name, each in steps.items():
+                for index, step in enumerate(each):
+                    started = time.thread_time()
+                    for _ in range(settings.calls):
+                        step()
+                    if round_:  # the first one warms up
+                        found[name][index].append((time.thread_time() - started) / settings.calls)
+                    if device.type == "cuda":
+                        torch.cuda.synchronize(device)
+    return {name: [sorted(times)[len(times) // 5] for times in each] for name, each in found.items()}
+
+
+def _add_rows(title: str, found: Mapping[str, list[float]], result: StageResult) -> None:
+    columns = ["mode", *(f"{which}, {unit}" for which in _PASSES for unit in ("µs", f"× {_PEER}"))]
+    for name, times in found.items():
+        cells = [(f"{1e6 * own:,.0f}", f"{own / peer:.2f}") for own, peer in zip(times, found[_PEER], strict=True)]
+        result.add_row(title, columns, [name, *(cell for pair in cells for cell in pair)])
