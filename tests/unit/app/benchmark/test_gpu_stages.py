@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import errors, memory, suites
+from lightning_cp.app.benchmark.gpu import errors, host, memory, suites
 from lightning_cp.app.benchmark.gpu.main_job import judge_training
 from lightning_cp.app.benchmark.gpu.results import StageResult
 from lightning_cp.kernels import PartialAttention, choice
@@ -105,3 +105,18 @@ def test_pytest_runs_in_the_repository(tmp_path: Any, monkeypatch: pytest.Monkey
     measure(result)
     assert name == file
     assert [(check.value, check.passed) for check in result.checks] == [("4 passed, 0 failed", True)]
+
+
+def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
+    given = OmegaConf.merge(settings("host"), {"host": {"ranks": [4], "rounds": 1, "calls": 1, "blocks": 1}})
+    assert isinstance(given, DictConfig)
+    result = StageResult({})
+    for _, measure in host.host_times(given):
+        measure(result)
+    calls, blocks = result.tables
+    modes = ["ring allgather", "ring alltoall", "Ulysses", "unified", "diffusers Ulysses"]
+    assert [row[0] for row in calls.rows] == modes
+    assert [row[0] for row in blocks.rows] == ["one process", *modes]
+    assert all(float(row[1].replace(",", "")) > 0 for row in calls.rows)
+    assert calls.rows[-1][2] == "1.00"
+    assert not result.checks, "goals are for 2 and 8 ranks"
