@@ -24,7 +24,10 @@ MEMORY_TOLERANCE = 1.1
 
 
 class _Sizes(NamedTuple):
-    """Sizes of one measurement. slices: number of slices of heads in which "allgather" gathers K and V."""
+    """Sizes of one measurement.
+
+    slices: number of slices of heads in which "allgather" gathers K and V. device: "cpu" or "cuda".
+    """
 
     batch: int
     tokens: int
@@ -33,6 +36,7 @@ class _Sizes(NamedTuple):
     head_dim: int
     dtype: torch.dtype
     slices: int
+    device: str = "cpu"
 
     @property
     def local(self) -> int:
@@ -64,7 +68,16 @@ def _measure_mode(config: DictConfig, name: str, result: StageResult) -> None:
     dtype = getattr(torch, attention.dtype)
     key_bytes = 2 * attention.batch * settings.tokens * attention.heads * attention.head_dim * dtype.itemsize
     slices = min(attention.heads, -(-key_bytes // gathered.SLICE_BYTES[device.type]))
-    sizes = _Sizes(attention.batch, settings.tokens, settings.ranks, attention.heads, attention.head_dim, dtype, slices)
+    sizes = _Sizes(
+        attention.batch,
+        settings.tokens,
+        settings.ranks,
+        attention.heads,
+        attention.head_dim,
+        dtype,
+        slices,
+        device.type,
+    )
     with fake_world(settings.ranks):
         peaks = _peaks(modes(settings.ranks)[name], sizes, device)
     units = buffer_units(name, sizes)
@@ -96,21 +109,21 @@ def buffer_units(name: str, sizes: _Sizes) -> tuple[float, float] | None:
             accumulation_factor > 1
         ), 4 + 3 + accumulation_factor + 6 * accumulation_factor
     if name == "ring allgather":
-        # Gathered K and V: two slices in transit and one put together, or the only slice.
+        # Gathered K and V: two slices, or the only one, and this rank's part of them before it is sent.
         one_slice = 2 * ranks * sizes.heads_of_slice / sizes.heads
-        gathered_units = one_slice if sizes.slices == 1 else 3 * one_slice
+        gathered_units = min(sizes.slices, 2) * (one_slice + one_slice / ranks)
         # Forward: outputs of all slices, and these concatenated. Backward: the same of dq, the sums of dK and dV and
         # their conversion; of one slice: dq and its sum, the kernel's inputs made contiguous and its dk and dv, and the
         # sums that leave and arrive.
         converted, slice_of_dq = 2 if accumulation_factor > 1 else 0, one_slice / (2 * ranks)
-        slice_units = slice_of_dq * (4 + accumulation_factor) + one_slice * (
-            1 + 2 * accumulation_factor * (ranks - 1) / ranks
-        )
+        slice_units = slice_of_dq * (4 + accumulation_factor) + one_slice * (1 + 2 * accumulation_factor)
         return gathered_units + 2, gathered_units + 2 + 2 * accumulation_factor + converted + slice_units
     if name == "Ulysses":
-        # Forward: q, k and v sharded by heads, the same packed, the output. Backward: the gradient of the output, and
-        # dq, dk, dv, sharded by heads; dq, dk, dv packed; the inputs of the kernel that it needs contiguous.
-        return 7, 9
+        # Forward: q, k and v sharded by heads, the output, the same sent, received and in order. Backward: the gradient
+        # of the output, and dq, dk, dv, sharded by heads; dq, dk, dv sent; the inputs of the kernel that it needs
+        # contiguous. On CPU the pool keeps the buffer in which q, k and v are sent.
+        pooled = 3 if sizes.device == "cpu" else 0
+        return 7 + pooled, 9 + pooled
     return None
 
 
@@ -129,7 +142,12 @@ def workspace_bytes(name: str, sizes: _Sizes, device: torch.device) -> tuple[int
         torch.randn(sizes.batch, n, heads, sizes.head_dim, device=device).to(sizes.dtype)
         for n in (queries, keys, keys, queries)
     )
-    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))  # [b, h, s, d] in memory, as they are sent
+    if name == "ring alltoall":  # in memory as they are sent: [b, h, s, d]
+        k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
+    elif name == "Ulysses":  # [s, b, heads of q, k and v, d]
+        q, k, v = torch.cat([q, k, v], 2).transpose(0, 1).contiguous().transpose(0, 1).chunk(3, 2)
+    else:
+        k, v = torch.cat([k, v], 2).transpose(0, 1).contiguous().transpose(0, 1).chunk(2, 2)
     kernel = choose_kernel("auto", q, None)
     options: dict[str, Any] = {"mask": None, "causal": False, "scale": sizes.head_dim**-0.5}
     part = attend(kernel, q, k, v, **options)
