@@ -232,9 +232,10 @@ class PatchCalls:
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
         samples = self._samples(forwards)
-        found = []
+        found, keys = [], [*(x.key for x in forwards), None]
+        start_results = partial(results.transfers.start_receives, newest=stage.links.later_stages)
         for i, forward in enumerate(forwards):
-            stage.links.expect([x.key for x in forwards[i : i + 2]])
+            stage.links.expect(keys[i], keys[i + 1], start_results)
             if not results.prepare(i):
                 stage.error = stage.error or StageFailedError()
             if evaluation is not None:

@@ -18,10 +18,10 @@ from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors, unpickled_quietly
+from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors
 from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
-from lightning_cp.pipelines.stage_links import check_same
+from lightning_cp.pipelines.stage_links import check_same, receive_object, send_object
 
 _MOST_BYTES = 2**27  # of all positions: 39 MB for a video of Wan at 720p
 
@@ -69,14 +69,17 @@ class ResultTransfers:
         groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
         results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
             send waits for another one (with NCCL, a rank sends and receives in order).
+        control: a gloo group that contains them, for forms and positions.
         branch: this rank's CFG branch.
     """
 
     groups: MeshGroups
     results: Sequence[dist.ProcessGroup]
+    control: dist.ProcessGroup
     branch: int = 0
     _forms: dict[Hashable, Form] = field(default_factory=dict)
     _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
+    _expected: list[tuple[StageResult, Layout]] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -119,7 +122,7 @@ class ResultTransfers:
         return result
 
     def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
-        """Send the piece of a forward, or start to receive it.
+        """Send the piece of a forward, or expect it: see `start_receives`.
 
         Args:
             output: on the rank that computes it, the output of the forward; None: a stage has failed.
@@ -133,7 +136,7 @@ class ResultTransfers:
         positions = result.pieces[number]
         layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
         if not self.is_source(result):
-            self._start_receive(result, layout)
+            self._expected.append((result, layout))
             return
         own = iter(tensors)
         if not tensors:
@@ -144,6 +147,19 @@ class ResultTransfers:
             values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
         self._send(result, values, layout)
 
+    def start_receives(self, *, newest: int = 0) -> None:
+        """Start to receive the expected pieces, except the `newest` ones.
+
+        The last stage sends the piece of a forward when its later stages have computed it. A rank may not start to
+        receive it before the transfers between stages that this needs, or they could wait for each other.
+        """
+        while len(self._expected) > newest:
+            self._start_receive(*self._expected.pop(0))
+
+    def reset(self) -> None:
+        """Forget the pieces that this rank has not started to receive, after a call that was interrupted."""
+        self._expected = []
+
     def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
         """End a transformer call: send the result, if it is not sent in pieces.
 
@@ -152,6 +168,7 @@ class ResultTransfers:
             samples: number of samples of each forward; None: all samples, of a patch.
         Returns: form of the result; None if it is not known yet and a stage has failed.
         """
+        self.start_receives()
         key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
             found = form_and_tensors(output)[0] if is_source and stage.error is None else None
@@ -220,7 +237,10 @@ class ResultTransfers:
 
     def _broadcast(self, value: Any, result: StageResult) -> Any:
         """Broadcast an object from the rank that computes a result."""
-        held = [value]
-        with unpickled_quietly():
-            dist.broadcast_object_list(held, group=self.results[result.owner], group_src=self._source(result))
-        return held[0]
+        ranks = dist.get_process_group_ranks(self.results[result.owner])
+        source = ranks.pop(self._source(result))
+        if not self.is_source(result):
+            return receive_object(source, self.control)
+        for target in ranks:
+            send_object(value, target, self.control)
+        return value

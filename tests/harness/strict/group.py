@@ -48,10 +48,10 @@ class StrictGroup(dist.ProcessGroup):
     def group_name(self) -> str:
         return self._group_name
 
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:
         return self._group_name
 
-    def getBackendName(self) -> str:  # noqa: N802
+    def getBackendName(self) -> str:
         return "strict"
 
     def name(self) -> str:

@@ -7,12 +7,11 @@ import itertools
 import os
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from collections.abc import Iterator
 from multiprocessing.connection import Client
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -178,7 +177,7 @@ class Link:
             first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them.
         """
         with self.lock:
-            number, where = next(self._numbers), _where()
+            number, where = next(self._numbers), _where(sys._getframe(1))
             new = tuple(use for use in dict.fromkeys(first_uses) if use not in self._used)
             self._used.update(new)
             work = StrictWork(
@@ -249,24 +248,25 @@ def _errors_of_the_connection() -> Iterator[None]:
         raise StrictError("the coordinator has ended") from error
 
 
-def _where() -> str:
-    """Return the lines of the repository that run now, innermost first, without those of the harness."""
-    frame, found = sys._getframe(2), list[str]()
-    while frame is not None and len(found) < 4:
+def _where(frame: FrameType | None, most: int = 5) -> str:
+    """Return the lines of the repository that run in a thread, innermost first, without those of the harness."""
+    found = list[str]()
+    while frame is not None and len(found) < most:
         path = frame.f_code.co_filename
         if path.startswith(str(_ROOT)) and not path.startswith(str(Path(__file__).parent)):
             found.append(f"{os.path.relpath(path, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return " < ".join(found)
 
 
 def _look() -> Look:
     """Return the state of this process."""
-    own, lines = threading.get_ident(), list[str]()
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for thread, frame in sys._current_frames().items():
-        if thread != own:
-            lines += [f"    thread {names.get(thread)}\n", *(f"    {x}" for x in traceback.format_stack(frame)[-12:])]
+    frames = sys._current_frames()
+    stacks = ((thread.name, _where(frames.get(thread.ident or 0), 12)) for thread in threading.enumerate())
     process = psutil.Process()
     cpu = process.cpu_times()
-    return Look(cpu.user + cpu.system, bool(process.children()), "".join(lines))
+    return Look(
+        cpu.user + cpu.system,
+        bool(process.children()),
+        "\n".join(f"    {name}: {lines}" for name, lines in stacks if lines),
+    )
