@@ -6,8 +6,9 @@ ends with a mark: 1 if a stage has failed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -79,7 +80,7 @@ class ResultTransfers:
     branch: int = 0
     _forms: dict[Hashable, Form] = field(default_factory=dict)
     _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
-    _expected: list[tuple[StageResult, Layout]] = field(default_factory=list)
+    _delayed: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -122,7 +123,7 @@ class ResultTransfers:
         return result
 
     def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
-        """Send the piece of a forward, or expect it: see `start_receives`.
+        """Prepare to send the piece of a forward, or to receive it. `start` starts the transfer.
 
         Args:
             output: on the rank that computes it, the output of the forward; None: a stage has failed.
@@ -136,7 +137,7 @@ class ResultTransfers:
         positions = result.pieces[number]
         layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
         if not self.is_source(result):
-            self._expected.append((result, layout))
+            self._delayed.append(partial(self._start_receive, result, layout))
             return
         own = iter(tensors)
         if not tensors:
@@ -145,20 +146,20 @@ class ResultTransfers:
             values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
         else:
             values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
-        self._send(result, values, layout)
+        self._delayed.append(partial(self._send, result, values, layout))
 
-    def start_receives(self, *, newest: int = 0) -> None:
-        """Start to receive the expected pieces, except the `newest` ones.
+    def start(self, *, newest: int = 0) -> None:
+        """Start the transfers of pieces, except the `newest` ones.
 
-        The last stage sends the piece of a forward when its later stages have computed it. A rank may not start to
-        receive it before the transfers between stages that this needs, or they could wait for each other.
+        A piece is on its way when the later stages have computed its forward. If a rank started to receive it before
+        its own transfers to and from these stages, they could wait for each other.
         """
-        while len(self._expected) > newest:
-            self._start_receive(*self._expected.pop(0))
+        while len(self._delayed) > newest:
+            self._delayed.pop(0)()
 
     def reset(self) -> None:
-        """Forget the pieces that this rank has not started to receive, after a call that was interrupted."""
-        self._expected = []
+        """Forget the transfers that were not started, after a call that was interrupted."""
+        self._delayed = []
 
     def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
         """End a transformer call: send the result, if it is not sent in pieces.
@@ -168,7 +169,7 @@ class ResultTransfers:
             samples: number of samples of each forward; None: all samples, of a patch.
         Returns: form of the result; None if it is not known yet and a stage has failed.
         """
-        self.start_receives()
+        self.start()
         key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
             found = form_and_tensors(output)[0] if is_source and stage.error is None else None

@@ -50,21 +50,24 @@ class StageLinks:
     def expect(self, key: Hashable, following: Hashable, start_results: Callable[[], None]) -> None:
         """Prepare for a forward: start to receive its tensors, if that has not begun.
 
-        The order of transfers is the same on all ranks (see docs/cuda.md): the tensors of this forward, results of earlier
-        forwards, the tensors of the following forward, which are received while this one is computed.
+        The order of transfers is the same on all ranks (see docs/cuda.md): the tensors of this forward, results of
+        earlier forwards, the tensors of the following forward, which are received while this one is computed.
 
         Args:
             key: of this forward. following: of the following forward; None for the last of a call.
-            start_results: starts to receive the results of earlier forwards.
+            start_results: starts the transfers of results of earlier forwards.
         """
-        if self.groups.context_rank == 0:
-            start_results()
-            return
         self._following, self._start_results = following, start_results
         self._expect(key)
 
+    @property
+    def is_ahead(self) -> bool:
+        """True if this rank has started to receive the following forward's tensors, or does not receive any."""
+        return self.groups.context_rank == 0 or self._following is None or self._following in self._incoming
+
     def _expect(self, key: Hashable) -> None:
-        if key in self.forms and key not in self._incoming:  # a new form arrives first, in a message of its own
+        """Start to receive tensors, if their form is known. A new form arrives first, in a message of its own."""
+        if key in self.forms and key not in self._incoming:
             self._incoming[key] = self._start_receive(key)
 
     def forget_oldest(self) -> None:

@@ -26,6 +26,7 @@ from tests.harness.worker import Job, Reply, serve
 
 MAX_WORLD = 8
 GRACE_S = 3.0  # for the other ranks, once one has failed
+_STRICT_SLOWDOWN = 5.0  # each operation goes through one process; hangs are found without the limit
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -87,8 +88,9 @@ class RankPool:
         self._grow(world)
         assert self._store is not None, "the pool has been grown"
         self._jobs += 1
-        job = Job(self._jobs, 0, world, function, args, init, timeout_s, self._store.port, _free_port())
         strict = self.strict if strict is None else strict
+        timeout_s *= _STRICT_SLOWDOWN if strict else 1.0
+        job = Job(self._jobs, 0, world, function, args, init, timeout_s, self._store.port, _free_port())
         if strict:
             settings = Strict() if strict is True else strict
             with Coordinator(world, settings) as coordinator:

@@ -1,8 +1,8 @@
 """The coordinator of a strict run: queues as NCCL has them, in the worst case that NCCL allows.
 
 It is a thread of the test's process. Ranks send it each operation with its data when they post it. A rank has a queue
-for each communicator (`serial`: one for all), and the first operation of a queue runs. A collective is done when it runs
-on all members, a transfer when both sides run: nothing is buffered, so a send waits for its receive.
+for each communicator (`serial`: one for all), and the first operation of a queue runs. A collective is done when it
+runs on all members, a transfer when both sides run: nothing is buffered, so a send waits for its receive.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Coordinator:
                 if all(self._used[use] >= set(use.members) for use in uses):
                     del self._blocked[blocked, number]
                     self._send(blocked, Released(number))
-            while any([self._advance(on) for on in self._running().values()]):
+            while self._advance_all():
                 pass
 
     def _running(self) -> dict[str, dict[int, Running]]:
@@ -137,6 +137,9 @@ class Coordinator:
             if queue:
                 found[queue[0].operation.communicator][rank] = queue[0]
         return found
+
+    def _advance_all(self) -> bool:
+        return bool(sum(self._advance(on) for on in self._running().values()))
 
     def _advance(self, on: dict[int, Running]) -> bool:
         """Run the operations that are the first of their queues on a communicator. Returns: True if one is done."""

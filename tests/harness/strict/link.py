@@ -263,10 +263,6 @@ def _look() -> Look:
     """Return the state of this process."""
     frames = sys._current_frames()
     stacks = ((thread.name, _where(frames.get(thread.ident or 0), 12)) for thread in threading.enumerate())
+    text = "\n".join(f"    {name}: {lines}" for name, lines in stacks if lines)
     process = psutil.Process()
-    cpu = process.cpu_times()
-    return Look(
-        cpu.user + cpu.system,
-        bool(process.children()),
-        "\n".join(f"    {name}: {lines}" for name, lines in stacks if lines),
-    )
+    return Look(sum(process.cpu_times()[:2]), bool(process.children()), text)
