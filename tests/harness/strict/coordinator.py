@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+import traceback
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import combinations
@@ -97,11 +98,13 @@ class Coordinator:
                     del self._connections[self._ranks[source]]
                 except StrictError as fault:
                     self._fail(str(fault))
+                except Exception:  # of the harness
+                    self._fail(traceback.format_exc())
 
     def _take(self, rank: int, message: object) -> None:
         if isinstance(message, Look):
             self._looks[rank] = message
-            if len(self._looks) == len(self._active()):
+            if all(active in self._looks for active in self._active()):
                 self._judge()
             return
         self._idle_looks = 0
