@@ -33,7 +33,7 @@ _MODES = [
 
 @pytest.mark.parametrize(("world", "ring", "ulysses", "rotate"), full_unless(lambda world, *_: world == 3, _MODES))
 def test_attention(run_ranks: RankPool, world: int, ring: int, ulysses: int, rotate: str) -> None:
-    cases = list(islice(problems(ring, ulysses, rotate), 0, None, 7 if world == 3 else 2))
+    cases = list(islice(problems(ring, ulysses, rotate), 0, None, 11 if world == 3 else 3))
     assert [x for lines in run_ranks(world, check_exact, cases, strict=_STRICT) for x in lines] == []
 
 
