@@ -7,7 +7,7 @@ as where NCCL runs the kernels of all communicators one after another.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -39,6 +39,8 @@ class _Operation:
     sends: bool
     peers: tuple[int, ...]
     met: set[int] = field(default_factory=set)
+    done: bool = False
+    time: float = 0.0
 
     def wait(self) -> None:
         _recorded.append(("wait", self))
@@ -50,6 +52,7 @@ class _Object:
 
     sends: bool
     peer: int
+    met: bool = False
 
 
 _recorded: list[tuple[str, Any]] = []
@@ -112,6 +115,7 @@ def _program(rank: int, stages: int, patches: int, known: list[list[bool]], fail
         nonlocal number
         if not stage.is_first:
             stage._receive()
+        _recorded.append(("compute", None))
         number += 1
         if number - 1 == fails_at:
             raise RuntimeError("no memory")
@@ -139,40 +143,52 @@ def _program(rank: int, stages: int, patches: int, known: list[list[bool]], fail
         return list(found)
 
 
-def _run(programs: list[list[Any]]) -> list[str]:
-    """Run the programs, with one queue for each rank. Returns: what each rank waits for in the end."""
+def _run(programs: list[list[Any]], *, serial: bool = True) -> tuple[list[str], float]:
+    """Run the programs. Transfers take no time, a forward takes 1.
+
+    Args: serial: a rank has one queue; otherwise one for each group.
+    Returns: for each rank that cannot go on, what it would do next; the time.
+    """
     left = [deque(program) for program in programs]
-    queues: list[deque[_Operation]] = [deque() for _ in programs]
-    moved = True
+    queues: dict[tuple[int, str], deque[_Operation]] = defaultdict(deque)
+    clocks, moved = [0.0] * len(programs), True
     while moved:
         moved = False
         for rank, program in enumerate(left):
-            while program and _goes_on(rank, program[0], left, queues):
+            while program and _goes_on(rank, program[0], left):
                 event, what = program.popleft()
+                moved = True
                 if event == "post":
-                    queues[rank].append(what)
-                moved = True
-        for rank, queue in enumerate(queues):
+                    what.time = clocks[rank]
+                    queues[rank, "" if serial else what.group].append(what)
+                elif event == "wait":
+                    clocks[rank] = max(clocks[rank], what.time)
+                elif event == "compute":
+                    clocks[rank] += 1
+        for (rank, name), queue in queues.items():
             for peer in set(queue[0].peers) - queue[0].met if queue else ():
-                other = queues[peer][0] if queues[peer] else None
-                expects = other is not None and rank in set(other.peers) - other.met
-                if other and expects and (other.group, other.sends) == (queue[0].group, not queue[0].sends):
+                others = queues.get((peer, name))
+                expects = bool(others) and rank in set(others[0].peers) - others[0].met
+                if expects and (others[0].group, others[0].sends) == (queue[0].group, not queue[0].sends):
+                    queue[0].time = others[0].time = max(queue[0].time, others[0].time)
                     queue[0].met.add(peer)
-                    other.met.add(rank)
-        for queue in queues:
+                    others[0].met.add(rank)
+        for queue in queues.values():
             while queue and queue[0].met == set(queue[0].peers):
-                queue.popleft()
-                moved = True
-    return [f"rank {rank}: {left[rank]} {queues[rank]}" for rank in range(len(left)) if left[rank] or queues[rank]]
+                done = queue.popleft()
+                done.done = moved = True
+                if queue:
+                    queue[0].time = max(queue[0].time, done.time)
+    return [f"rank {rank}: {program[0]}" for rank, program in enumerate(left) if program], max(clocks)
 
 
-def _goes_on(rank: int, event: tuple[str, Any], left: list[Any], queues: list[Any]) -> bool:
+def _goes_on(rank: int, event: tuple[str, Any], left: list[Any]) -> bool:
     kind, what = event
     if kind == "wait":
-        return what.met == set(what.peers) and what not in queues[rank]
+        return bool(what.done)
+    if kind == "object" and what.sends:
+        return bool(what.met)
     if kind == "object":
-        if what.sends:
-            return getattr(what, "met", False)
         program = left[what.peer]
         sent = program[0][1] if program and program[0][0] == "object" else None
         if sent is None or not sent.sends or sent.peer != rank:
@@ -187,7 +203,16 @@ _ALL = [[True] * 8] * _CALLS
 @pytest.mark.parametrize("patches", range(1, 9))
 @pytest.mark.parametrize("stages", range(2, 7))
 def test_no_stage_waits_for_another_one_in_a_circle(stages: int, patches: int) -> None:
-    assert _run([_program(rank, stages, patches, _ALL, None) for rank in range(stages)]) == []
+    stuck, _ = _run([_program(rank, stages, patches, _ALL, None) for rank in range(stages)])
+    assert not stuck
+
+
+@pytest.mark.parametrize("patches", range(1, 9))
+@pytest.mark.parametrize("stages", range(2, 7))
+def test_stages_compute_all_the_time_after_the_first_forwards(stages: int, patches: int) -> None:
+    """Groups run at the same time. With fewer patches than stages, a step waits for the results of the step before."""
+    _, time = _run([_program(rank, stages, patches, _ALL, None) for rank in range(stages)], serial=False)
+    assert time == (_CALLS - 1) * max(patches, stages) + patches + stages - 1
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -195,7 +220,8 @@ def test_neither_with_forms_that_are_not_known(seed: int) -> None:
     draw = random.Random(seed)
     stages, patches = draw.randint(2, 6), draw.randint(2, 8)
     known = [[draw.random() < 0.6 for _ in range(patches)] for _ in range(_CALLS)]
-    assert _run([_program(rank, stages, patches, known, None) for rank in range(stages)]) == []
+    stuck, _ = _run([_program(rank, stages, patches, known, None) for rank in range(stages)])
+    assert not stuck
 
 
 @pytest.mark.parametrize("failing", range(4))
@@ -203,12 +229,13 @@ def test_nor_if_a_stage_fails(failing: int) -> None:
     """Its later forwards only pass on that it has failed, in the same order."""
     for fails_at in range(3 * 5, 4 * 5):  # in the last call
         programs = [_program(rank, 4, 5, _ALL, fails_at if rank == failing else None) for rank in range(4)]
-        assert _run(programs) == []
+        assert not _run(programs)[0]
 
 
 def test_the_next_input_is_received_while_a_stage_computes() -> None:
     """The second stage of three starts to receive an input before it waits for the one before."""
-    events = [(kind, what.group, what.sends) for kind, what in _program(1, 3, 4, _ALL, None)[:5]]
+    program = [x for x in _program(1, 3, 4, _ALL, None) if x[0] != "compute"]
+    events = [(kind, what.group, what.sends) for kind, what in program[:5]]
     receive = ("post", _LINKS, False)
     assert events == [receive, receive, ("wait", _LINKS, False), ("post", _LINKS, True), receive]
 
@@ -223,4 +250,4 @@ def test_results_are_not_received_before_the_transfers_that_they_need(monkeypatc
         started(self)
 
     monkeypatch.setattr(ResultTransfers, "put", at_once)
-    assert _run([_program(rank, 3, 4, _ALL, None) for rank in range(3)]) != []
+    assert _run([_program(rank, 3, 4, _ALL, None) for rank in range(3)])[0]
