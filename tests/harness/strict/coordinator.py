@@ -17,6 +17,7 @@ from itertools import combinations
 from multiprocessing.connection import Connection, Listener, wait
 from types import TracebackType
 
+from tests.harness.strict.matching import Running, check_equal, matched
 from tests.harness.strict.messages import (
     Done,
     Ended,
@@ -26,7 +27,6 @@ from tests.harness.strict.messages import (
     Posted,
     Released,
     Resumes,
-    Running,
     Strict,
     StrictError,
     Waits,
@@ -94,7 +94,7 @@ class Coordinator:
                 try:
                     self._take(self._ranks[source], source.recv())
                 except (EOFError, OSError):  # the process has ended; the pool reports it
-                    self._ended[self._ranks[source]] = True
+                    self._ended.setdefault(self._ranks[source], True)
                     del self._connections[self._ranks[source]]
                 except StrictError as fault:
                     self._fail(str(fault))
@@ -114,9 +114,9 @@ class Coordinator:
             self._waits[rank].pop(message.thread, None)
         elif isinstance(message, Ended):
             self._ended[rank] = message.error
-            self._send(rank, message)
             if len(self._ended) == self._world and not any(self._ended.values()):
                 self._check_all_done()
+            self._send(rank, message)  # the rank waits for it
         elif isinstance(message, Posted) and not self.fault:
             operation = message.operation
             queue = self._queues[rank, "" if self._strict.serial else operation.communicator]
@@ -147,9 +147,9 @@ class Coordinator:
     def _advance(self, on: dict[int, Running]) -> bool:
         """Run the operations that are the first of their queues on a communicator. Returns: True if one is done."""
         for a, b in combinations(on.values(), 2):
-            _check_equal(a, b)
+            check_equal(a, b)
         for a in on.values():
-            for number, data in _matched(a, on):
+            for number, data in matched(a, on):
                 a.received[number] = data
         ended = []
         for running in on.values():
@@ -157,7 +157,7 @@ class Coordinator:
             if not operation.kind and len(running.received) == len(operation.transfers):
                 order = range(len(operation.transfers))
                 ended.append((running, tuple(running.received[i] for i in order if not operation.transfers[i].is_send)))
-            elif operation.kind and all(member in on for member in operation.members):
+            elif operation.kind and all(member in on and on[member].operation.kind for member in operation.members):
                 own = operation.members.index(running.rank)
                 ended.append((running, tuple(on[member].operation.data[own] for member in operation.members)))
         for running, data in ended:
@@ -227,36 +227,4 @@ class Coordinator:
         try:
             self._connections[rank].send(message)
         except (KeyError, OSError):  # the process has ended
-            self._ended[rank] = True
-
-
-def _check_equal(a: Running, b: Running) -> None:
-    """Check that two operations that run on one communicator can run together."""
-    kinds = (a.operation.kind, b.operation.kind)
-    if all(kinds) and kinds[0] != kinds[1]:
-        raise StrictError(f"ranks {a.rank} and {b.rank} run different collectives:\n  {a.operation}\n  {b.operation}")
-    for one, other in ((a, b), (b, a)):
-        waits = [t for i, t in enumerate(one.operation.transfers) if i not in one.received and t.peer == other.rank]
-        if other.operation.kind and waits:
-            raise StrictError(
-                f"rank {one.rank} runs a transfer with rank {other.rank}, which runs a collective:\n"
-                f"  {one.operation}\n  {other.operation}"
-            )
-
-
-def _matched(a: Running, on: dict[int, Running]) -> Iterator[tuple[int, bytes | None]]:
-    """Yield the number of each receive of `a` whose send runs now, and its data; the send is marked as done."""
-    for number, receive in enumerate(a.operation.transfers):
-        b = on.get(receive.peer)
-        if receive.is_send or number in a.received or b is None:
-            continue
-        for i, send in enumerate(b.operation.transfers):
-            if send.is_send and send.peer == a.rank and i not in b.received:
-                if (send.size, send.dtype) != (receive.size, receive.dtype):
-                    raise StrictError(
-                        f"rank {b.rank} sends {send.size} bytes of {send.dtype}, but rank {a.rank} receives "
-                        f"{receive.size} bytes of {receive.dtype}:\n  {b.operation}\n  {a.operation}"
-                    )
-                b.received[i] = None
-                yield number, b.operation.data[i]
-                break
+            self._ended.setdefault(rank, True)

@@ -12,19 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.harness.strict.data import bytes_of, check_sizes, form, name_of, place, reduced, write
 from tests.harness.strict.link import Link, StrictWork, memory
-from tests.harness.strict.messages import FirstUse, StrictError, Transfer
+from tests.harness.strict.messages import FirstUse, Transfer
 
-_REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "SUM": torch.add,
-    "AVG": torch.add,
-    "PRODUCT": torch.mul,
-    "MAX": torch.maximum,
-    "MIN": torch.minimum,
-    "BAND": torch.bitwise_and,
-    "BOR": torch.bitwise_or,
-    "BXOR": torch.bitwise_xor,
-}
 links: list[Link] = []  # of the current job
 
 
@@ -75,15 +66,15 @@ class StrictGroup(dist.ProcessGroup):
         return self._link.post(fields, uses, reads, writes, fill)
 
     def _to_all(self, tensors: Sequence[Tensor]) -> list[bytes]:
-        return [_bytes_of(tensors)] * len(self._ranks)
+        return [bytes_of(tensors)] * len(self._ranks)
 
     def _reduce(self, kind: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> StrictWork:
         def fill(data: Sequence[bytes | None]) -> None:
-            _write(tensors, _reduced(data, tensors, op))
+            write(tensors, reduced(data, tensors, op))
 
         writes = tensors if root in (None, self._own) else []
-        data = self._to_all(tensors) if root is None else self._for_root(root, _bytes_of(tensors))
-        kind = f"{kind} {_form(tensors)} {_name(op)} {'' if root is None else f'root {root}'}"
+        data = self._to_all(tensors) if root is None else self._for_root(root, bytes_of(tensors))
+        kind = f"{kind} {form(tensors)} {name_of(op)} {'' if root is None else f'root {root}'}"
         return self._collective(kind, data, tensors, writes, fill if writes else _ignore)
 
     def _for_root(self, root: int, data: bytes) -> list[bytes | None]:
@@ -106,17 +97,17 @@ class StrictGroup(dist.ProcessGroup):
         is_root = root == self._own
         data = self._to_all(tensors) if is_root else [None] * len(self._ranks)
         reads, writes = (tensors, []) if is_root else ([], tensors)
-        fill = _ignore if is_root else lambda found: _write(tensors, found[root])
-        return self._collective(f"broadcast {_form(tensors)} root {root}", data, reads, writes, fill)
+        fill = _ignore if is_root else lambda found: write(tensors, found[root])
+        return self._collective(f"broadcast {form(tensors)} root {root}", data, reads, writes, fill)
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
         def fill(data: Sequence[bytes | None]) -> None:
             for i, x in enumerate(outputs):
-                start, stop = _place(inputs, i)
-                _write([x], b"".join(part[start:stop] for part in data if part is not None))
+                start, stop = place(inputs, i)
+                write([x], b"".join(part[start:stop] for part in data if part is not None))
 
-        _check_sizes(outputs, [x.numel() * len(self._ranks) for x in inputs])
-        return self._collective(f"all_gather {_form(inputs)}", self._to_all(inputs), inputs, outputs, fill)
+        check_sizes(outputs, [x.numel() * len(self._ranks) for x in inputs])
+        return self._collective(f"all_gather {form(inputs)}", self._to_all(inputs), inputs, outputs, fill)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> StrictWork:
         return self.all_gather_single_coalesced([output], [input])
@@ -126,19 +117,19 @@ class StrictGroup(dist.ProcessGroup):
 
         def fill(data: Sequence[bytes | None]) -> None:
             for x, part in zip(parts, data, strict=True):
-                _write([x], part)
+                write([x], part)
 
-        _check_sizes(parts, [own.numel()] * len(self._ranks))
-        return self._collective(f"all_gather {_form([own])}", self._to_all([own]), [own], parts, fill)
+        check_sizes(parts, [own.numel()] * len(self._ranks))
+        return self._collective(f"all_gather {form([own])}", self._to_all([own]), [own], parts, fill)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
         def fill(data: Sequence[bytes | None]) -> None:
-            _write(outputs, _reduced(data, outputs, opts.reduceOp))
+            write(outputs, reduced(data, outputs, opts.reduceOp))
 
-        _check_sizes(inputs, [x.numel() * len(self._ranks) for x in outputs])
+        check_sizes(inputs, [x.numel() * len(self._ranks) for x in outputs])
         pieces = [np.split(memory(x), len(self._ranks)) for x in inputs]
         data = [b"".join(x[i].tobytes() for x in pieces) for i in range(len(self._ranks))]
-        kind = f"reduce_scatter {_form(outputs)} {_name(opts.reduceOp)}"
+        kind = f"reduce_scatter {form(outputs)} {name_of(opts.reduceOp)}"
         return self._collective(kind, data, inputs, outputs, fill)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> StrictWork:
@@ -146,19 +137,17 @@ class StrictGroup(dist.ProcessGroup):
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
         (output,), (parts,) = outputs, inputs
-        _check_sizes(parts, [output.numel()] * len(self._ranks))
-        kind = f"reduce_scatter {_form([output])} {_name(opts.reduceOp)}"
-        fill = lambda data: _write([output], _reduced(data, [output], opts.reduceOp))  # noqa: E731
-        return self._collective(kind, [_bytes_of([x]) for x in parts], parts, [output], fill)
+        check_sizes(parts, [output.numel()] * len(self._ranks))
+        kind = f"reduce_scatter {form([output])} {name_of(opts.reduceOp)}"
+        fill = lambda data: write([output], reduced(data, [output], opts.reduceOp))  # noqa: E731
+        return self._collective(kind, [bytes_of([x]) for x in parts], parts, [output], fill)
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
         def fill(data: Sequence[bytes | None]) -> None:
             for x, part in zip(outputs, data, strict=True):
-                _write([x], part)
+                write([x], part)
 
-        return self._collective(
-            f"all_to_all {inputs[0].dtype}", [_bytes_of([x]) for x in inputs], inputs, outputs, fill
-        )
+        return self._collective(f"all_to_all {inputs[0].dtype}", [bytes_of([x]) for x in inputs], inputs, outputs, fill)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
@@ -175,17 +164,17 @@ class StrictGroup(dist.ProcessGroup):
 
         def fill(data: Sequence[bytes | None]) -> None:
             for x, part in zip(parts, data if parts else (), strict=True):
-                _write([x], part)
+                write([x], part)
 
-        data = self._for_root(root, _bytes_of([own]))
-        return self._collective(f"gather {_form([own])} root {root}", data, [own], parts, fill)
+        data = self._for_root(root, bytes_of([own]))
+        return self._collective(f"gather {form([own])} root {root}", data, [own], parts, fill)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
         (output,), root = outputs, opts.rootRank
         parts = inputs[0] if root == self._own else []
-        data = [_bytes_of([x]) for x in parts] or [None] * len(self._ranks)
-        fill = lambda found: _write([output], found[root])  # noqa: E731
-        return self._collective(f"scatter {_form([output])} root {root}", data, parts, [output], fill)
+        data = [bytes_of([x]) for x in parts] or [None] * len(self._ranks)
+        fill = lambda found: write([output], found[root])  # noqa: E731
+        return self._collective(f"scatter {form([output])} root {root}", data, parts, [output], fill)
 
     # Names of earlier versions of torch.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
@@ -201,7 +190,7 @@ class StrictGroup(dist.ProcessGroup):
 
         def fill(data: Sequence[bytes | None]) -> None:
             for x, part in zip(writes, data, strict=True):
-                _write([x], part)
+                write([x], part)
 
         transfers = tuple(
             Transfer(self._ranks[peer], is_send, x.numel() * x.element_size(), str(x.dtype))
@@ -214,7 +203,7 @@ class StrictGroup(dist.ProcessGroup):
             "members": self._ranks,
             "kind": "",
             "transfers": transfers,
-            "data": tuple(_bytes_of([x]) if is_send else None for is_send, _, x in parts),
+            "data": tuple(bytes_of([x]) if is_send else None for is_send, _, x in parts),
         }
         uses = uses if communicator else [FirstUse(self._name, self._ranks), *uses]
         return self._link.post(fields, uses, reads, writes, fill)
@@ -233,54 +222,6 @@ class StrictGroup(dist.ProcessGroup):
 
 def _ignore(data: Sequence[bytes | None]) -> None:
     pass
-
-
-def _form(tensors: Sequence[Tensor]) -> str:
-    return " ".join(f"{x.numel()} x {x.dtype}" for x in tensors)
-
-
-def _name(op: Any) -> str:
-    return next(name for name in _REDUCTIONS if op == getattr(dist.ReduceOp, name))
-
-
-def _bytes_of(tensors: Sequence[Tensor]) -> bytes:
-    return b"".join(memory(x).tobytes() for x in tensors)
-
-
-def _place(tensors: Sequence[Tensor], index: int) -> tuple[int, int]:
-    """Return where the bytes of a tensor are in those of all."""
-    sizes = [x.numel() * x.element_size() for x in tensors]
-    return sum(sizes[:index]), sum(sizes[: index + 1])
-
-
-def _check_sizes(tensors: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    if [x.numel() for x in tensors] != list(sizes):
-        raise StrictError(f"buffers of {[x.numel() for x in tensors]} elements, expected {list(sizes)}")
-
-
-def _write(tensors: Sequence[Tensor], data: bytes | None) -> None:
-    size = sum(x.numel() * x.element_size() for x in tensors)
-    if data is None or len(data) != size:
-        raise StrictError(f"received {None if data is None else len(data)} bytes into buffers of {size}")
-    for i, x in enumerate(tensors):
-        start, stop = _place(tensors, i)
-        memory(x)[:] = np.frombuffer(data[start:stop], np.uint8)
-
-
-def _reduced(data: Sequence[bytes | None], like: Sequence[Tensor], op: Any) -> bytes:
-    """Reduce the bytes of all members, in rank order, so that all have the same result."""
-    combine, found = _REDUCTIONS[_name(op)], []
-    with torch.no_grad():
-        for i, x in enumerate(like):
-            start, stop = _place(like, i)
-            if start == stop:
-                continue
-            parts = [torch.frombuffer(bytearray(part[start:stop]), dtype=x.dtype) for part in data if part is not None]
-            total = parts[0]
-            for part in parts[1:]:
-                total = combine(total, part)
-            found.append((total / len(parts)).to(x.dtype) if _name(op) == "AVG" else total)
-        return _bytes_of(found)
 
 
 def _create(options: Any, _: Any) -> StrictGroup:

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.harness.strict.memory import memory, overlap
 from tests.harness.strict.messages import (
     Done,
     Ended,
@@ -35,26 +30,9 @@ from tests.harness.strict.messages import (
     StrictError,
     Waits,
 )
+from tests.harness.strict.stacks import look, where
 
-_ROOT = Path(__file__).parents[3]
 _FILL = 0xFF
-Bytes = npt.NDArray[np.uint8]
-
-
-def memory(tensor: Tensor) -> Bytes:
-    """Return the bytes of a dense tensor, as a view. No operator runs, so no mode sees it."""
-    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    if tensor.numel() and span != tensor.numel():
-        raise StrictError(f"a tensor of shape {list(tensor.shape)} with strides {tensor.stride()} is not dense")
-    size = tensor.numel() * tensor.element_size()
-    if not size:
-        return np.empty(0, np.uint8)
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(tensor.data_ptr()), np.uint8)
-
-
-def _overlap(a: Bytes, b: Bytes) -> bool:
-    start, other = a.ctypes.data, b.ctypes.data
-    return bool(a.size and b.size and start < other + b.size and other < start + a.size)
 
 
 class StrictWork(dist.Work):
@@ -72,7 +50,7 @@ class StrictWork(dist.Work):
         self.operation, self.done, self.released = operation, threading.Event(), threading.Event()
         self._link, self._fill, self._held = link, fill, (list(reads), list(writes))
         self.writes = [memory(x) for x in writes]
-        self.reads = [x for x in map(memory, reads) if not any(_overlap(x, y) for y in self.writes)]
+        self.reads = [x for x in map(memory, reads) if not any(overlap(x, y) for y in self.writes)]
         self._copies = [x.copy() for x in self.reads]
         self._data: Sequence[bytes | None] = ()
         self._future: Any = None
@@ -177,11 +155,11 @@ class Link:
             first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them.
         """
         with self.lock:
-            number, where = next(self._numbers), _where(sys._getframe(1))
+            number, place = next(self._numbers), where(sys._getframe(1))
             new = tuple(use for use in dict.fromkeys(first_uses) if use not in self._used)
             self._used.update(new)
             work = StrictWork(
-                self, Operation(number=number, first_uses=new, where=where, **operation), reads, writes, fill
+                self, Operation(number=number, first_uses=new, where=place, **operation), reads, writes, fill
             )
             self._check_buffers(work)
             work.begin()
@@ -205,7 +183,7 @@ class Link:
     def _check_buffers(self, new: StrictWork) -> None:
         for old in self.running:
             pairs = [(x, y) for x in new.writes for y in [*old.writes, *old.reads]]
-            if any(_overlap(x, y) for x, y in [*pairs, *((x, y) for x in new.reads for y in old.writes)]):
+            if any(overlap(x, y) for x, y in [*pairs, *((x, y) for x in new.reads for y in old.writes)]):
                 raise StrictError(f"a buffer in use is used again:\n  {old.operation}\n  {new.operation}")
 
     def _send(self, message: object) -> None:
@@ -224,7 +202,7 @@ class Link:
             elif isinstance(message, Released):
                 self._works_released(message.number)
             elif isinstance(message, Look):
-                self._send(_look())
+                self._send(look())
             elif isinstance(message, Failed):
                 self._fault = message.text
                 for work in [*self._works.values(), *self.running]:
@@ -246,23 +224,3 @@ def _errors_of_the_connection() -> Iterator[None]:
         yield
     except OSError as error:
         raise StrictError("the coordinator has ended") from error
-
-
-def _where(frame: FrameType | None, most: int = 5) -> str:
-    """Return the lines of the repository that run in a thread, innermost first, without those of the harness."""
-    found = list[str]()
-    while frame is not None and len(found) < most:
-        path = frame.f_code.co_filename
-        if path.startswith(str(_ROOT)) and not path.startswith(str(Path(__file__).parent)):
-            found.append(f"{os.path.relpath(path, _ROOT)}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(found)
-
-
-def _look() -> Look:
-    """Return the state of this process."""
-    frames = sys._current_frames()
-    stacks = ((thread.name, _where(frames.get(thread.ident or 0), 12)) for thread in threading.enumerate())
-    text = "\n".join(f"    {name}: {lines}" for name, lines in stacks if lines)
-    process = psutil.Process()
-    return Look(sum(process.cpu_times()[:2]), bool(process.children()), text)

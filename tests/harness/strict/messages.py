@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class StrictError(AssertionError):
@@ -141,12 +141,3 @@ class Failed:
     """A fault was found: all ranks raise it."""
 
     text: str
-
-
-@dataclass
-class Running:
-    """An operation on its rank's queue. `received`: the bytes of each transfer that is done."""
-
-    rank: int
-    operation: Operation
-    received: dict[int, bytes | None] = field(default_factory=dict)
