@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Client
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -72,7 +73,7 @@ class StrictWork(dist.Work):
         with self._link.lock:
             if self not in self._link.running:
                 return
-            self._link.running.remove(self)
+            self._link.running.discard(self)
         if any(np.any(x != _FILL) for x in self.writes):
             raise StrictError(f"a receive buffer was written to before wait: {self.operation}")
         if any(np.any(x != y) for x, y in zip(self.reads, self._copies, strict=True)):
@@ -124,7 +125,7 @@ class Link:
     def __init__(self, address: str, rank: int, strict: Strict) -> None:
         self.strict, self.rank = strict, rank
         self.lock = threading.RLock()
-        self.running: list[StrictWork] = []
+        self.running = WeakSet[StrictWork]()  # a work that is done may be dropped without `wait`
         self._fault = ""
         self._works: dict[int, StrictWork] = {}
         self._used: set[FirstUse] = set()
@@ -163,7 +164,7 @@ class Link:
             )
             self._check_buffers(work)
             work.begin()
-            self.running.append(work)
+            self.running.add(work)
             self._works[number] = work
             self._send(Posted(work.operation))
         if new:
@@ -198,7 +199,7 @@ class Link:
             except (EOFError, OSError):
                 message = Failed(self._fault or "the coordinator has ended")
             if isinstance(message, Done):
-                self._works.pop(message.number).complete(message.data)
+                self._complete(message)
             elif isinstance(message, Released):
                 self._works_released(message.number)
             elif isinstance(message, Look):
@@ -210,6 +211,9 @@ class Link:
                     work.done.set()
                 if message.text.endswith("coordinator has ended"):
                     return
+
+    def _complete(self, message: Done) -> None:
+        self._works.pop(message.number).complete(message.data)
 
     def _works_released(self, number: int) -> None:
         with self.lock:
