@@ -32,6 +32,19 @@ def check_regular(path: str | Path) -> None:
     _check(path, os.stat(path).st_mode)
 
 
+def why_not_regular(path: str | Path) -> str:
+    """Return for an error why a path is no regular file: "does not exist", "is a folder", "is a named pipe", …"""
+    try:
+        check_regular(path)
+    except IsADirectoryError:
+        return "is a folder"
+    except NotRegularError:
+        return f"is {_kind(os.stat(path).st_mode)}"
+    except OSError:
+        pass
+    return "does not exist"
+
+
 def open_regular(path: str | Path) -> BufferedReader:
     """Open a regular file, or a link to one, for reading in binary mode.
 
@@ -83,15 +96,32 @@ def new_file(path: Path, *, mode: int = 0o666) -> Path:
     """Create an empty file in place of an older file or link, so that writing to `path` follows no link.
 
     Args: mode: permissions, reduced by the umask.
-    Returns: `path`. Raises: OSError: `path` is a folder, or another process creates it at the same time.
+    Returns: `path`.
+    Raises: OSError: `path` is a folder, or another process creates it at the same time. See also `check_links`.
     """
+    check_links(path)
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode))
     return path
 
 
+def check_links(path: Path) -> None:
+    """Raise OSError if a folder of a path is a link that a stranger has put there: files would be written elsewhere.
+
+    A link is followed if it is owned by this user, by root, or by the owner of the folder that contains it.
+    """
+    for folder in path.absolute().parents:
+        if folder.is_symlink() and _owner(folder) not in (os.geteuid(), 0, _owner(f"{folder.parent}/.")):
+            raise OSError(errno.ELOOP, f"its folder {folder} is a link of another user, which is not followed", path)
+
+
+def _owner(path: Path | str) -> int:
+    return os.lstat(path).st_uid
+
+
 def no_link(path: str, flags: int) -> int:
-    """Open a file, as `opener` of `open`. Raises: OSError: `path` is a link, or no regular file."""
+    """Open a file, as `opener` of `open`. Raises: OSError: `path` is a link, or no regular file. See `check_links`."""
+    check_links(Path(path))
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -143,5 +173,8 @@ def _check(path: str | Path, mode: int) -> None:
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, "it is a folder, but must be a file", str(path))
     if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "a special file")
-        raise NotRegularError(errno.EINVAL, f"it is {kind}, but must be a regular file", str(path))
+        raise NotRegularError(errno.EINVAL, f"it is {_kind(mode)}, but must be a regular file", str(path))
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a special file")

@@ -7,8 +7,8 @@ coordinate`. Other mesh axes, in any position, do not change it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -36,6 +36,7 @@ class MeshGroups:
         context_rank: index of this rank in its context group.
         data_rank, data_size: index of this context group, and number of context groups.
         shares: weight of each rank of the context group, by which tokens are divided; None: equal.
+        prepared: what attention calls over these groups have derived from their shapes, see `attention/prepared.py`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class MeshGroups:
     data_rank: int
     data_size: int
     shares: Shares | None = None
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def context_size(self) -> int:
@@ -137,7 +139,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         equal, key = built[key], (key, weights)
         if key not in built:
             name = f"{equal.name}:{':'.join(map(str, weights))}"
-            built[key] = _by_name[name] = replace(equal, name=name, shares=weights)
+            built[key] = _by_name[name] = replace(equal, name=name, shares=weights, prepared={})
     found: MeshGroups = built[key]
     return found
 

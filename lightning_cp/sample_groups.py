@@ -28,6 +28,7 @@ class SampleGroups:
         pipe_results: for each branch, a process group in which its last stage sends results: the ranks that hold the
             same tokens, of all branches and stages (in this order). Empty for a single branch and stage.
         control: a gloo group of the ranks in `sample`, for messages between hosts only; None for a single rank.
+        data_groups: global ranks of each data group, in the order of `sample`.
     """
 
     context: MeshGroups
@@ -38,6 +39,7 @@ class SampleGroups:
     pipe_groups: MeshGroups
     pipe_results: tuple[dist.ProcessGroup, ...] = ()
     control: dist.ProcessGroup | None = None
+    data_groups: tuple[tuple[int, ...], ...] = ((0,),)
 
     @property
     def cfg(self) -> int:
@@ -135,6 +137,7 @@ def _build_sample_groups(groups: MeshGroups, cfg: int, pipe: int) -> SampleGroup
         pipe_groups=as_ring(groups, by_stage, pipe, pipe_rank, name="pipe"),
         pipe_results=tuple(results),
         control=control,
+        data_groups=tuple(map(tuple, ranks.flatten(1).tolist())),
     )
 
 

@@ -27,14 +27,19 @@ Ranges = tuple[range, ...]
 
 
 @dataclass(eq=False)
-class KeyBuffer:
+class Buffer:
+    """Tensors that are kept between two evaluations, the same on all ranks of the context group."""
+
+    tensors: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class KeyBuffer(Buffer):
     """Keys, values and key mask of one attention call, over the whole sequence and for this rank's heads.
 
     Attributes:
         tensors: K and V [b, h, s, d] and, if the call has a key mask, the mask [b or 1, h or 1, 1, s].
     """
-
-    tensors: list[Tensor] = field(default_factory=list)
 
     def put(self, tensors: Sequence[Tensor], ranges: Sequence[range], total: int) -> None:
         """Replace the keys at some positions.

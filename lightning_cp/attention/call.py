@@ -128,8 +128,7 @@ def exchange_lengths(
         _check_lengths("kv_lengths", kv_lengths, k.shape[1], groups)
 
     size = groups.context_size
-    known = bool(q_lengths) and bool(kv_lengths)
-    if size == 1 or (known and (mask is None or not _is_ambiguous(q_lengths, kv_lengths))):
+    if are_known(q_lengths, kv_lengths, mask, groups):
         check()
         lengths = Lengths(tuple(q_lengths or q.shape[1:2]), tuple(kv_lengths or k.shape[1:2]), "", (0,) * size)
         if mask is not None:
@@ -139,6 +138,12 @@ def exchange_lengths(
     if settings.causal and mask is None and lengths.query != lengths.key:  # some chunk needs a causal mask tensor
         choose_kernel(settings.kernel, q, q.new_ones(1, 1, 1, 1))
     return lengths
+
+
+def are_known(q_lengths: list[int], kv_lengths: list[int], mask: Tensor | None, groups: MeshGroups) -> bool:
+    """Return True if the arguments determine the lengths of all ranks and the kind of mask: nothing is exchanged."""
+    given = bool(q_lengths) and bool(kv_lengths)
+    return groups.context_size == 1 or (given and (mask is None or not _is_ambiguous(q_lengths, kv_lengths)))
 
 
 def _check_lengths(name: str, lengths: list[int], local: int, groups: MeshGroups) -> None:
@@ -254,6 +259,7 @@ def ulysses_of(lengths: Lengths, hq: int, hk: int, *, groups: MeshGroups) -> Uly
     local = slice(groups.ring_rank * degree, (groups.ring_rank + 1) * degree)
     return Ulysses(
         group=groups.ulysses,
+        rank=groups.ulysses_rank,
         heads_by_rank=tuple(assign_heads(hq, hk, degree, head_shares(groups))),
         q_lengths=lengths.query[local],
         kv_lengths=lengths.key[local],

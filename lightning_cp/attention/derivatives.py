@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.operator import ForwardResults, attention, attention_backward
+from lightning_cp.attention.operator import LIBRARY, ForwardResults, attention, attention_backward
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import Batched, apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
+from lightning_cp.compat.torch_names import below_autograd, below_autograd_keys
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
@@ -58,12 +59,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
     return saved
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
-    """Save tensors for backward. PyTorch calls it if an input requires a gradient."""
-    check_has_gradient(inputs[-2])
-    _save(ctx, inputs, output)
-
-
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
     *saved, mask, encoded_lengths = ctx.saved_tensors
     if grad_out is None:
@@ -78,8 +73,37 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: ob
     return *grads, *[None] * 11
 
 
-attention.register_autograd(_backward, setup_context=_setup)
-attention_backward.register_autograd(refuse(_NO_SECOND_DERIVATIVE))
+class _Dispatched(torch.autograd.Function):
+    """`operator.attention` with a gradient, for the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, keys: Any, *arguments: Any) -> ForwardResults:
+        check_has_gradient(arguments[-2])
+        results = _without_autograd(keys, arguments)
+        _save(ctx, arguments, results)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return None, *_backward(ctx, *grads)
+
+
+def _autograd(keys: Any, *arguments: Any) -> ForwardResults:
+    """Implement the operator with a gradient. `torch.library.register_autograd` takes 40 µs more for each call."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3]):
+        results: ForwardResults = _Dispatched.apply(keys, *arguments)  # type: ignore[no-untyped-call]
+        return results
+    return _without_autograd(keys, arguments)
+
+
+def _without_autograd(keys: Any, arguments: tuple[Any, ...]) -> ForwardResults:
+    with below_autograd():
+        results: ForwardResults = attention.redispatch(keys & below_autograd_keys, *arguments)
+    return results
+
+
+LIBRARY.impl("attention", _autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+torch.library.register_autograd(attention_backward, refuse(_NO_SECOND_DERIVATIVE))
 
 
 class _Attention(torch.autograd.Function):

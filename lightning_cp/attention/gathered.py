@@ -2,13 +2,12 @@
 
 The transfer of the next slice overlaps with the attention of the current one. All keys of a head are available at once,
 so partial results are merged only in the first slice and at causal boundaries. Memory is bounded: two receive buffers
-of one slice each, used in turn, and one buffer in which a slice is concatenated.
-The transfer of the first slice overlaps with attention over the local keys; its chunks are used rank by rank.
+of one slice each, used in turn. The transfer of the first slice overlaps with attention over the local keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -16,10 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads, slice_heads
+from lightning_cp.attention.joint_heads import tokens_first
 from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.buffers import BUFFERS
-from lightning_cp.comm.packet import Layout, Piece, pack, packet_bytes, unpack
-from lightning_cp.comm.packets import Packets, all_gather_tensors, exchange_packets
+from lightning_cp.comm.packet import Piece
+from lightning_cp.comm.packets import all_gather_tensors
+from lightning_cp.comm.transfer import Pending, exchange_flat, gather_flat
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 # Bytes of K and V gathered at a time, at least one head: large enough to saturate the bandwidth and the kernel.
@@ -111,65 +112,57 @@ def gathered_keys(
 def _gathered(q: Tensor, k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[Heads, Iterator[_KeyPiece]]]:
     """Yield K and V of all ranks, one slice of heads at a time; the next slice is received while this one is used.
 
-    The first slice is yielded rank by rank, local keys first, so that its transfer overlaps with attention. Later
-    slices are yielded with all keys at once.
+    Tokens are gathered as [s, b, heads of K and of V, d], so that all keys of the ring lie in place.
     """
-    slices = _slices(q, k, sum(ring.kv_lengths))
-    sizes = [[packet_bytes(_layout(k, heads, n)) for n in ring.kv_lengths] for heads in slices]
-    recv_bytes = max(sum(_remote_sizes(slice_sizes, ring)) for slice_sizes in sizes)
-    recv_buffers = [BUFFERS.take(recv_bytes, k) for _ in slices[:2]]
-    concatenated = BUFFERS.take(max(map(sum, sizes)) if len(slices) > 1 else 0, k)
+    slices, total = _slices(q, k, sum(ring.kv_lengths)), sum(ring.kv_lengths)
+    largest = max(heads.num_keys for heads in slices)
+    buffers = [BUFFERS.take(total * _token_bytes(k, largest), k) for _ in slices[:2]]
 
-    def start(index: int) -> Packets:
-        local = [x[:, :, slices[index].key].transpose(1, 2) for x in (k, v)]
-        packet = pack(local, out=BUFFERS.take(sizes[index][ring.rank], k))
-        others = _remote_sizes(sizes[index], ring)
-        incoming = torch.split(recv_buffers[index % 2][: sum(others)], others)
-        return exchange_packets([packet] * len(incoming), incoming, group=ring.process_group)
+    def start(index: int) -> tuple[Tensor, Tensor, Pending]:
+        heads = slices[index]
+        width, item = 2 * heads.num_keys, _token_bytes(k, heads.num_keys)
+        local = BUFFERS.take(k.shape[1] * item, k)
+        own = local.view(k.dtype).view(k.shape[1], k.shape[0], width, k.shape[3])
+        torch.cat([tokens_first(x[:, :, heads.key]) for x in (k, v)], 2, out=own)
+        received = buffers[index % 2][: total * item]
+        pending = gather_flat(local, received, [n * item for n in ring.kv_lengths], group=ring.process_group)
+        return received.view(k.dtype).view(total, k.shape[0], width, k.shape[3]), local, pending
 
-    next_packets = start(0)
+    following = start(0)
     for index, heads in enumerate(slices):
-        packets = next_packets
+        received, local, pending = following
         if index + 1 < len(slices):
-            next_packets = start(index + 1)
-        layouts = [_layout(k, heads, n) for n in ring.kv_lengths]
-        if index == 0:
-            yield heads, _by_rank(packets, layouts, ring)
-        else:
-            yield heads, _all_at_once(packets, layouts, concatenated, q, ring)
-        BUFFERS.give(packets.by_rank[ring.rank])
-    BUFFERS.give(concatenated, *recv_buffers)
+            following = start(index + 1)
+        own = (k[:, :, heads.key], v[:, :, heads.key]) if index == 0 else None
+        yield heads, _pieces(received, pending, own, q, ring)
+        BUFFERS.give(local)
+    BUFFERS.give(*buffers)
 
 
-def _by_rank(packets: Packets, layouts: list[Layout], ring: Ring) -> Iterator[_KeyPiece]:
-    size = len(layouts)
-    for step in range(size):
-        owner = (ring.rank - step) % size
-        if step:
-            packets.wait()
-        key, value = unpack(packets.by_rank[owner], layouts[owner])
-        yield _KeyPiece(ring.keys_of(owner).start, key.transpose(1, 2), value.transpose(1, 2))
-    packets.wait()
-
-
-def _all_at_once(
-    packets: Packets, layouts: list[Layout], concatenated: Tensor, q: Tensor, ring: Ring
+def _pieces(
+    received: Tensor, pending: Pending, own: tuple[Tensor, Tensor] | None, q: Tensor, ring: Ring
 ) -> Iterator[_KeyPiece]:
-    """Yield all keys, split at the positions where causality changes for the local queries."""
-    packets.wait()
-    total, (b, heads, _, d) = sum(ring.kv_lengths), layouts[0][0].shape
-    dtype = q.dtype
-    both = concatenated[: 2 * b * heads * total * d * dtype.itemsize].view(dtype).view(2, b, heads, total, d)
-    for owner, (packet, layout) in enumerate(zip(packets.by_rank, layouts, strict=True)):
-        keys = ring.keys_of(owner)
-        for view, x in zip(both, unpack(packet, layout), strict=True):
-            view[:, :, keys.start : keys.stop].copy_(x)
-    boundaries = {0, total}
+    """Yield the keys of a slice, divided at the positions where causality changes for the local queries.
+
+    Args: received: K and V of all ranks, once `pending` is complete. own: K and V of this rank, to be yielded first,
+        while the others are received; None: wait for all.
+    """
+    local, total = ring.keys_of(ring.rank), received.shape[0]
+    bounds = {0, total}
+    if own is not None:
+        bounds |= {local.start, local.stop}
     if ring.causal:
-        boundaries |= {min(ring.q_start, total), min(ring.q_start + q.shape[1], total)}
-    for begin, end in pairwise(sorted(boundaries)):
-        key, value = both[:, :, :, begin:end].transpose(2, 3)
-        yield _KeyPiece(begin, key, value)
+        bounds |= {min(ring.q_start, total), min(ring.q_start + q.shape[1], total)}
+    pieces = list(pairwise(sorted(bounds)))
+    if own is not None:
+        for begin, end in pieces:
+            if local.start <= begin and end <= local.stop:
+                yield _KeyPiece(begin, *(x[:, begin - local.start : end - local.start] for x in own))
+    pending.wait()
+    keys, values = torch.split(tokens_first(received), received.shape[2] // 2, 2)
+    for begin, end in pieces:
+        if own is None or not (local.start <= begin and end <= local.stop):
+            yield _KeyPiece(begin, keys[:, begin:end], values[:, begin:end])
 
 
 class _GatheredGradReducer:
@@ -177,9 +170,8 @@ class _GatheredGradReducer:
 
     def __init__(self, k: Tensor, ring: Ring) -> None:
         self._k, self._ring, self._dtype = k, ring, ring.accumulation_dtype(k.dtype)
-        self._totals = [k.new_empty(k.shape, dtype=self._dtype) for _ in range(2)]
-        self._recv_buffer = self._send_buffer = k.new_empty(0, dtype=torch.uint8)
-        self._pending: tuple[Heads, Packets] | None = None
+        self._sums: list[Tensor] = []  # of each slice, [s_local, b, heads of dK and of dV, d]
+        self._pending: tuple[Tensor, Tensor, int, Pending] | None = None
 
     def send(self, heads: Heads, piece_grads: list[tuple[int, Grads]]) -> None:
         """Start to send the gradients of one slice of heads to the owners of the keys.
@@ -187,58 +179,38 @@ class _GatheredGradReducer:
         Args: piece_grads: (global position of the first key, gradients) for each piece of the keys; 0 for other keys.
         """
         self._receive()
-        ring = self._ring
-        layouts = [_layout(self._k, heads, n, self._dtype) for n in ring.kv_lengths]
-        sizes = _remote_sizes([packet_bytes(layout) for layout in layouts], ring)
-        own_sizes = _remote_sizes([packet_bytes(layouts[ring.rank])] * len(sizes), ring)
-        if len(self._send_buffer) < sum(sizes) or len(self._recv_buffer) < sum(own_sizes):
-            BUFFERS.give(self._send_buffer, self._recv_buffer)
-            self._send_buffer = BUFFERS.take(sum(sizes), self._k)
-            self._recv_buffer = BUFFERS.take(sum(own_sizes), self._k)
-        packets = list(torch.split(self._send_buffer[: sum(sizes)], sizes))
-        own_keys = [total[:, :, heads.key].transpose(1, 2) for total in self._totals]
-        has_gaps = sum(grads.key.shape[1] for _, grads in piece_grads) < sum(ring.kv_lengths)
-        for owner, (packet, layout) in enumerate(zip(packets, layouts, strict=True)):
-            views = own_keys if owner == ring.rank else unpack(packet, layout)
-            if has_gaps:
-                for view in views:
-                    view.zero_()
-            for start, grads in piece_grads:
-                _copy_keys(views, ring.keys_of(owner), (grads.key, grads.value), start)
-        incoming = torch.split(self._recv_buffer[: sum(own_sizes)], own_sizes)
-        self._pending = (heads, exchange_packets(packets, incoming, group=ring.process_group))
+        ring, (b, s, _, d) = self._ring, self._k.shape
+        width, item = 2 * heads.num_keys, _token_bytes(self._k, heads.num_keys, self._dtype)
+        ranks, total = len(ring.kv_lengths), sum(ring.kv_lengths)
+        sent, received = BUFFERS.take(total * item, self._k), BUFFERS.take(ranks * s * item, self._k)
+        joined = sent.view(self._dtype).view(total, b, width, d)
+        if sum(grads.key.shape[1] for _, grads in piece_grads) < total:
+            joined.zero_()
+        for start, grads in piece_grads:
+            part = joined[start : start + grads.key.shape[1]]
+            torch.cat([tokens_first(x) for x in (grads.key, grads.value)], 2, out=part)
+        sizes = [n * item for n in ring.kv_lengths]
+        are_equal = sizes.count(s * item) == ranks
+        splits = None if are_equal else (sizes, [s * item] * ranks)
+        pending = exchange_flat(sent, received, splits, group=ring.process_group)
+        self._pending = (sent, received, width, pending)
 
     def finish(self) -> list[Tensor]:
         """Return dK and dV of this rank's keys, [b, s, hk, d], summed over ranks."""
         self._receive()
-        BUFFERS.give(self._send_buffer, self._recv_buffer)
-        return self._totals
+        halves = [torch.split(x, x.shape[2] // 2, 2) for x in self._sums]
+        both = halves[0] if len(halves) == 1 else [torch.cat(half, 2) for half in zip(*halves, strict=True)]
+        return [tokens_first(x) for x in both]
 
     def _receive(self) -> None:
         if self._pending is None:
             return
-        heads, packets = self._pending
-        packets.wait()
-        layout = _layout(self._k, heads, self._k.shape[1], self._dtype)
-        for owner, packet in enumerate(packets.by_rank):
-            if owner != self._ring.rank:
-                for total, grad in zip(self._totals, unpack(packet, layout), strict=True):
-                    total[:, :, heads.key].add_(grad.transpose(1, 2))
+        sent, received, width, pending = self._pending
+        pending.wait()
+        (b, s, _, d), ranks = self._k.shape, len(self._ring.kv_lengths)
+        self._sums.append(received.view(self._dtype).view(ranks, s, b, width, d).sum(0))
+        BUFFERS.give(sent, received)
         self._pending = None
-
-
-def _copy_keys(views: list[Tensor], owned: range, grads: tuple[Tensor, Tensor], start: int) -> None:
-    """Copy the gradients of an owner's keys from one piece [b, sk, heads, d] to `views` [b, heads, s_owner, d]."""
-    begin, end = max(owned.start, start), min(owned.stop, start + grads[0].shape[1])
-    if begin < end:
-        for view, x in zip(views, grads, strict=True):
-            overlap = x[:, begin - start : end - start].transpose(1, 2)
-            view[:, :, begin - owned.start : end - owned.start].copy_(overlap)
-
-
-def _remote_sizes(sizes: Sequence[int], ring: Ring) -> list[int]:
-    """Return the bytes of each rank's packet; 0 for this rank, which sends itself nothing."""
-    return [0 if rank == ring.rank else size for rank, size in enumerate(sizes)]
 
 
 def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
@@ -247,9 +219,9 @@ def _slices(q: Tensor, k: Tensor, length: int) -> list[Heads]:
     return slice_heads(q.shape[2], k.shape[2], -(-bytes_ // SLICE_BYTES.get(k.device.type, 64 << 20)))
 
 
-def _layout(k: Tensor, heads: Heads, length: int, dtype: torch.dtype | None = None) -> Layout:
-    """Return the layout of a packet with K and V of `length` keys, [b, heads, length, d]: kernels are faster on it."""
-    return [Piece((k.shape[0], heads.num_keys, length, k.shape[3]), dtype or k.dtype)] * 2
+def _token_bytes(k: Tensor, num_keys: int, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of K and V of one token, for some KV heads of all samples."""
+    return 2 * k.shape[0] * num_keys * k.shape[3] * (dtype or k.dtype).itemsize
 
 
 def _mask_of_all(mask: Tensor | None, ring: Ring) -> Tensor | None:

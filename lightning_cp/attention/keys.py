@@ -5,7 +5,8 @@ Used by the ring (`ring.py`) and by gathered attention (`gathered.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from lightning_cp.attention.merge import accumulator, merge
 from lightning_cp.kernels import (
     Grads,
     Inputs,
+    Kernel,
     PartialAttention,
     PartialAttentionGrad,
     accumulation_dtype_of,
@@ -54,6 +56,15 @@ class Ring:
     kernel: str
     rotate_method: str
     accumulate_fp32: bool
+    chosen: dict[Hashable, Kernel] = field(default_factory=dict, repr=False, compare=False)
+
+    def kernel_for(self, query: Tensor, mask: Tensor | None) -> Kernel:
+        """Return the kernel for a chunk of keys, see `choose_kernel`; chosen once for tensors of one kind."""
+        facts = (query.dtype, query.device, query.shape[-1], mask is None)
+        kernel = self.chosen.get(facts)
+        if kernel is None:
+            kernel = self.chosen[facts] = choose_kernel(self.kernel, query, mask)
+        return kernel
 
     @property
     def rank(self) -> int:
@@ -119,7 +130,7 @@ def attend_keys(
     chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
     if chunk_mask is None:
         return None
-    kernel = choose_kernel(ring.kernel, q, chunk_mask.mask)
+    kernel = ring.kernel_for(q, chunk_mask.mask)
     return attend(kernel, q, k, v, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale)
 
 
@@ -144,7 +155,7 @@ def key_grads(
     chunk_mask = _chunk_mask(q, k, mask, start=start, ring=ring)
     if chunk_mask is None:
         return None
-    kernel = choose_kernel(ring.kernel, q, chunk_mask.mask)
+    kernel = ring.kernel_for(q, chunk_mask.mask)
     return attend_backward(
         kernel, grad, q, k, v, part, mask=chunk_mask.mask, causal=chunk_mask.causal, scale=ring.scale
     )

@@ -6,25 +6,41 @@ Process groups are passed by name; see `mesh.groups_by_name`. The derivatives ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import Lengths, Settings, check_tensors, exchange_lengths, ring_of, ulysses_of
-from lightning_cp.attention.heads import assign_heads, head_shares
+from lightning_cp.attention.call import Lengths, Settings, check_tensors, ulysses_of
+from lightning_cp.attention.prepared import prepare, prepared_again
 from lightning_cp.attention.ring import ring_backward, ring_forward
 from lightning_cp.attention.ulysses import grads_to_tokens, partial_to_tokens, queries_to_heads, tokens_to_heads
 from lightning_cp.compiler_options import keep_order_of_attentions
 from lightning_cp.errors import ShapeError
 from lightning_cp.kernels import PartialAttention, PartialAttentionGrad, accumulation_dtype_of
-from lightning_cp.mesh import MeshGroups, groups_by_name
+from lightning_cp.mesh import groups_by_name
 
 # out, lse, and tensors saved for backward: with Ulysses the exchanged q, k, v, mask, out and lse (otherwise empty:
-# backward uses the inputs and results), and the encoded lengths, on the host.
+# backward uses the inputs and results), and the encoded lengths, on the host. If q, k and v were exchanged as one
+# tensor (`Ulysses.is_joint`), it takes the place of q; k and v are empty.
 ForwardResults = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+LIBRARY = torch.library.Library("lightning_cp", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@torch.library.custom_op("lightning_cp::attention", mutates_args=())
-def attention(
+def _define(name: str, body: Callable[..., Any]) -> Any:
+    """Define the operator `lightning_cp::<name>` for all devices.
+
+    Without the checks of `torch.library.custom_op`, which take longer than this package's own code. So `body` must
+    return new tensors that share no memory.
+    """
+    schema = torch.library.infer_schema(body, mutates_args=())
+    LIBRARY.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    LIBRARY.impl(name, body, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    return getattr(torch.ops.lightning_cp, name).default
+
+
+def run_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -45,25 +61,33 @@ def attention(
     With Ulysses lse is empty unless `with_lse`. The other arguments: see `Settings` and `exchange_lengths`.
     """
     mesh_groups = groups_by_name(groups)
-    settings = Settings(causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
-    lengths = exchange_lengths(
+    settings = (causal, scale, kernel, rotate_method, accumulate_fp32, grouped)
+    call = prepare(
         query, key, value, mask, q_lengths=q_lengths, kv_lengths=kv_lengths, groups=mesh_groups, settings=settings
     )
-    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
-    ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=mesh_groups)
-    encoded_lengths = encode_lengths(lengths)
+    ring, ulysses, encoded_lengths = call.ring, call.ulysses, call.encoded_lengths.clone()
     if ulysses is None:
         part = ring_forward(query, key, value, mask, ring=ring)
         none = [query.new_empty(0) for _ in range(6)]
         return part.out.contiguous(), part.lse.contiguous(), *none, encoded_lengths  # type: ignore[return-value]
-    q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
-    part = ring_forward(q, k, v, m, ring=ring)
+    if ulysses.is_joint:
+        joined = ulysses.of_all.to_heads((query, key, value))
+        q, k, v = ulysses.of_all.own(joined)
+        part = ring_forward(q, k, v, None, ring=ring)
+        kept: tuple[Tensor, ...] = (joined, *(query.new_empty(0) for _ in range(3)))
+    else:
+        q, k, v, m = tokens_to_heads(query, key, value, mask, to=ulysses)
+        part = ring_forward(q, k, v, m, ring=ring)
+        kept = (q, k, v, q.new_empty(0) if m is None else m)
     out, lse = partial_to_tokens(part, with_lse=with_lse, to=ulysses)
-    saved = (q, k, v, q.new_empty(0) if m is None else m, part.out.contiguous(), part.lse.contiguous())
-    return out.contiguous(), lse.contiguous(), *saved, encoded_lengths
+    saved = (*kept, part.out.contiguous(), part.lse.contiguous())
+    return out.contiguous(), lse.contiguous(), *saved, encoded_lengths  # type: ignore[return-value]
 
 
-@attention.register_fake
+attention = _define("attention", run_attention)
+
+
+@torch.library.register_fake("lightning_cp::attention", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _(
     query: Tensor,
     key: Tensor,
@@ -92,16 +116,22 @@ def _(
         return out, lse, *[query.new_empty(0) for _ in range(6)], encoded_lengths  # type: ignore[return-value]
     if not (q_lengths and kv_lengths):
         raise ShapeError("torch.compile with ulysses_degree > 1 needs the arguments q_lengths and kv_lengths")
-    ulysses_ranks = slice(mesh_groups.ring_rank * degree, (mesh_groups.ring_rank + 1) * degree)
-    sq, sk = sum(q_lengths[ulysses_ranks]), sum(kv_lengths[ulysses_ranks])
-    own_heads = assign_heads(query.shape[2], key.shape[2], degree, head_shares(mesh_groups))[mesh_groups.ulysses_rank]
+    mask_kind = "" if mask is None else "mask"  # which one has no influence on the shapes here
+    lengths = Lengths(tuple(q_lengths), tuple(kv_lengths), mask_kind, ())
+    ulysses = ulysses_of(lengths, query.shape[2], key.shape[2], groups=mesh_groups)
+    assert ulysses is not None, "the Ulysses degree is above 1"
+    own_heads, sq, sk = ulysses.own_heads, sum(ulysses.q_lengths), sum(ulysses.kv_lengths)
     b, _, _, d = query.shape
     hq = own_heads.num_queries
-    q = query.new_empty(sq, b, hq, d).transpose(0, 1)
-    if not own_heads.ragged:
-        k, v = (key.new_empty(sk, b, own_heads.num_keys, d).transpose(0, 1) for _ in range(2))
+    if ulysses.is_joint:
+        q = query.new_empty(sq, b, ulysses.of_all.widths[ulysses.rank], d)
+        k, v = query.new_empty(0), query.new_empty(0)
     else:
-        k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))
+        q = query.new_empty(sq, b, hq, d).transpose(0, 1)
+        if not own_heads.ragged:
+            k, v = (key.new_empty(sk, b, own_heads.num_keys, d).transpose(0, 1) for _ in range(2))
+        else:
+            k, v = (key.new_empty(b, sk, hq, d) for _ in range(2))
     m = query.new_empty(0)
     if mask is not None:
         heads = 1 if mask.shape[1] == 1 else hq
@@ -112,8 +142,7 @@ def _(
     return out, lse if with_lse else lse.new_empty(0), *saved, encoded_lengths
 
 
-@torch.library.custom_op("lightning_cp::attention_backward", mutates_args=())
-def attention_backward(
+def run_attention_backward(
     grad_out: Tensor,
     grad_lse: Tensor | None,
     saved: list[Tensor],
@@ -131,16 +160,18 @@ def attention_backward(
 
     Args:
         grad_lse: gradient of lse; None if lse was not used.
-        saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange.
+        saved: q, k, v, out and lse of the ring, that is, after the Ulysses exchange. See `ForwardResults`.
         mask: mask after the Ulysses exchange.
         encoded_lengths: result of `encode_lengths`.
         key_shape: shape of the key passed to forward.
     """
-    mesh_groups, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(encoded_lengths, mesh_groups)
+    mesh_groups, settings = groups_by_name(groups), (causal, scale, kernel, rotate_method, accumulate_fp32)
+    ring, ulysses = prepared_again(
+        encoded_lengths, grad_out.shape[2], key_shape[2], groups=mesh_groups, settings=settings
+    )
     q, k, v, out, lse = saved
-    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
-    ulysses = ulysses_of(lengths, grad_out.shape[2], key_shape[2], groups=mesh_groups)
+    if ulysses is not None and ulysses.is_joint:
+        q, k, v = ulysses.of_all.own(q)
     if ulysses is None:
         grads = ring_backward(
             PartialAttentionGrad(grad_out, grad_lse), q, k, v, PartialAttention(out, lse), mask, ring=ring
@@ -148,12 +179,15 @@ def attention_backward(
     else:
         grad = queries_to_heads([grad_out] if grad_lse is None else [grad_out, grad_lse], to=ulysses)
         part_grad = PartialAttentionGrad(grad[0], None if grad_lse is None else grad[1])
-        grads = ring_backward(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring)
-        grads = grads_to_tokens(grads, to=ulysses)
+        of_heads = list(ring_backward(part_grad, q, k, v, PartialAttention(out, lse), mask, ring=ring))
+        grads = grads_to_tokens(of_heads, to=ulysses)
     return grads.query.contiguous(), grads.key.contiguous(), grads.value.contiguous()
 
 
-@attention_backward.register_fake
+attention_backward = _define("attention_backward", run_attention_backward)
+
+
+@torch.library.register_fake("lightning_cp::attention_backward", lib=LIBRARY)  # type: ignore[untyped-decorator]
 def _(
     grad_out: Tensor,
     grad_lse: Tensor | None,
@@ -171,19 +205,3 @@ def _(
     dtype = saved[0].dtype
     key, value = (grad_out.new_empty(key_shape, dtype=dtype) for _ in range(2))
     return grad_out.new_empty(grad_out.shape, dtype=dtype), key, value
-
-
-def encode_lengths(lengths: Lengths) -> Tensor:
-    """Encode lengths and kind of mask as an int64 tensor on the host, since an operator returns only tensors."""
-    kind = ("", "key_mask", "query_mask").index(lengths.mask_kind)
-    return torch.tensor(
-        [kind, *lengths.query, *lengths.key, *lengths.mask_query_sizes], dtype=torch.int64, device="cpu"
-    )
-
-
-def decode_lengths(encoded_lengths: Tensor, groups: MeshGroups) -> Lengths:
-    """Decode the result of `encode_lengths`."""
-    kind, *numbers = encoded_lengths.tolist()
-    size = groups.context_size
-    query, key, mask_queries = (tuple(numbers[i * size : (i + 1) * size]) for i in range(3))
-    return Lengths(query, key, ("", "key_mask", "query_mask")[kind], mask_queries)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.call import Settings, ring_of, ulysses_of
 from lightning_cp.attention.keys import Ring, key_tangents
-from lightning_cp.attention.operator import decode_lengths
+from lightning_cp.attention.prepared import prepared_again
 from lightning_cp.attention.ring import ring_keys
 from lightning_cp.attention.ulysses import partial_to_tokens, tokens_to_heads
 from lightning_cp.kernels import Inputs, PartialAttention
@@ -53,13 +52,13 @@ def attention_tangents(
         with_lse, causal, ...: see `operator.attention`.
     Ranks: all of the context group.
     """
-    mesh_groups, settings = groups_by_name(groups), Settings(causal, scale, kernel, rotate_method, accumulate_fp32)
-    lengths = decode_lengths(encoded_lengths, mesh_groups)
+    mesh_groups, settings = groups_by_name(groups), (causal, scale, kernel, rotate_method, accumulate_fp32)
     shapes = (query_shape, key_shape, key_shape)
     given = zip((dq, dk, dv), shapes, strict=True)
     tangents = Inputs(*(q.new_zeros(shape) if x is None else x for x, shape in given))
-    ring = ring_of(lengths, groups=mesh_groups, settings=settings)
-    ulysses = ulysses_of(lengths, query_shape[2], key_shape[2], groups=mesh_groups)
+    ring, ulysses = prepared_again(encoded_lengths, query_shape[2], key_shape[2], groups=mesh_groups, settings=settings)
+    if ulysses is not None and ulysses.is_joint:
+        q, k, v = ulysses.of_all.own(q)
     if ulysses is not None:
         tangents = Inputs(*tokens_to_heads(*tangents, None, to=ulysses)[:3])
     contribution = ring_tangents(Inputs(q, k, v), tangents, PartialAttention(out, lse), mask, ring=ring)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp.attention.heads import Heads
+from lightning_cp.attention.joint_heads import JointHeads, tokens_first
 from lightning_cp.comm.messages import all_to_all, start_all_to_all
 from lightning_cp.kernels import Grads, PartialAttention
 
@@ -24,6 +26,7 @@ class Ulysses:
 
     Attributes:
         group: process group of the Ulysses ranks.
+        rank: index of this rank in `group`.
         heads_by_rank: heads of each rank of `group`.
         q_lengths, kv_lengths: number of queries and of keys on each rank of `group`, in rank order.
         mask_kind: "key_mask", "query_mask" or "" (see `Ring`).
@@ -31,6 +34,7 @@ class Ulysses:
     """
 
     group: dist.ProcessGroup
+    rank: int
     heads_by_rank: tuple[Heads, ...]
     q_lengths: tuple[int, ...]
     kv_lengths: tuple[int, ...]
@@ -40,7 +44,28 @@ class Ulysses:
     @property
     def own_heads(self) -> Heads:
         """This rank's heads."""
-        return self.heads_by_rank[dist.get_rank(self.group)]
+        return self.heads_by_rank[self.rank]
+
+    @cached_property
+    def is_joint(self) -> bool:
+        """True if q, k and v are exchanged as one tensor: equal numbers of queries and keys, no mask, no shared head.
+
+        Their heads are then joined per token, so that each rank's tokens are received in place, in one collective.
+        """
+        num_keys = sum(heads.num_keys for heads in self.heads_by_rank)
+        shares_heads = num_keys != self.heads_by_rank[-1].key.stop or any(heads.ragged for heads in self.heads_by_rank)
+        return self.q_lengths == self.kv_lengths and not self.mask_kind and not shares_heads
+
+    @cached_property
+    def of_queries(self) -> JointHeads:
+        """Exchange of a tensor with the query heads only."""
+        return JointHeads(self.group, self.rank, self.q_lengths, tuple((h.num_queries,) for h in self.heads_by_rank))
+
+    @cached_property
+    def of_all(self) -> JointHeads:
+        """Exchange of q, k and v, if `is_joint`."""
+        heads = tuple((h.num_queries, h.num_keys, h.num_keys) for h in self.heads_by_rank)
+        return JointHeads(self.group, self.rank, self.q_lengths, heads)
 
 
 def tokens_to_heads(
@@ -53,11 +78,13 @@ def tokens_to_heads(
     Ranks: all of `to.group`; each sends its tokens' (hq + 2 hk) d elements, except for its own heads.
     Adjoint: `grads_to_tokens`.
     """
+    if to.is_joint:
+        return *to.of_all.own(to.of_all.to_heads([q, k, v])), None  # type: ignore[return-value]
     lengths, own_heads = (to.q_lengths, to.kv_lengths, to.kv_lengths), to.own_heads
     heads = (own_heads.num_queries, own_heads.num_keys, own_heads.num_keys)
     outputs = [_empty_tokens_first(x, sum(n), h) for x, n, h in zip((q, k, v), lengths, heads, strict=True)]
     recv_buffers = [list(buffers) for buffers in zip(*map(_by_rank, outputs, lengths), strict=True)]
-    messages = [[_tokens_first(x) for x in rank_heads.of(q, k, v)] for rank_heads in to.heads_by_rank]
+    messages = [[tokens_first(x) for x in rank_heads.of(q, k, v)] for rank_heads in to.heads_by_rank]
     masks: list[Tensor] = []
     if mask is not None:
         sent_masks, masks = _mask_messages(mask, to)
@@ -65,7 +92,7 @@ def tokens_to_heads(
             message.append(sent)
             recv_buffer.append(received)
     all_to_all(messages, recv_buffers, group=to.group)
-    q, k, v = (_tokens_first(x) for x in outputs)
+    q, k, v = (tokens_first(x) for x in outputs)
     if own_heads.ragged:
         kv_heads = own_heads.key_of_each(k.device)
         k, v = k.index_select(2, kv_heads), v.index_select(2, kv_heads)
@@ -100,6 +127,8 @@ def queries_to_heads(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_tokens`.
     """
+    if len(tensors) == 1:
+        return [tokens_first(to.of_queries.to_heads(tensors))]
     return start_to_heads(tensors, to=to)()
 
 
@@ -107,8 +136,8 @@ def start_to_heads(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[T
     """Start `queries_to_heads`. Returns: a function that waits for it and returns its result."""
     outputs = [_empty_tokens_first(x, sum(to.q_lengths), to.own_heads.num_queries) for x in tensors]
     recv_buffers = list(zip(*(_by_rank(x, to.q_lengths) for x in outputs), strict=True))
-    messages = [[_tokens_first(x[:, :, rank_heads.query]) for x in tensors] for rank_heads in to.heads_by_rank]
-    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [_tokens_first(x) for x in outputs])
+    messages = [[tokens_first(x[:, :, rank_heads.query]) for x in tensors] for rank_heads in to.heads_by_rank]
+    return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: [tokens_first(x) for x in outputs])
 
 
 def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
@@ -116,15 +145,17 @@ def queries_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> list[Tensor]:
 
     Ranks: all of `to.group`. Adjoint: `queries_to_heads`.
     """
+    if len(tensors) == 1:
+        return to.of_queries.to_tokens(tensors[:])
     return start_to_tokens(tensors, to=to)()
 
 
 def start_to_tokens(tensors: list[Tensor], *, to: Ulysses) -> Callable[[], list[Tensor]]:
     """Start `queries_to_tokens`. Returns: a function that waits for it and returns its result."""
-    messages = list(zip(*(_by_rank(_tokens_first(x), to.q_lengths) for x in tensors), strict=True))
-    length, heads = to.q_lengths[dist.get_rank(to.group)], to.heads_by_rank[-1].query.stop
+    messages = list(zip(*(_by_rank(tokens_first(x), to.q_lengths) for x in tensors), strict=True))
+    length, heads = to.q_lengths[to.rank], to.heads_by_rank[-1].query.stop
     outputs = [x.new_empty(x.shape[0], length, heads, *x.shape[3:]) for x in tensors]
-    recv_buffers = [[_tokens_first(x[:, :, rank_heads.query]) for x in outputs] for rank_heads in to.heads_by_rank]
+    recv_buffers = [[tokens_first(x[:, :, rank_heads.query]) for x in outputs] for rank_heads in to.heads_by_rank]
     return _after(start_all_to_all(messages, recv_buffers, group=to.group), lambda: outputs)
 
 
@@ -145,31 +176,35 @@ def partial_to_tokens(part: PartialAttention, *, with_lse: bool, to: Ulysses) ->
     return PartialAttention(out, lse[0] if with_lse else part.lse.new_empty(0))
 
 
-def grads_to_tokens(grads: Grads, *, to: Ulysses) -> Grads:
+def grads_to_tokens(grads: list[Tensor], *, to: Ulysses) -> Grads:
     """Exchange gradients of the results of `tokens_to_heads` for gradients of its arguments; sum shared KV heads.
 
+    Args: grads: gradients of q, k and v; emptied, see `JointHeads.to_tokens`.
     Ranks: all of `to.group`.
     """
+    if to.is_joint:
+        return Grads(*to.of_all.to_tokens(grads))
     dq, dk, dv = grads
+    grads.clear()
     if to.own_heads.ragged:
         dk, dv = (_sum_heads(x, to.own_heads) for x in (dk, dv))
     lengths = (to.q_lengths, to.kv_lengths, to.kv_lengths)
     messages = list(
-        zip(*(_by_rank(_tokens_first(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True)
+        zip(*(_by_rank(tokens_first(x), n) for x, n in zip((dq, dk, dv), lengths, strict=True)), strict=True)
     )
-    rank, (b, _, _, d) = dist.get_rank(to.group), dq.shape
+    rank, (b, _, _, d) = to.rank, dq.shape
     hq, hk = to.heads_by_rank[-1].query.stop, to.heads_by_rank[-1].key.stop
     query = dq.new_empty(b, to.q_lengths[rank], hq, d)
     if sum(rank_heads.num_keys for rank_heads in to.heads_by_rank) == hk:
         key, value = (x.new_empty(b, to.kv_lengths[rank], hk, d) for x in (dk, dv))
-        recv_buffers = [[_tokens_first(x) for x in rank_heads.of(query, key, value)] for rank_heads in to.heads_by_rank]
+        recv_buffers = [[tokens_first(x) for x in rank_heads.of(query, key, value)] for rank_heads in to.heads_by_rank]
         all_to_all(messages, recv_buffers, group=to.group)
         return Grads(query, key, value)
     keys, values = (
         [_empty_tokens_first(x, to.kv_lengths[rank], rank_heads.num_keys) for rank_heads in to.heads_by_rank]
         for x in (dk, dv)
     )
-    queries = [_tokens_first(query[:, :, rank_heads.query]) for rank_heads in to.heads_by_rank]
+    queries = [tokens_first(query[:, :, rank_heads.query]) for rank_heads in to.heads_by_rank]
     all_to_all(messages, list(zip(queries, keys, values, strict=True)), group=to.group)
     return Grads(query, *(_sum_shared_heads(x, to.heads_by_rank) for x in (keys, values)))
 
@@ -179,13 +214,8 @@ def _sum_shared_heads(grads: Sequence[Tensor], heads_by_rank: Sequence[Heads]) -
     (s, b, _, d), dtype = grads[0].shape, grads[0].dtype
     total = grads[0].new_zeros(b, s, heads_by_rank[-1].key.stop, d, dtype=torch.promote_types(dtype, torch.float32))
     for rank_heads, grad in zip(heads_by_rank, grads, strict=True):
-        total[:, :, rank_heads.key] += _tokens_first(grad)
+        total[:, :, rank_heads.key] += tokens_first(grad)
     return total.to(dtype)
-
-
-def _tokens_first(x: Tensor) -> Tensor:
-    """Transpose [b, s, ...] to [s, b, ...] or back."""
-    return x.transpose(0, 1)
 
 
 def _empty_tokens_first(like: Tensor, length: int, heads: int) -> Tensor:

@@ -17,31 +17,33 @@ class Buffers:
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
+        self.kept_bytes = 0  # total size of the buffers in the pool
 
     def take(self, size_bytes: int, like: Tensor) -> Tensor:
         """Return an uninitialized buffer on `like`'s device, uint8 [size_bytes]."""
+        if not like.is_cpu:
+            return torch.empty(size_bytes, dtype=torch.uint8, device=like.device)
         for index, buffer in enumerate(self._kept):
-            if buffer.numel() == size_bytes and like.device == buffer.device:
+            if buffer.numel() == size_bytes:
+                self.kept_bytes -= size_bytes
                 return self._kept.pop(index)
         with torch.inference_mode(False):  # it may be reused in training
-            return torch.empty(size_bytes, dtype=torch.uint8, device=like.device)
+            return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
 
     def give(self, *buffers: Tensor) -> None:
         """Return buffers to the pool. The caller must not use them, or views of them, afterwards."""
         for buffer in buffers:
-            if buffer.is_cpu and 0 < buffer.numel() <= _KEPT_BYTES:
+            size_bytes = buffer.numel()
+            if buffer.is_cpu and 0 < size_bytes <= _KEPT_BYTES:
                 self._kept.append(buffer)
+                self.kept_bytes += size_bytes
                 while len(self._kept) > _KEPT or self.kept_bytes > _KEPT_BYTES:
-                    self._kept.pop(0)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Total size of the buffers in the pool, in bytes."""
-        return sum(buffer.numel() for buffer in self._kept)
+                    self.kept_bytes -= self._kept.pop(0).numel()
 
     def forget(self) -> None:
         """Free all buffers in the pool."""
         self._kept.clear()
+        self.kept_bytes = 0
 
 
 BUFFERS = Buffers()  # one per process; on CPU attention runs forward and backward in one thread

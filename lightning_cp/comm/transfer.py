@@ -35,6 +35,14 @@ class Pending:
     held: list[Tensor] = field(default_factory=list)
     number: int = 0
 
+    def staged(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+        """Return the buffers to send from and receive into: on the host if the backend needs it. Both are held."""
+        source, target = _host(sent, group), _recv_buffer(received, group)
+        self.held += (source, target)
+        if target is not received:
+            self.recv_buffers.append((target, received))
+        return source, target
+
     def wait(self) -> None:
         """Block until done (on CUDA with NCCL: make the current stream wait)."""
         if not self.works:
@@ -57,12 +65,10 @@ def exchange(
     Args: sends, receives: (rank within `group`, buffer).
     Ranks: each peer, with matching sends and receives in the same order.
     """
-    STATS.collectives += 1
-    pending = Pending(number=STATS.collectives)
+    pending = _begin(sum(buffer.numel() * buffer.element_size() for _, buffer in sends))
     operations: list[dist.P2POp] = []
     for peer, buffer in sends:
         if buffer.numel():
-            STATS.sent_bytes += buffer.numel() * buffer.element_size()
             pending.held.append(_host(buffer, group))
             operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
     for peer, buffer in receives:
@@ -75,6 +81,63 @@ def exchange(
         with _marked(EXCHANGE, pending.number):
             pending.works = dist.batch_isend_irecv(operations)
     return pending
+
+
+def exchange_flat(
+    sent: Tensor,
+    received: Tensor,
+    sizes_bytes: tuple[list[int], list[int]] | None,
+    *,
+    group: dist.ProcessGroup,
+) -> Pending:
+    """Start an all-to-all in one collective: each rank's bytes follow each other in the buffers, in rank order.
+
+    Args:
+        sent, received: uint8 buffers. Their parts for this rank itself are copied.
+        sizes_bytes: size of each rank's part in `sent`, and in `received`; None: all parts have the same size.
+    Ranks: all of `group`, with matching sizes.
+    """
+    if sizes_bytes is None:
+        if not sent.numel():
+            return Pending()
+        sizes: tuple[list[int], list[int]] | tuple[None, None] = (None, None)
+        own = sent.numel() // group.size()
+    else:
+        sizes, own = sizes_bytes, sizes_bytes[0][group.rank()]
+    pending = _begin(sent.numel() - own)
+    source, target = pending.staged(sent, received, group)
+    with _marked(EXCHANGE, pending.number):
+        pending.works = [dist.all_to_all_single(target, source, sizes[1], sizes[0], group=group, async_op=True)]
+    return pending
+
+
+def gather_flat(mine: Tensor, received: Tensor, sizes_bytes: Sequence[int], *, group: dist.ProcessGroup) -> Pending:
+    """Start an all-gather: each rank's bytes follow each other in the result, in rank order.
+
+    Args:
+        mine: uint8 [sizes_bytes[rank]].
+        received: uint8 [sum(sizes_bytes)]; this rank's part is copied to it too.
+    Ranks: all of `group`, with equal `sizes_bytes`. One collective if the sizes are equal, otherwise an `exchange`.
+    """
+    rank, size = dist.get_rank(group), len(sizes_bytes)
+    if not received.numel():
+        return Pending()
+    if sizes_bytes.count(sizes_bytes[0]) == size:
+        pending = _begin(mine.numel() * (size - 1))
+        source, target = pending.staged(mine, received, group)
+        with _marked(EXCHANGE, pending.number):
+            pending.works = [all_gather_tensor(target, source, group=group, async_op=True)]
+        return pending
+    parts = torch.split(received, list(sizes_bytes))
+    parts[rank].copy_(mine)
+    others = [(rank + step) % size for step in range(1, size)]
+    return exchange([(peer, mine) for peer in others], [(peer, parts[peer]) for peer in reversed(others)], group=group)
+
+
+def _begin(sent_bytes: int) -> Pending:
+    STATS.collectives += 1
+    STATS.sent_bytes += sent_bytes
+    return Pending(number=STATS.collectives)
 
 
 def _marked(name: str, number: int) -> AbstractContextManager[object]:

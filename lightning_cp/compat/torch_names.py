@@ -18,7 +18,9 @@ from torch.autograd import forward_ad
 from lightning_cp.compat.versions import incompatible, private_names
 
 with private_names("torch"):
+    from torch._C import _after_autograd_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
+    from torch._C import _AutoDispatchBelowAutograd as below_autograd
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -35,6 +37,8 @@ __all__ = [
     "DropoutModule",
     "TreeSpec",
     "aten",
+    "below_autograd",
+    "below_autograd_keys",
     "default_timeout",
     "dynamo_is_imported",
     "fake_store",

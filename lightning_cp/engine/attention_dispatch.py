@@ -7,13 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_cp.attention import attend_across
-from lightning_cp.comm.shards import gather
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
+from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.patch_attention import attend_in_patches
 from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.session import Session
@@ -286,13 +285,8 @@ class AttentionDispatcher:
             return mask[..., :1, :]
         if self.kinds[0].mask == "padded":
             return mask[..., : sum(keys)]
-        # The mask is the outer product of a token mask with itself: its diagonal holds the squares.
-        own, groups = mask.diagonal(dim1=-2, dim2=-1), self.session.groups.name
-        own = own.sqrt() if own.is_floating_point() else own
-        values = own if own.is_floating_point() else own.to(torch.uint8)
-        gathered = gather(values.contiguous(), values.ndim - 1, keys, groups).to(own.dtype)
-        query_mask: Tensor = own.unsqueeze(-1) * gathered.unsqueeze(-2)
-        return query_mask
+        own = token_mask(mask)
+        return outer_mask(own, gather_token_mask(own, keys, self.session.groups))
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True

@@ -91,7 +91,7 @@ def _install_attention(
 ) -> None:
     for path, kinds in rules.attention.items():
         if kinds and kinds[0].form == "linear":
-            exchange_processor(submodule(module, path), LinearAttention(session))
+            exchange_processor(submodule(module, path), LinearAttention(session, kinds[0].queries))
             continue
         if kinds not in patches:
             planned = AttentionDispatcher(session, kinds, dispatcher)

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from lightning_cp.comm.halo import sum_over_ranks
 from lightning_cp.engine.session import Session
-from lightning_cp.errors import InterceptionError
+from lightning_cp.errors import InterceptionError, ShapeError
+from lightning_cp.plans import Modalities
 
 _SMALLEST = 1e-15  # added to the divisor, against division by zero
 
@@ -24,14 +25,19 @@ _SMALLEST = 1e-15  # added to the divisor, against division by zero
 class LinearAttention:
     """Processor of ReLU linear attention (diffusers' `Attention`), with or without rotary embedding.
 
+    For a model that is computed in patches, a buffer keeps the matrices of each patch.
+
+    Attributes: modalities: modalities of the tokens.
+
     Gradient: exact; backward sums over ranks, like forward. Ranks: all of the context group.
     Source: Katharopoulos et al., arXiv:2006.16236; Xie et al., arXiv:2410.10629.
     """
 
     session: Session
+    modalities: Modalities
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LinearAttention:
-        copied = LinearAttention(self.session)
+        copied = LinearAttention(self.session, self.modalities)
         copied.__dict__.update({k: copy.deepcopy(x, memo) for k, x in self.__dict__.items() if k != "session"})
         return copied
 
@@ -60,10 +66,32 @@ class LinearAttention:
         wide = torch.promote_types(q.dtype, torch.float32)
         rotated = (q, k) if rotary_emb is None else (_rotate(q, *rotary_emb), _rotate(k, *rotary_emb))
         q, k, v, rotated_q, rotated_k = (x.to(wide) for x in (q, k, v, *rotated))
-        own = torch.cat([torch.einsum("bshd,bshe->bhde", v, rotated_k), k.sum(1).unsqueeze(2)], 2)  # [b, h, d + 1, d]
-        total = sum_over_ranks(own, self.session.current().groups.name)
+        total = self._sum(v, rotated_k, k)
         weighted = torch.einsum("bhde,bshe->bshd", total[:, :, :-1], rotated_q)
         return weighted / (torch.einsum("bhe,bshe->bsh", total[:, :, -1], q).unsqueeze(-1) + _SMALLEST)
+
+    def _sum(self, v: Tensor, rotated_k: Tensor, k: Tensor) -> Tensor:
+        """Sum over the tokens of all ranks and patches. Returns: [b, h, d + 1, d]."""
+        call = self.session.current()
+        evaluation, groups = call.evaluation, call.groups
+        if evaluation is None:
+            return sum_over_ranks(_matrices(v, rotated_k, k), groups.name)
+        buffer = evaluation.next_buffer()
+        if evaluation.patch is None:
+            lengths = call.lengths_in_patches(self.modalities)
+            split = [torch.split(x, lengths, 1) for x in (v, rotated_k, k)]
+            own = torch.stack([_matrices(*of_patch) for of_patch in zip(*split, strict=True)])
+            buffer.tensors = [sum_over_ranks(own, groups.name)]
+        elif not buffer.tensors:
+            raise ShapeError("a patch was computed before the whole sequence, so the sums of other patches are missing")
+        else:
+            buffer.tensors[0][evaluation.patch] = sum_over_ranks(_matrices(v, rotated_k, k), groups.name)
+        return buffer.tensors[0].sum(0)
+
+
+def _matrices(v: Tensor, rotated_k: Tensor, k: Tensor) -> Tensor:
+    """Return the sums over tokens: that of v k^T, and that of k in a last row."""
+    return torch.cat([torch.einsum("bshd,bshe->bhde", v, rotated_k), k.sum(1).unsqueeze(2)], 2)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

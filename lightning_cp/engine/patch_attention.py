@@ -7,11 +7,10 @@ from torch import Tensor
 
 from lightning_cp.attention.buffered import attend_buffered
 from lightning_cp.engine.lengths import Sizes
+from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 from lightning_cp.plans import Attention
-
-_MASKS = ("given", "keys")  # masks that hold for a slice of the keys, so they can be buffered
 
 
 def attend_in_patches(
@@ -43,21 +42,29 @@ def attend_in_patches(
         raise InterceptionError(
             "a model that is computed in patches cannot be compiled: do not compile it, or its blocks"
         )
-    if causal or kind is None or kind.form != "softmax" or kind.mask not in _MASKS:
-        raise InterceptionError(
-            "causal, linear or ragged attention, or one with a mask made from all local tokens, cannot be computed in "
-            "patches: use patches=1"
-        )
+    if causal or kind is None or kind.form != "softmax":
+        raise InterceptionError("causal, block-causal or ragged attention cannot be computed in patches: use patches=1")
     held = kind.queries if kind.keys is None else kind.keys
     modalities = tuple(modality for modality in evaluation.order if modality in held)
+    ranges, total = call.ranges(modalities), sum(call.lengths.get(modality, 0) for modality in modalities)
+    if mask is not None and kind.mask == "keys":
+        mask = mask[..., :1, :]
+    elif mask is not None and kind.mask == "padded":
+        mask = mask[..., :total]
+    elif mask is not None and kind.mask == "outer":
+        own = token_mask(mask)
+        new = gather_token_mask(own, sizes[1], session.groups)
+        buffer = evaluation.next_keys()
+        buffer.put([new.unsqueeze(-1)], [x for rank in ranges for x in rank], total)
+        mask = outer_mask(own, buffer.tensors[0].squeeze(-1))
     return attend_buffered(
         query,
         key,
         value,
-        mask[..., :1, :] if mask is not None and kind.mask == "keys" else mask,
-        buffer=evaluation.next_buffer(),
-        ranges=call.ranges(modalities),
-        total=sum(call.lengths.get(modality, 0) for modality in modalities),
+        mask,
+        buffer=evaluation.next_keys(),
+        ranges=ranges,
+        total=total,
         q_lengths=sizes[0],
         scale=scale,
         groups=session.groups,

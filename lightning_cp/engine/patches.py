@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.buffered import KeyBuffer
+from lightning_cp.attention.buffered import Buffer, KeyBuffer
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Modalities
@@ -28,7 +28,7 @@ class Evaluation:
     Attributes:
         patches: number of patches.
         order: order of the modalities' tokens in attention.
-        buffers: keys of each attention call of a forward, in call order; kept between evaluations.
+        buffers: what each call of a forward that needs other patches' tokens keeps between evaluations, in call order.
         patch: index of the current forward's patch; None: the forward computes the whole sequence.
         outputs: outputs gathered so far, over the whole sequence.
         kept: results that are the same for all patches, by module and number of its call in a forward.
@@ -36,7 +36,7 @@ class Evaluation:
 
     patches: int
     order: Modalities
-    buffers: list[KeyBuffer] = field(default_factory=list)
+    buffers: list[Buffer] = field(default_factory=list)
     patch: int | None = None
     outputs: list[Tensor] = field(default_factory=list)
     kept: dict[tuple[str, int], Any] = field(default_factory=dict)
@@ -58,12 +58,22 @@ class Evaluation:
         """Return the positions of the current patch in a sequence of `length` tokens."""
         return range(length) if self.patch is None else shard_range(length, self.patches, self.patch)
 
-    def next_buffer(self) -> KeyBuffer:
-        """Return the buffer of the next attention call of this forward."""
+    def each_patch(self, length: int) -> list[range]:
+        """Return the positions of all patches in a sequence of `length` tokens."""
+        return [shard_range(length, self.patches, patch) for patch in range(self.patches)]
+
+    def next_buffer(self, new: type[Buffer] = Buffer) -> Buffer:
+        """Return the buffer of the next call of this forward that has one. Args: new: its class."""
         if self._calls == len(self.buffers):
-            self.buffers.append(KeyBuffer())
+            self.buffers.append(new())
         self._calls += 1
         return self.buffers[self._calls - 1]
+
+    def next_keys(self) -> KeyBuffer:
+        """Return the buffer of the next attention call of this forward."""
+        buffer = self.next_buffer(KeyBuffer)
+        assert isinstance(buffer, KeyBuffer), "all forwards of a model make the same calls"
+        return buffer
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return the result of a module's call, which is the same in the forwards of all patches."""

@@ -73,12 +73,16 @@ class Call:
         Without patches there are no tokens before and after.
         """
         rows, length = self.rows.get(modality), self.lengths.get(modality, 0)
-        tokens = length // rows if rows else 1
-        return tuple(n * tokens for n in self._parts(rows or length))
+        return tuple(n * self.row_tokens(modality) for n in self._parts(rows or length))
 
-    def row_lengths(self, modality: str) -> tuple[int, ...]:
-        """Return each rank's rows of a modality that is split between rows."""
-        return self._parts(self.rows[modality])[1:-1]
+    def row_tokens(self, modality: str) -> int:
+        """Return the number of tokens of a row; 1 for a modality that is split between tokens."""
+        rows = self.rows.get(modality)
+        return self.lengths.get(modality, 0) // rows if rows else 1
+
+    def row_parts(self, modality: str) -> tuple[int, ...]:
+        """Return how the rows of a modality are divided, as `parts`."""
+        return self._parts(self.rows[modality])
 
     def _parts(self, length: int) -> tuple[int, ...]:
         patch = range(length) if self.evaluation is None else self.evaluation.tokens(length)
@@ -102,6 +106,14 @@ class Call:
             start += self.lengths.get(modality, 0)
         return [tuple(ranges) for ranges in found]
 
+    def lengths_in_patches(self, modalities: Modalities) -> list[int]:
+        """Return the number of this rank's tokens in each patch. Args: modalities: one modality."""
+        assert self.evaluation is not None, "the caller checks it"
+        (modality,), ((own,), *_) = modalities, self.ranges(modalities)[self.groups.context_rank :]
+        tokens, rows = self.row_tokens(modality), self.rows.get(modality) or self.lengths[modality]
+        patches = [range(x.start * tokens, x.stop * tokens) for x in self.evaluation.each_patch(rows)]
+        return [max(0, min(own.stop, x.stop) - max(own.start, x.start)) for x in patches]
+
     def define(self, modality: str, length: int, *, everywhere: bool, name: str) -> None:
         """Set the global length of a modality, and start to compare this forward's arguments between ranks.
 
@@ -114,11 +126,16 @@ class Call:
             raise ShapeError(f"{name} holds {length} {modality} tokens, which do not divide into {rows} rows")
         if everywhere and (length if rows is None else rows) < size:
             what = f"{length} {modality} tokens" if rows is None else f"{rows} rows (or frames) of {modality} tokens"
-            patches = "" if self.evaluation is None else f"{self.evaluation.patches} patches on each of "
+            degrees = f"ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}"
+            if self.evaluation is not None:
+                raise ShapeError(
+                    f"{name} holds {what}, fewer than patches={self.evaluation.patches} x {degrees}: use fewer "
+                    "patches, lower degrees or a longer sequence (if a pipeline computes several resolutions, the "
+                    "smallest one has the fewest tokens)"
+                )
             raise ShapeError(
-                f"{name} holds {what}, fewer than {patches}the {self.groups.context_size} ranks of the context group "
-                f"(ring={self.groups.context_shape[0]} x ulysses={self.groups.context_shape[1]}): "
-                f"use lower degrees{', fewer patches' if patches else ''} or a longer sequence"
+                f"{name} holds {what}, fewer than the {self.groups.context_size} ranks of the context group "
+                f"({degrees}): use lower degrees or a longer sequence"
             )
         self.lengths[modality] = length
         if not torch.compiler.is_compiling():

@@ -147,7 +147,7 @@ def _shard_count(n: Any, spec: Count | Rows, *, name: str, session: Session) -> 
     rank = call.groups.context_rank
     if isinstance(spec, Rows):
         call.rows[spec.modality] = n
-        return call.row_lengths(spec.modality)[rank]
+        return call.row_parts(spec.modality)[1:-1][rank]
     _define_length(n, spec, name=name, session=session)
     whole = sum(call.lengths[modality] for modality in spec.modalities)
     if n != whole:

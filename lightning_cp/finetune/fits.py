@@ -1,9 +1,10 @@
-"""Check that the sizes of a pipeline's transformer and of its encoders fit."""
+"""Check that a cache fits the pipeline that it trains: sizes, and facts of the VAE and the scheduler."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import Family
+from lightning_cp.families.schedule import diffusion_facts
+from lightning_cp.families.shift import shift_facts
+from lightning_cp.files import read_json
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class _Widths:
 
 
 _OF_VAE = {"scaling_factor", "shift_factor", "latents_mean", "latents_std"}  # facts with the VAE's names
+_OF_SCHEDULER = {"shift": shift_facts, "schedule": diffusion_facts}
 _WIDTHS = {
     "FluxTransformer2DModel": _Widths("in_channels", 4, "joint_attention_dim"),
     "SD3Transformer2DModel": _Widths("in_channels", 1, "joint_attention_dim"),
@@ -68,7 +73,12 @@ def check_fits(
 
 
 def check_cache(
-    folder: Path, family: Family, sample: Mapping[str, Tensor], source: str, vae: Mapping[str, Any]
+    folder: Path,
+    family: Family,
+    sample: Mapping[str, Tensor],
+    source: str,
+    pipeline: Mapping[str, tuple[str, Any]],
+    replaced: Collection[str] = (),
 ) -> None:
     """Compare the facts and the dtypes of a cache with the pipeline that it trains.
 
@@ -77,22 +87,59 @@ def check_cache(
         family: the family with the facts that the cache has stored.
         sample: stored tensors of a sample.
         source: the pipeline, for errors.
-        vae: config of its VAE; empty if it is not here.
+        pipeline: the facts of the pipeline, see `pipeline_facts`.
+        replaced: facts that settings of the objective replace, so that they may differ.
     Raises: FamilyError: names the fact, its value in the cache, and the pipeline's.
     """
     again = "encode the data with this pipeline (recipes/precompute.py, another output)"
-    for name in _OF_VAE & family.facts.keys():
-        stored = family.facts[name]
-        if name in vae and vae[name] != stored:
+    for name, (part, value) in pipeline.items():
+        stored = family.facts.get(name, value)
+        if stored != value and name not in replaced:
+            remedy = f"set objective.shift, or {again}" if name == "shift" else again
             raise FamilyError(
-                f"data.path={folder} has {name}={stored}, but the VAE of model.pretrained={source} has "
-                f"{name}={vae[name]}: {again}"
+                f"data.path={folder} has {name}={reprlib.repr(stored)}, but the {part} of model.pretrained={source} "
+                f"has {name}={reprlib.repr(value)}: {remedy}"
             )
-        if name in ("scaling_factor", "latents_std") and not _are_positive(stored):
-            raise FamilyError(f"data.path={folder} has {name}={stored}, which must be positive: {again}")
+    for name in ("scaling_factor", "latents_std"):
+        if not _are_positive(family.facts.get(name, 1.0)):
+            raise FamilyError(f"data.path={folder} has {name}={family.facts[name]}, which must be positive: {again}")
     for name, x in sample.items():
         if (name.startswith("latents") or name in family.text.names) and not x.is_floating_point():
             raise FamilyError(f"data.path={folder} has {name} in {x.dtype}, which must be a float dtype: {again}")
+
+
+def pipeline_facts(folder: Path, names: Collection[str]) -> dict[str, tuple[str, Any]]:
+    """Read facts of a pipeline from its config files; a file that is not here states none.
+
+    Args: folder: of the pipeline. names: of the facts, see `Family.facts`.
+    Returns: for each fact that is found, the component that states it, and its value.
+    Raises: ValueError: a file is damaged. FamilyError: the scheduler is of an unknown class, or has no such schedule.
+    """
+    vae = _config(folder / "vae" / "config.json")
+    facts = {name: ("VAE", vae[name]) for name in _OF_VAE & vae.keys()}
+    index = _config(folder / "model_index.json")
+    facts |= {name: ("configuration", index[name]) for name in {"boundary_ratio"} & index.keys()}
+    config = _config(folder / "scheduler" / "scheduler_config.json")
+    facts |= {
+        name: ("scheduler", read(_scheduler(config)))
+        for name, read in _OF_SCHEDULER.items()
+        if name in names and config
+    }
+    return {name: fact for name, fact in facts.items() if name in names}
+
+
+def _config(file: Path) -> dict[str, Any]:
+    return read_json(file) if file.exists() else {}
+
+
+def _scheduler(config: dict[str, Any]) -> Any:
+    import diffusers
+
+    name = str(config.get("_class_name"))
+    kind: Any = getattr(diffusers, name, None)
+    if not hasattr(kind, "from_config") or not issubclass(kind, diffusers.SchedulerMixin):
+        raise FamilyError(f"the scheduler of the pipeline has _class_name={name!r}, which is no scheduler of diffusers")
+    return kind.from_config(config)
 
 
 def _are_positive(value: Any) -> bool:

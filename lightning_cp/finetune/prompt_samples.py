@@ -18,7 +18,7 @@ from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
 from lightning_cp.media.images import read_image
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.encoders import release
+from lightning_cp.pipelines.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae
 
@@ -88,7 +88,7 @@ class PromptSampler:
         Args: transformer: the diffusers model in training, on its device, context-parallel or not, also sharded.
         Raises, on every rank: ValueError: the pipeline cannot be loaded, or refuses the arguments.
         """
-        kind = _pipeline_class(self._source)
+        kind = pipeline_class(self._source)
         _check_call(kind, self._call, has_images=self._images is not None)
         names = family_class(kind).components.text
         model: Any = transformer
@@ -163,18 +163,6 @@ class PromptSampler:
             elif hasattr(other, "decode"):
                 with suppress(ValueError):  # a class that is not supported decodes on each rank
                     parallelize_vae(other, installed.session.groups)
-
-
-def _pipeline_class(source: str) -> type:
-    """Return the pipeline's class. Raises: ValueError: it cannot be loaded."""
-    import diffusers
-
-    try:
-        name: Any = diffusers.DiffusionPipeline.load_config(source)["_class_name"]
-        found: type = getattr(diffusers, name)
-        return found
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"model.pretrained={source} cannot be loaded: {' '.join(str(error).split())}") from None
 
 
 def _picture(file: str | Path) -> Image.Image:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_cp.files import check_regular, read_json
+from lightning_cp.files import check_regular, read_json, why_not_regular
 
 SINGLE_FILE = "diffusion_pytorch_model.safetensors"
 INDEX_FILE = "diffusion_pytorch_model.safetensors.index.json"
@@ -105,6 +105,9 @@ def _without_weights(folder: Path) -> str:
         )
     variants = sorted(path.name for path in folder.glob("*.safetensors"))
     found = f", only {', '.join(variants[:3])}" if variants else ""
+    for file in (folder / SINGLE_FILE, folder / INDEX_FILE):
+        if file.exists():
+            return f"{file} {why_not_regular(file)}, but must be a file"
     return f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{found}"
 
 

@@ -3,7 +3,8 @@
 from lightning_cp.pipelines.apply import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.pipelines.cfg_samples import cfg_merge, cfg_rows, cfg_split
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.follow import Leader, follow
+from lightning_cp.pipelines.follow import follow
+from lightning_cp.pipelines.leader import Leader
 from lightning_cp.pipelines.prompts import read_prompts, sample_prompts
 from lightning_cp.pipelines.ranks import gather, sampling_ranks, split
 from lightning_cp.pipelines.results import ClipWithSound

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_cp.attention.buffered import KeyBuffer
+from lightning_cp.attention.buffered import Buffer, KeyBuffer
 from lightning_cp.attention.heads import assign_heads, head_shares
 from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.config import ContextParallelConfig
@@ -39,8 +39,8 @@ class BufferCounts:
     Attributes: blocks: the buffers of each block. others: those of modules outside of the blocks.
     """
 
-    blocks: list[list[KeyBuffer]]
-    others: list[KeyBuffer]
+    blocks: list[list[Buffer]]
+    others: list[Buffer]
 
 
 def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str, Any], *, patches: int) -> BufferCounts:
@@ -51,8 +51,8 @@ def count_buffers(installed: Installed, args: tuple[Any, ...], kwargs: dict[str,
     plan, session = installed.rules.patches, installed.session
     assert plan is not None, "parallelize_pipeline refuses other classes"
     evaluation = Evaluation(patches, plan.order)
-    computed: dict[Hashable, tuple[Any, list[KeyBuffer]]] = {}
-    by_block: list[list[KeyBuffer]] = []
+    computed: dict[Hashable, tuple[Any, list[Buffer]]] = {}
+    by_block: list[list[Buffer]] = []
 
     def around(block: nn.Module, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         weights = tuple((name, tuple(x.shape)) for name, x in block.named_parameters())
@@ -142,7 +142,7 @@ class BufferMemory:
         if needed is not None:
             self._compare(needed, device_of(args, kwargs), branches)
 
-    def check_filled(self, first: Sequence[KeyBuffer]) -> None:
+    def check_filled(self, first: Sequence[Buffer]) -> None:
         """Check it in the first evaluation of a branch, if `check` could not.
 
         Args: first: the buffers that the first of this rank's blocks has filled.
@@ -200,8 +200,10 @@ def _attentions(installed: Installed, block: str) -> int:
     return sum(path == block or path.startswith(f"{block}.") for path in installed.rules.attention)
 
 
-def _bytes_on_rank(buffer: KeyBuffer, groups: MeshGroups) -> int:
-    """Return the bytes of a buffer on this rank. Args: buffer: with the heads of all ranks."""
+def _bytes_on_rank(buffer: Buffer, groups: MeshGroups) -> int:
+    """Return the bytes of a buffer on this rank. Args: buffer: if it holds keys, with the heads of all ranks."""
+    if not isinstance(buffer, KeyBuffer):
+        return sum(x.nbytes for x in buffer.tensors)
     heads, degree = buffer.tensors[0].shape[1], groups.context_shape[1]
     queries = heads * -(-degree // heads)  # at least one query head for each rank
     own = assign_heads(queries, heads, degree, head_shares(groups))[groups.ulysses_rank].num_keys

@@ -68,8 +68,8 @@ def quantised_error(where: str, names: Sequence[str], reason: object) -> ValueEr
     have = "has" if len(names) == 1 else "have"
     return ValueError(
         f"{where}: {' and '.join(names)} {have} a quantization_config, and cannot be loaded: "
-        f"{' '.join(str(reason).split())[:500]}. Install the package of the quantiser, or use weights that are not "
-        "quantised"
+        f"{' '.join(str(reason).split())[:500].rstrip('.')}. Install what the quantiser needs, or use weights that are "
+        "not quantised"
     )
 
 

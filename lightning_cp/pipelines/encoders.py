@@ -58,13 +58,22 @@ def load_encoders(
     return pipe
 
 
+def pipeline_class(source: str, *, setting: str = "model.pretrained") -> type:
+    """Return the class of a pipeline in a folder or on the Hub.
+
+    Args: setting: name of the setting that holds `source`, for error messages.
+    Raises: ValueError: there is no pipeline, or its class is not one of diffusers.
+    """
+    return _class(source, _index(source, setting), setting)
+
+
 def _index(source: str, setting: str) -> dict[str, Any]:
     """Read `model_index.json`. Raises: ValueError: there is none, or it is damaged."""
     import diffusers
 
     try:
         index: Any = diffusers.DiffusionPipeline.load_config(source)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{setting}={source} cannot be loaded: {' '.join(str(error).split())}") from None
     if not isinstance(index, dict) or not index.get("_class_name"):
         raise ValueError(f"{setting}={source}: its model_index.json names no pipeline class")

@@ -55,10 +55,6 @@ def make_patch_calls(
                 f"{kind} cannot be computed in patches or stages: its plan does not support it "
                 "(docs/pipefusion.md lists the classes that do): use patches=1 and pipe=1"
             )
-        if patches > 1 and plan.whole:
-            raise PlanError(
-                f"patches={patches}: {kind} cannot be computed in patches, because {plan.whole}: use patches=1"
-            )
         if ranks.pipe > 1 and not plan.stages:
             raise PlanError(
                 f"pipe={ranks.pipe}: {kind} needs outputs or weights of other blocks than the one before, so its "

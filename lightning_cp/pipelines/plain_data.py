@@ -30,12 +30,12 @@ class PlainData:
         tree: values of JSON, one for each nest. A dict of one item is a value that JSON does not have:
             its kind and contents.
         tensors: tensors and bytes to which the tree refers by their index, on the CPU.
+        generators: the generators that were converted, or rebuilt, by the index of their state.
     """
 
     tree: list[Any]
     tensors: list[Tensor]
-    _packed_generators: dict[int, int] = field(default_factory=dict)  # index of the state by id of the object
-    _built_generators: dict[int, torch.Generator] = field(default_factory=dict)  # by index of the state
+    generators: dict[int, torch.Generator] = field(default_factory=dict)
 
     @classmethod
     def of(cls, *nests: Any) -> PlainData:
@@ -49,7 +49,7 @@ class PlainData:
 
         A generator in several places is one generator again: each place draws further numbers.
         """
-        self._built_generators.clear()
+        self.generators.clear()
         return self._items(self.tree, device)
 
     def _built(self, tree: Any, device: torch.device) -> Any:
@@ -71,11 +71,11 @@ class PlainData:
 
     def _generator(self, contents: Any, device: torch.device) -> torch.Generator:
         index, was_on_cpu = contents
-        if index not in self._built_generators:
+        if index not in self.generators:
             generator = torch.Generator(torch.device("cpu") if was_on_cpu else device)
             generator.set_state(self.tensors[index].clone())  # torch crashes with a view of a larger buffer
-            self._built_generators[index] = generator
-        return self._built_generators[index]
+            self.generators[index] = generator
+        return self.generators[index]
 
     def _image(self, contents: Any) -> Image.Image:
         mode, size, pixels, palette, transparency = contents
@@ -91,8 +91,11 @@ class PlainData:
         kind = _dataclass(module, name)
         if kind is None:
             raise TypeError(f"{module}.{name} is not a dataclass of diffusers")
+        fields = self._built(packed, device)
+        if issubclass(kind, dict):  # an output, with its fields as items
+            return kind(**fields)
         value: Any = object.__new__(kind)  # as it was: __init__ may convert its arguments again
-        for field_name, x in self._built(packed, device).items():
+        for field_name, x in fields.items():
             object.__setattr__(value, field_name, x)
         return value
 
@@ -101,16 +104,21 @@ class PlainData:
             return value
         if type(value) in (list, tuple):
             return {type(value).__name__: [self._packed(x, f"{name}[{i}]") for i, x in enumerate(value)]}
-        if isinstance(value, Mapping):
+        kind, fields = type(value), dataclass_fields(value)
+        if fields is not None and _dataclass(kind.__module__, kind.__qualname__) is kind:
+            return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
+        if isinstance(value, Mapping) and fields is None:  # outputs of diffusers are both
             pairs = (
                 (self._packed(key, "a key"), self._packed(x, f"{name}[{key!r}]" if name else str(key)))
                 for key, x in value.items()
             )
             return {"dict": list(pairs)}
         if isinstance(value, torch.Generator):
-            if id(value) not in self._packed_generators:
-                self._packed_generators[id(value)] = self._index(value.get_state())
-            return {"generator": [self._packed_generators[id(value)], value.device.type == "cpu"]}
+            index = next((i for i, one in self.generators.items() if one is value), None)
+            if index is None:
+                index = self._index(value.get_state())
+                self.generators[index] = value
+            return {"generator": [index, value.device.type == "cpu"]}
         if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
             on_cpu = value.detach().cpu().resolve_conj().resolve_neg()
             return {"tensor": [self._index(on_cpu), value.device.type == "cpu"]}
@@ -130,9 +138,6 @@ class PlainData:
             return {"path": str(value)}
         if type(value) is torch.dtype:
             return {"dtype": str(value)}
-        kind, fields = type(value), dataclass_fields(value)
-        if fields is not None and _dataclass(kind.__module__, kind.__qualname__) is kind:
-            return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
         raise TypeError(
             f"{name or 'an argument'} is a {type(value).__name__}, which is not sent to other ranks: only numbers, "
             "text, dense tensors, arrays, images, generators, dataclasses of diffusers, and lists and dicts of them"

@@ -1,15 +1,16 @@
-"""Requests from rank 0 to the ranks that follow it: plain data only, signed, sent over the job's process group."""
+"""Messages between the ranks of `follow`: plain data only, signed, sent over the job's process groups."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cp.comm.packet import Piece, pack, unpack
 from lightning_cp.job_secret import signed, verified
@@ -21,48 +22,83 @@ _HEADER_BYTES = 8  # length of the field with the header's size
 
 
 class Requests:
-    """Requests of rank 0 on one process group. Both sides count them: a request cannot be repeated or left out.
+    """Messages of one rank to all others of a process group. Both sides count them: none can be repeated or left out.
 
-    Args: group: its first rank sends; None: there is no other rank.
+    Args:
+        group: gloo group; None: there is no other rank.
+        source: global rank of the sender.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group, self._number = group, 0
+    def __init__(self, group: dist.ProcessGroup | None, *, source: int = 0) -> None:
+        self._group, self._source, self._number = group, source, 0
 
     def send(self, fields: Mapping[str, Any], arguments: PlainData) -> None:
-        """Send a request to all other ranks. Ranks: 0; the others call `receive`.
+        """Send a message to all other ranks. Ranks: the sender; the others call `receive`.
 
-        Args: fields: plain values of JSON. arguments: arguments of a call.
+        Args: fields: plain values of JSON. arguments: arguments or results of a call.
         Raises: CallFailedError: another rank has exited.
         """
         if self._group is None:
             return
         data = bytes_tensor(signed(to_bytes(fields, arguments), self._purpose()))
-        with _naming_lost_ranks("with a request of rank 0"):
-            dist.broadcast(torch.tensor([data.numel()]), src=0, group=self._group)
-            dist.broadcast(data, src=0, group=self._group)
+        with _naming_lost_ranks(f"with a message of rank {self._source}"):
+            dist.broadcast(torch.tensor([data.numel()]), src=self._source, group=self._group)
+            dist.broadcast(data, src=self._source, group=self._group)
 
-    def receive(self) -> tuple[dict[str, Any], PlainData]:
-        """Wait for a request of rank 0. The wait can be interrupted, and the stall watch does not report it.
+    def receive(self, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], PlainData]:
+        """Wait for a message. See `Incoming.read`."""
+        return self.start_receive().read(meanwhile)
 
-        Raises: JobSecretError: the sender is no rank of this job. CallFailedError: rank 0 has exited.
-        """
-        size = torch.zeros(1, dtype=torch.int64)
-        with _naming_lost_ranks("while this rank waited for a request of rank 0"):
-            work: Any = dist.broadcast(size, src=0, group=self._group, async_op=True)
-            poll_s = 0.0005
-            while not work.is_completed():
-                time.sleep(poll_s)
-                poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
-            work.wait()
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, src=0, group=self._group)
-        return from_bytes(verified(data.numpy().tobytes(), self._purpose()))
+    def start_receive(self) -> Incoming:
+        """Start to receive the next message. Read it before the next one is received."""
+        assert self._group is not None, "only a group has messages"
+        return Incoming(self._group, self._source, self._purpose())
 
     def _purpose(self) -> str:
         self._number += 1
-        assert self._group is not None, "only a group has requests"
+        assert self._group is not None, "only a group has messages"
         return f"request {self._number} of group {self._group.group_name}"
+
+
+class Incoming:
+    """A message that another rank sends, or will send."""
+
+    def __init__(self, group: dist.ProcessGroup, source: int, purpose: str) -> None:
+        self._group, self._source, self._purpose = group, source, purpose
+        self._data: Tensor | None = None
+        self._size = torch.zeros(1, dtype=torch.int64)
+        with self._naming_lost_ranks():
+            self._work: Any = dist.broadcast(self._size, src=source, group=group, async_op=True)
+
+    def has_arrived(self) -> bool:
+        """Return True once `read` does not have to wait."""
+        return bool(self._work.is_completed())
+
+    def read(self, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], PlainData]:
+        """Wait for the message; again, return it again. The wait can be interrupted, and the stall watch ignores it.
+
+        Args: meanwhile: called again and again until the message arrives.
+        Raises: JobSecretError: the sender is no rank of this job. CallFailedError: the sender has exited.
+        """
+        if self._data is None:
+            with self._naming_lost_ranks():
+                self._data = self._received(meanwhile)
+        return from_bytes(verified(self._data.numpy().tobytes(), self._purpose))
+
+    def _received(self, meanwhile: Callable[[], None] | None) -> Tensor:
+        poll_s = 0.0005
+        while not self._work.is_completed():
+            if meanwhile is not None:
+                meanwhile()
+            time.sleep(poll_s)
+            poll_s = min(_LONGEST_POLL_S, 1.2 * poll_s)
+        self._work.wait()
+        data = torch.empty(int(self._size), dtype=torch.uint8)
+        dist.broadcast(data, src=self._source, group=self._group)
+        return data
+
+    def _naming_lost_ranks(self) -> AbstractContextManager[None]:
+        return _naming_lost_ranks(f"while this rank waited for a message of rank {self._source}")
 
 
 @contextmanager

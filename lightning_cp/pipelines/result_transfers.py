@@ -102,6 +102,7 @@ class ResultTransfers:
     def forget_oldest(self) -> None:
         """Forget the shapes and positions of the oldest results. Ranks: see `forms.forget_oldest`."""
         forget_oldest(self._forms)
+        self._pieces = {key: pieces for key, pieces in self._pieces.items() if key in self._forms}  # `put` needs both
         sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]
         newest = takewhile(lambda total: total <= _MOST_BYTES, accumulate(reversed(sizes)))
         forget_oldest(self._pieces, max(sum(1 for _ in newest), 1))

@@ -28,6 +28,6 @@ PLANS = {
         refused={
             "attention_kwargs.batch_flag": "it packs several samples into one sequence, and each would have to be split"
         },
-        patches=patches("text", "image", whole="its attention mask is made from the tokens of all patches"),
+        patches=patches("text", "image"),
     ),
 }

@@ -39,7 +39,7 @@ PLANS = {
         gather={"proj_out": split(1, "image"), "audio_proj_out": split(1, "audio")},
         needed=("audio",),
         unused=("av_cross_attn_*", "transformer_blocks.*"),
-        patches=patches("image", "audio", whole="the mask of its self-attention is made for the tokens of all patches"),
+        patches=patches("image", "audio"),
     ),
     "SanaWMLTX2RefinerTransformer3DModel": Plan(
         inputs={"hidden_states": split(1, "image"), "timestep": split(1, "image", ndim=(2, 3))},

@@ -177,7 +177,6 @@ class Patches:
 
     Attributes:
         order: order of the modalities' tokens in attention over several of them.
-        whole: reason why the tokens cannot be computed in patches, so only `patches=1` is valid; "": they can.
         stages: False: the model needs outputs or weights of other blocks than the one before a block, so all blocks
             run on every rank.
         samples: False: arguments cannot be divided by samples, so stages compute a batch whole, and `cfg` above 1 is
@@ -192,7 +191,6 @@ class Patches:
     """
 
     order: Modalities
-    whole: str = ""
     stages: bool = True
     samples: bool = True
     once: tuple[str, ...] = ()

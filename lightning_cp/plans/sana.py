@@ -8,7 +8,6 @@ from lightning_cp.plans.plan import LOCAL, Attention, Plan, patches, rows, split
 _SELF = Attention(
     ("image",), form="linear", replaces_processors=("SanaLinearAttnProcessor2_0", "SanaLinearAttnProcessor3_0")
 )
-_STAGES = patches("image", whole="its linear attention and its convolutions need the tokens of all patches")
 PLANS = {
     "SanaTransformer2DModel": Plan(
         inputs={
@@ -19,7 +18,7 @@ PLANS = {
         halos={"transformer_blocks.*.ff.conv_depth": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"proj_out": split(1, "image")},
-        patches=_STAGES,
+        patches=patches("image"),
     ),
     "SanaVideoTransformer3DModel": Plan(
         inputs={
@@ -37,6 +36,6 @@ PLANS = {
         halos={"transformer_blocks.*.ff.conv_temp": (2, "image")},
         attention={"attn1": _SELF, "attn2": LOCAL},
         gather={"transformer_blocks.-1": split(1, "image")},
-        patches=_STAGES,
+        patches=patches("image"),
     ),
 }

@@ -28,6 +28,8 @@ def latents_of(pipe: Any, name: str, **others: Any) -> Tensor:
     """The latents that the pipeline makes; `others` are arguments of its call."""
     tiny = table(PIPES[name])[name]
     inputs = {**tiny.inputs(), "num_inference_steps": STEPS, **others}
+    if "pyramid_num_inference_steps_list" in inputs:  # steps of each resolution
+        inputs["pyramid_num_inference_steps_list"] = [inputs.pop("num_inference_steps")] * 3
     value = getattr(pipe(**inputs, generator=torch.Generator().manual_seed(7)), tiny.output)
     return torch.as_tensor(value if isinstance(value, Tensor) else value[-1])
 

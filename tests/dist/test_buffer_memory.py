@@ -182,6 +182,7 @@ def _held(rank: int, world: int, name: str, degrees: dict[str, int], settings: d
         pytest.param("flux", 3, {"ulysses_degree": 3}, {}, marks=pytest.mark.full, id="ulysses"),
         pytest.param("wan", 4, {"ring_degree": 2, "ulysses_degree": 2}, {}, marks=pytest.mark.full, id="both"),
         pytest.param("hunyuan_video", 2, {}, {"pipe": 2}, marks=pytest.mark.full, id="masked"),
+        pytest.param("sana", 2, {"ulysses_degree": 2}, {}, id="linear"),
         pytest.param("wan", 2, {}, {"cfg": 2}, id="branches"),
     ],
 )

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from lightning_cp.comm.messages import all_to_all
 from lightning_cp.comm.packet import Layout, layout_of
-from lightning_cp.comm.packets import exchange_packets
 from lightning_cp.comm.ring_exchange import RingGradReducer, rotate
-from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.comm.transfer import all_gather_ints, exchange_flat, gather_flat
 from tests.harness import RankPool
 
 
@@ -70,19 +69,22 @@ def test_messages_of_uneven_sizes_reach_their_ranks(run_ranks: RankPool, world: 
     run_ranks(world, _swap)
 
 
-def _packets(rank: int, world: int, sizes: list[int]) -> None:
+def _flat(rank: int, world: int, sizes: list[int]) -> None:
+    """Each rank sends `sizes[rank]` bytes to each rank, then to all."""
     group = dist.group.WORLD
     assert group is not None
-    outgoing = [torch.full((sizes[rank],), 10 * rank + target, dtype=torch.uint8) for target in range(world)]
-    incoming = torch.split(torch.zeros(sum(sizes), dtype=torch.uint8), sizes)
-    found = exchange_packets(outgoing, incoming, group=group)
-    assert found.by_rank[rank] is outgoing[rank], "ours is not sent"
-    found.wait()
-    found.wait()
-    for source, packet in enumerate(found.by_rank):
-        assert torch.equal(packet, torch.full((sizes[source],), 10 * source + rank, dtype=torch.uint8))
+    sent = torch.cat([torch.full((sizes[rank],), 10 * rank + to, dtype=torch.uint8) for to in range(world)])
+    received, gathered = (torch.full((sum(sizes),), 99, dtype=torch.uint8) for _ in range(2))
+    expected = torch.cat([torch.full((n,), 10 * source + rank, dtype=torch.uint8) for source, n in enumerate(sizes)])
+    equal = sizes.count(sizes[0]) == world
+    pending = exchange_flat(sent, received, None if equal else ([sizes[rank]] * world, sizes), group=group)
+    pending.wait()
+    pending.wait()
+    assert torch.equal(received, expected)
+    gather_flat(sent[: sizes[rank]], gathered, sizes, group=group).wait()
+    assert torch.equal(gathered, expected - rank)
 
 
-@pytest.mark.parametrize("sizes", [[2], [3, 0], [1, 4, 2], [0, 5, 0, 1]], ids=str)
-def test_every_rank_gets_its_packet_from_each(run_ranks: RankPool, sizes: list[int]) -> None:
-    run_ranks(len(sizes), _packets, sizes)
+@pytest.mark.parametrize("sizes", [[2], [0, 0], [3, 3, 3], [3, 0], [1, 4, 2], [0, 5, 0, 1]], ids=str)
+def test_every_rank_gets_its_bytes_from_each(run_ranks: RankPool, sizes: list[int]) -> None:
+    run_ranks(len(sizes), _flat, sizes)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_cp.attention import call, context_parallel_attention, gathered, keys
+from lightning_cp.attention import call, context_parallel_attention, gathered, joint_heads, keys
 from lightning_cp.comm import messages, packets
 from lightning_cp.comm import ring_exchange as rotation
 from lightning_cp.comm.transfer import Pending
@@ -60,16 +60,33 @@ def counted() -> Iterator[Traffic]:
         traffic.ring_bytes += sum(buffer.nbytes for _, buffer in sends)
         traffic.log.append("send")
 
+    def of_gather(mine: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.ring_exchanges += 1
+        traffic.ring_bytes += mine.nbytes * (group.size() - 1)
+        traffic.log.append("send")
+
+    def of_grads(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.ring_exchanges += 1
+        traffic.ring_bytes += _to_others(sent, sizes, group)
+        traffic.log.append("send")
+
     def of_ulysses(sends: Any, receives: Any, *, group: dist.ProcessGroup) -> None:
         traffic.ulysses_exchanges += 1
         traffic.ulysses_bytes += sum(buffer.nbytes for _, buffer in sends)
+
+    def of_joint_heads(sent: Any, received: Any, sizes: Any, *, group: dist.ProcessGroup) -> None:
+        traffic.ulysses_exchanges += 1
+        traffic.ulysses_bytes += _to_others(sent, sizes, group)
 
     def sizes(*_: Any, **__: Any) -> None:
         traffic.size_exchanges += 1
 
     patch(rotation, "exchange", of_ring)
-    patch(packets, "exchange", of_ring)
+    patch(packets, "gather_flat", of_gather)
+    patch(gathered, "gather_flat", of_gather)
+    patch(gathered, "exchange_flat", of_grads)
     patch(messages, "exchange", of_ulysses)
+    patch(joint_heads, "exchange_flat", of_joint_heads)
     patch(call, "all_gather_ints", sizes)
     patch(Pending, "wait", lambda *_: traffic.log.append("wait"))
     patch(keys, "attend", lambda *_, **__: traffic.log.append("attend"))
@@ -79,6 +96,11 @@ def counted() -> Iterator[Traffic]:
     finally:
         for module, name, original in reversed(patched):
             setattr(module, name, original)
+
+
+def _to_others(sent: Tensor, sizes: tuple[list[int], list[int]] | None, group: dist.ProcessGroup) -> int:
+    """Bytes of a flat all-to-all without this rank's own part."""
+    return sent.nbytes - (sent.nbytes // group.size() if sizes is None else sizes[0][group.rank()])
 
 
 def _problem(ring: int, ulysses: int, **more: Any) -> Problem:
@@ -240,9 +262,9 @@ def _in_slices(rank: int, world: int, problem: Problem, heads: int) -> tuple[Tra
 @pytest.mark.parametrize("world", [3, 4])
 def test_the_next_heads_are_gathered_while_these_are_computed(run_ranks: RankPool, world: int) -> None:
     problem = _problem(world, 1, kv_heads=H, heads=H)
-    for traffic in run_ranks(world, _in_slices, problem, 4):
+    for rank, traffic in enumerate(run_ranks(world, _in_slices, problem, 4)):
         forward, backward = ([x for x in one.log if x != "wait"] for one in traffic)
-        stretches = world  # of the first heads: our keys, then each other rank's
+        stretches = 1 + (rank > 0) + (rank < world - 1)  # of the first heads: our keys, then those before, those after
         assert forward == ["send", "send", *["attend"] * stretches, "send", "attend", "attend"]
         # and each slice's gradients go home while the next heads are computed
         first, middle, last = ["grads"] * stretches, ["send", "send", "grads"], ["send", "grads", "send"]
@@ -316,5 +338,5 @@ def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, rotat
 def test_ulysses_keeps_what_it_exchanged_for_backward(run_ranks: RankPool) -> None:
     """Bytes of the local tensors: q, k, v, out and lse of all tokens and a third of the heads."""
     for names, bytes_ in run_ranks(3, _saved, _problem(1, 3)):
-        assert names == ["other"] * 6
+        assert names == ["other"] * 6  # q, k and v in one tensor, two empty ones
         assert bytes_ == B * S * ((2 * H + 2 * G) * D + H) * 4 + (1 + 3 * 3) * 8

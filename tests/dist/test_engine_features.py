@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
-from lightning_cp.attention import call, gathered, keys, operator
-from lightning_cp.comm import messages
+from lightning_cp.attention import call, gathered, joint_heads, keys, operator
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -139,7 +138,7 @@ def _checkpointed(rank: int, world: int, ring: int, how: str) -> tuple[int, int,
         model.enable_gradient_checkpointing()
     if how == "selective":
         model.enable_gradient_checkpointing(gradient_checkpointing_func=selective_checkpoint)
-    exchanges = mock.patch.object(operator, "exchange_lengths", wraps=operator.exchange_lengths)
+    exchanges = mock.patch.object(operator, "prepare", wraps=operator.prepare)
     with exchanges as attentions, counted() as traffic:
         _, found = outcome(model, arguments)
     sent = traffic.ring_bytes + traffic.ulysses_bytes
@@ -182,13 +181,13 @@ def test_torch_checkpoints_of_two_lengths_replay_each_its_own(run_ranks: RankPoo
 def kernels_used(action: Callable[[], object]) -> set[str]:
     """Names of the kernels that attention asked for."""
     asked: set[str] = set()
-    original = keys.choose_kernel
+    original = keys.Ring.kernel_for
 
-    def choose(name: str, *args: Any) -> Any:
-        asked.add(name)
-        return original(name, *args)
+    def kernel_for(ring: keys.Ring, *args: Any) -> Any:
+        asked.add(ring.kernel)
+        return original(ring, *args)
 
-    with mock.patch.object(keys, "choose_kernel", choose):
+    with mock.patch.object(keys.Ring, "kernel_for", kernel_for):
         action()
     return asked
 
@@ -333,8 +332,8 @@ def _exchanges(rank: int, world: int, name: str, ring: int, ulysses: int) -> tup
     with (
         torch.no_grad(),
         mock.patch.object(call, "all_gather_ints", wraps=call.all_gather_ints) as sizes,
-        mock.patch.object(gathered, "exchange_packets", wraps=gathered.exchange_packets) as packets,
-        mock.patch.object(messages, "exchange", wraps=messages.exchange) as swaps,
+        mock.patch.object(gathered, "gather_flat", wraps=gathered.gather_flat) as packets,
+        mock.patch.object(joint_heads, "exchange_flat", wraps=joint_heads.exchange_flat) as swaps,
     ):
         model(**arguments)
     return sizes.call_count, packets.call_count, swaps.call_count

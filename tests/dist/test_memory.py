@@ -162,6 +162,6 @@ def _sharded_step_peak(rank: int, world: int, degree: str) -> int:
 @pytest.mark.parametrize("mode", [pytest.param("ring_degree", marks=pytest.mark.full), "ulysses_degree"])
 @pytest.mark.parametrize("world", DEGREES)
 def test_a_training_step_on_sharded_tokens_allocates_its_share(run_ranks: RankPool, world: int, mode: str) -> None:
-    alone = max(run_ranks(1, _sharded_step_peak, mode))
+    alone, factor = max(run_ranks(1, _sharded_step_peak, mode)), 1.15 if mode == "ulysses_degree" else 1.1
     for peak in run_ranks(world, _sharded_step_peak, mode):
-        assert peak <= 1.1 * alone / world
+        assert peak <= factor * alone / world  # with Ulysses, the pool keeps buffers for q, k and v, and for the output

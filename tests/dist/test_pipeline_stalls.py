@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.stall import current_watch
 from lightning_cp.pipelines import Leader, follow
@@ -16,9 +18,9 @@ AFTER_S, NAP_S = 0.6, 2.0
 SMALL = {**sd3.TINY["sd3"].inputs(), "num_inference_steps": 1}
 
 
-def _parallel(world: int, **settings: Any) -> Any:
+def _parallel(ring: int, **settings: Any) -> Any:
     pipe = sd3.TINY["sd3"].make()
-    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world), **settings)
+    parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=ring), **settings)
     return pipe
 
 
@@ -53,6 +55,50 @@ def test_a_stalled_call_is_reported_from_any_thread_and_idle_followers_are_not(r
     for of_call, _ in (reports[0], reports[2]):  # on a busy machine, there may be other stalls
         assert any("rank 1 is in no collective" in text and "in nap)" in text for text in of_call), of_call
     assert not any(is_reported for _, is_reported in reports)
+
+
+def _stalls_of_groups(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Two data groups. Return the reports while only that of rank 0 makes calls, and those of a stall in the other."""
+    pipe = _parallel(2, stall_s=AFTER_S)
+    messages, step = list[str](), pipe.scheduler.step
+    watch: Any = current_watch()
+    watch._report = messages.append
+    idle = list[str]()
+
+    def nap(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(NAP_S if rank == 3 else 0)
+        return step(*args, **kwargs)
+
+    def note_idle() -> None:
+        idle.extend(messages)
+        pipe.scheduler.step = nap
+
+    pipe.note_idle = note_idle
+
+    def loop(leader: Leader) -> None:
+        until = time.monotonic() + NAP_S
+        while time.monotonic() < until:
+            leader(**SMALL)
+        leader.method("note_idle")
+        inside, done = threading.Event(), threading.Event()
+        wait = lambda *_: inside.set() or (done.wait() and {})  # noqa: E731  # in rank 0's data group
+        thread = threading.Thread(target=lambda: leader(**SMALL, callback_on_step_end=wait))
+        thread.start()
+        inside.wait()
+        leader(**SMALL)
+        done.set()
+        thread.join()
+
+    follow(pipe, loop)
+    return idle, messages[len(idle) :]
+
+
+@pytest.mark.full
+def test_an_idle_data_group_is_not_reported_and_a_stalled_one_is(run_ranks: RankPool) -> None:
+    reports = run_ranks(4, _stalls_of_groups, timeout_s=120)
+    for idle, _ in reports[2:]:
+        assert idle == []
+    assert any("rank 3 is in no collective" in text and "in nap)" in text for text in reports[2][1]), reports[2]
 
 
 def _watches(rank: int, world: int) -> list[object]:

@@ -20,7 +20,7 @@ from lightning_cp import (
     parallelize_pipeline,
 )
 from lightning_cp.attention import operator
-from lightning_cp.attention.ulysses import tokens_to_heads
+from lightning_cp.attention.ring import ring_forward
 from lightning_cp.engine.apply import installed_on
 from lightning_cp.errors import PeerMismatchError
 from lightning_cp.fabric import ContextParallelFSDPStrategy, ContextParallelStrategy
@@ -92,16 +92,15 @@ def _divided(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, set[i
     model, tokens, heads = wan().build(), list[int](), set[int]()
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
 
-    def exchanged(*args: Any, **kwargs: Any) -> Any:
-        found = tokens_to_heads(*args, **kwargs)
-        heads.add(found[0].shape[2])
-        return found
+    def attended(q: Tensor, *args: Any, **kwargs: Any) -> Any:
+        heads.add(q.shape[2])
+        return ring_forward(q, *args, **kwargs)
 
     apply_context_parallel(model, config, shares=SHARES[world])
     model.blocks[0].attn1.register_forward_pre_hook(
         lambda module, args, kwargs: tokens.append(_first(args, kwargs)), with_kwargs=True
     )
-    with mock.patch.object(operator, "tokens_to_heads", exchanged):
+    with mock.patch.object(operator, "ring_forward", attended):
         model(**wan().arguments(), return_dict=False)
     return tokens[0], heads
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -10,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
+from lightning_cp.engine.peer_samples import intervals
 from lightning_cp.pipelines import forms, parallel_pipeline, result_transfers
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
@@ -57,6 +60,42 @@ def test_new_sizes_do_not_fill_the_memory(run_ranks: RankPool, world: int, setti
         assert fake == 0
 
 
+_ROUNDS = (  # other numbers of tokens in each size of the first three
+    [(12, 20), (16, 20), (20, 20), (24, 20)],
+    [(28, 20), (32, 20), (36, 20), (40, 20)],
+    [(44, 20), (48, 20), (52, 20), (56, 20)],
+    [(12, 20), (16, 20), (20, 20), (24, 20)],
+)
+
+
+def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[str, int]]:
+    """The number of tensors, lists and forms in the process, after each round of sizes."""
+    pipe = make_pipe("flux")
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    found = []
+    with mock.patch.object(forms, "_MOST_SHAPES", _MOST):
+        for sizes in _ROUNDS:
+            for height, width in sizes:
+                latents_of(pipe, "flux", height=height, width=width)
+            intervals.cache_clear()  # it is bounded, but not by these sizes
+            gc.collect()
+            counts = Counter(type(x).__name__ for x in gc.get_objects())
+            found.append({name: counts[name] for name in ("Tensor", "Form", "Piece", "TreeSpec", "list", "dict")})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(2, {"pipe": 2, "patches": 3}), pytest.param(3, {"pipe": 3, "patches": 1}, marks=pytest.mark.full)],
+)
+def test_the_number_of_kept_objects_stops_growing(run_ranks: RankPool, world: int, settings: dict[str, Any]) -> None:
+    """The last round has sizes that were forgotten."""
+    for _, full, _, last in run_ranks(world, _kept_objects, settings):  # the second round fills all tables
+        assert full["Form"] >= _MOST
+        for name, count in last.items():  # one object of each size would be 8 after two rounds
+            assert count - full[name] <= 4, name
+
+
 def test_the_oldest_entries_are_forgotten() -> None:
     table: dict[Any, int] = {i: i for i in range(300)}
     forms.forget_oldest(table)
@@ -70,7 +109,11 @@ def test_the_oldest_entries_are_forgotten() -> None:
 def test_the_positions_of_the_newest_sizes_fit_into_their_limit() -> None:
     transfers = result_transfers.ResultTransfers(mock.Mock(), [], mock.Mock())
     for i in range(6):
+        transfers._forms[i] = mock.Mock()
         transfers._pieces[i] = [[torch.zeros(10, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]]  # 120 bytes
     with mock.patch.object(result_transfers, "_MOST_BYTES", 400):
         transfers.forget_oldest()
     assert list(transfers._pieces) == [3, 4, 5]
+    with mock.patch.object(forms, "_MOST_SHAPES", 2):
+        transfers.forget_oldest()
+    assert list(transfers._pieces) == [4, 5]  # without their shapes, they are of no use

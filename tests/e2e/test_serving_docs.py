@@ -60,13 +60,14 @@ def _answers(port: int) -> bool:
     return False
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[tuple[int, subprocess.Popen[str]]]:
-    """Port and process of the service, with 2 ranks."""
+@pytest.fixture(params=[1, 2])
+def service(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """Port and process of the service, with 2 ranks: in one data group, or two."""
     _pipe().save_pretrained(tmp_path / "model")
     (tmp_path / "serve.py").write_text(PROGRAM)
     port = _free_port()
     environ = {**os.environ, "MODEL": str(tmp_path / "model"), "PORT": str(port), "OMP_NUM_THREADS": "1"}
+    environ["GROUPS"] = str(request.param)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "serve.py"]
     with subprocess.Popen(
         command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

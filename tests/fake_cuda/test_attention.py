@@ -14,6 +14,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig
 from lightning_cp.attention import context_parallel_attention, operator, start_ulysses
 from lightning_cp.attention.call import Lengths
+from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
@@ -67,12 +68,12 @@ def check(
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)
     groups = groups_for(config)
     settings = (causal, 0.125, kv_heads != 8, list(lengths), list(lengths), groups.name, rotate_method, wide, kernel)
-    encoded_lengths = operator.encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
+    encoded_lengths = encode_lengths(Lengths(lengths, lengths, mask, (lengths[RANK],) * WORLD))
     with fake_cuda() as recorder:
         q = torch.empty(2, lengths[RANK], 8, 64, device="cuda", dtype=dtype)
         k, v = (torch.empty(2, lengths[RANK], kv_heads, 64, device="cuda", dtype=dtype) for _ in range(2))
         given = mask_of(mask, lengths)
-        found = operator.attention._init_fn(q, k, v, given, *settings, with_lse)
+        found = operator.run_attention(q, k, v, given, *settings, with_lse)
         promised = torch.ops.lightning_cp.attention(q, k, v, given, *settings, with_lse)
         compare(found, promised)
         out, lse, *kept, _ = found
@@ -81,7 +82,7 @@ def check(
         grad_lse = torch.empty_like(lse) if with_lse else None
         rest = (list(k.shape), causal, 0.125, groups.name, rotate_method, wide, kernel)
         backward = (torch.empty_like(out), grad_lse, saved, seen, encoded_lengths, *rest)
-        grads = operator.attention_backward._init_fn(*backward)
+        grads = operator.run_attention_backward(*backward)
         compare(grads, torch.ops.lightning_cp.attention_backward(*backward))
         shapes = (list(q.shape), list(k.shape))
         rest = (with_lse, causal, 0.125, groups.name, rotate_method, wide, "auto")

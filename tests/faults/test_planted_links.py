@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightning_cp.app.runs.saved_settings import _save
+from lightning_cp import files
+from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.errors import CacheError
-from lightning_cp.files import PRIVATE, no_link
+from lightning_cp.files import PRIVATE, new_file, no_link, writing_new
 from lightning_cp.latent_cache.locks import lock_file
 from tests.faults.writers import TEXT, WRITERS, outcome, prepare, settings, write_atomically
 
@@ -57,15 +58,38 @@ def test_files_that_are_continued_may_be_no_links_or_fifos(tmp_path: Path) -> No
             raise AssertionError("opened")
 
 
+def test_a_folder_may_be_a_link_of_its_owner_but_of_no_stranger(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run" / "a").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.json").write_text("precious")
+    link = tmp_path / "run" / "linked"
+    link.symlink_to(tmp_path / "elsewhere")
+    new_file(link / "y.json")
+    owners: dict[str, int] = {str(link): 7}
+    monkeypatch.setattr(files, "_owner", lambda path: owners.get(str(path), os.geteuid()))
+    message = "linked is a link of another user, which is not followed"
+    for name in ("x.json", "z.json"):
+        with pytest.raises(OSError, match=message), writing_new(link / name):
+            raise AssertionError("created")
+        with pytest.raises(OSError, match=message), open(link / name, "a", opener=no_link):
+            raise AssertionError("opened")
+    assert (tmp_path / "elsewhere" / "x.json").read_text() == "precious"
+    assert not (tmp_path / "elsewhere" / "z.json").exists()
+    owners[f"{tmp_path / 'run'}/."] = 7  # all of it is the other user's, as in a container that mounts their folder
+    new_file(link / "y.json")
+
+
 def test_files_with_settings_are_private(tmp_path: Path) -> None:
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "config.yaml").write_text("of an earlier run")
     (tmp_path / ".hydra" / "config.yaml").chmod(0o644)
     outcome(tmp_path).write(tmp_path)
-    _save(settings(tmp_path))
+    save_settings(tmp_path, *settings())
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.name for path in files} == {"config.yaml", "hydra.yaml", "overrides.yaml", "0.json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {PRIVATE}
     assert (tmp_path / ".hydra" / "config.yaml").read_text() == "token: x\nhere: ${token}\n"
     assert (tmp_path / ".hydra" / "overrides.yaml").read_text() == "- token=x\n"
-    assert (tmp_path / ".hydra" / "hydra.yaml").read_text().startswith("hydra:\n  runtime:\n")
+    assert (tmp_path / ".hydra" / "hydra.yaml").read_text().startswith("hydra:\n  overrides:\n")

@@ -18,7 +18,7 @@ from lightning_cp.app.benchmark.report import write_csv
 from lightning_cp.app.benchmark.trained_digits import Panel, draw_panels
 from lightning_cp.app.denoisers import CONDITIONING_FILE, save_conditioning
 from lightning_cp.app.runs.outcome import Outcome, Status
-from lightning_cp.app.runs.saved_settings import _save
+from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.app.runs.sweep import draw_sweep, summarise
 from lightning_cp.app.sampling.media import write_sample
 from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_curve
@@ -51,9 +51,10 @@ def outcome(folder: Path) -> Outcome:
     return Outcome(0, ["token=x"], {}, Status.FINISHED, "", 0, 3, 0.1, 0.1, 0.1, 9.0, 1.0, run)
 
 
-def settings(folder: Path) -> Any:
-    hydra = {"runtime": {"output_dir": str(folder)}, "overrides": {"task": ["token=x"]}}
-    return OmegaConf.create({"token": "x", "here": "${token}", "hydra": hydra})
+def settings() -> Any:
+    """Return a configuration and Hydra's own settings."""
+    hydra = {"hydra": {"overrides": {"task": ["token=x"]}}}
+    return OmegaConf.create({"token": "x", "here": "${token}"}), OmegaConf.create(hydra)
 
 
 def write_atomically(path: Path) -> None:
@@ -111,7 +112,7 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "outcome": (".outcomes/0.partial", lambda folder: outcome(folder).write(folder)),
     "sweep": ("sweep.csv", summarise),
     "curves of a sweep": ("sweep.png", lambda folder: draw_sweep([outcome(folder)], folder / "sweep.png")),
-    "settings": (".hydra/config.yaml", lambda folder: _save(settings(folder))),
+    "settings": (".hydra/config.yaml", lambda folder: save_settings(folder, *settings())),
     "manifest": (MANIFEST, lambda folder: Manifest(1, 1.0, {}, {"a": TEXT}).write(folder)),
     "conditioning": (CONDITIONING_FILE, lambda folder: save_conditioning(torch.nn.Linear(2, 2), folder, writes=True)),
     "table of a benchmark": ("bench.csv", lambda folder: write_csv([], folder / "bench.csv")),

@@ -151,6 +151,54 @@ def test_wan_in_patches_is_the_reference(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @dataclass
+class KeptRows:
+    """A tensor that is kept between evaluations. The evaluation of a patch replaces the rows of this patch only.
+
+    Attributes: rows: number of rows. dim: dim of the tensor with the rows, or with their tokens.
+    """
+
+    reference: Reference
+    rows: int
+    dim: int
+    kept: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = x.clone()
+        patch, tokens = self.reference.patch, x.shape[self.dim] // self.rows
+        first, last = (0, self.rows) if patch is None else _bounds(self.rows)[patch]
+        start, length = first * tokens, (last - first) * tokens
+        self.kept.narrow(self.dim, start, length).copy_(x.narrow(self.dim, start, length))
+        return self.kept.clone()
+
+
+@pytest.mark.parametrize(("name", "convolution"), [("sana", "conv_depth"), ("sana_video", "conv_temp")])
+def test_sana_in_patches_is_the_reference(name: str, convolution: str) -> None:
+    """Linear attention keeps keys and values; the convolution between rows (or frames) keeps its input."""
+    model, arguments = TINY[name].build(), TINY[name].arguments()
+    start = arguments["hidden_states"]
+    reference, number = Reference(()), start.shape[2]
+    for block in model.transformer_blocks:
+        for layer in (block.attn1.to_k, block.attn1.to_v):
+            keys = KeptRows(reference, number, 1)
+            layer.register_forward_hook(lambda module, args, output, keys=keys: keys(output))
+        rows = KeptRows(reference, number, 2)
+        layer = getattr(block.ff, convolution)
+        layer.register_forward_pre_hook(lambda module, args, rows=rows: (rows(args[0]),))
+
+    def rows_of(out: Tensor, patch: int) -> Tensor:
+        return out[:, :, slice(*_bounds(number)[patch])]
+
+    expected = _reference(lambda x: _run(model, {**arguments, "hidden_states": x}), reference, start, rows_of)
+    for a, b in zip(expected, _ours(TINY[name].build(), arguments, ("image",)), strict=True):
+        assert float((a - b).abs().max()) < 1e-12
+    plain = start
+    for _ in range(STEPS):
+        plain = plain - 0.3 * _run(TINY[name].build(), {**arguments, "hidden_states": plain})
+    assert float((plain - expected[-1]).abs().max()) > 1e-6  # patches are not exact, so the comparison means something
+
+
+@dataclass
 class _Rows:
     """Some tokens of a tensor [frames, rows, columns, ...], for assignment."""
 

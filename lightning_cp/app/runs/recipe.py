@@ -18,6 +18,7 @@ from lightning_cp.app.runs import slurm, sweep
 from lightning_cp.app.runs.certificate import certify
 from lightning_cp.app.runs.resume import AUTO, identity_of, requeued_checkpoint, resumed_checkpoint
 from lightning_cp.app.runs.run_folder import check_writable, locked
+from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.finetune import check_groups, is_finetuning
@@ -143,6 +144,8 @@ def attempt(config: DictConfig, env: LauncherEnv | None, *, target: str, check: 
             hydra_dir = stack.enter_context(temporary_folder())
         else:
             remove_partials(Path(run.config.output_root))
+            if HydraConfig.initialized() and run_dir.resolve() != Path(HydraConfig.get().runtime.output_dir).resolve():
+                save_settings(run_dir, config, HydraConfig.instance().cfg)  # run_dir=… was given, not hydra.run.dir
             if run.resumes_requeued:
                 print(printable(f"SLURM restarted this job: it resumes from {run.config.resume}"), flush=True)
             elif config.get("resume") == AUTO and run.config.resume is None:

@@ -20,7 +20,7 @@ from lightning_cp.app.settings.table import SettingsError, check_values, read, s
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
 from lightning_cp.errors import MediaError
-from lightning_cp.files import read_json
+from lightning_cp.files import read_json, why_not_regular
 from lightning_cp.launch.external import LauncherEnv
 from lightning_cp.launch.machine import Machine
 
@@ -152,7 +152,7 @@ def _check_pipeline(config: DictConfig) -> None:
         raise SettingsError(f"warmup={config.warmup} has no meaning with patches=1, which is exact: leave it out")
     image = config.call.get("image", config.image)
     if image is not None and not Path(image).is_file():
-        raise SettingsError(f"image={image} does not exist: must be the path of an image file")
+        raise SettingsError(f"image={image} {why_not_regular(image)}: must be the path of an image file")
     if image is not None and config.per_call > 1:
         raise SettingsError(f"per_call={config.per_call} is not valid with an image: must be 1")
 
@@ -165,7 +165,8 @@ def _check_prompts(value: Any, kind: str | None) -> None:
         )
     if isinstance(value, str) and _looks_like_path(value) and not _is_file(value):
         raise SettingsError(
-            f"prompts={value} looks like a path, but there is no such file; for a text, use a list: prompts=[{value}]"
+            f"prompts={value} looks like a path, but it {why_not_regular(value)}; for a text, use a list: "
+            f"prompts=[{value}]"
         )
     takes_classes, takes_texts = kind is None or kind in _BY_CLASS, kind not in _BY_CLASS
     for entry in _entries(value) or ():

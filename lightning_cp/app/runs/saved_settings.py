@@ -31,7 +31,22 @@ class SaveSettings(Callback):
 
     @override
     def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
-        _as_first_rank(lambda: _save(config))
+        settings = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+        hydra = OmegaConf.masked_copy(config, "hydra")
+        _as_first_rank(lambda: save_settings(Path(config.hydra.runtime.output_dir), settings, hydra))
+
+
+def save_settings(run_dir: Path, config: DictConfig, hydra: Any) -> None:
+    """Write config.yaml, hydra.yaml and overrides.yaml, with interpolations, readable by their owner only.
+
+    Args: run_dir: folder of a run; the files are in its folder `.hydra`. hydra: Hydra's own settings, under "hydra".
+    Raises: OSError: a file cannot be written; names it.
+    """
+    folder = run_dir / FOLDER
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, values in {"config": config, "hydra": hydra, "overrides": hydra.hydra.overrides.task}.items():
+        _write(folder / f"{name}.yaml", values)
 
 
 def _as_first_rank(write: Callable[[], object]) -> None:
@@ -43,19 +58,6 @@ def _as_first_rank(write: Callable[[], object]) -> None:
     except OSError as error:
         print_error(error)
         raise SystemExit(_FAILED_EXIT_CODE) from None
-
-
-def _save(config: DictConfig) -> None:
-    folder = Path(config.hydra.runtime.output_dir) / FOLDER
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "config": OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"]),
-        "hydra": OmegaConf.masked_copy(config, "hydra"),
-        "overrides": config.hydra.overrides.task,
-    }
-    for name, values in settings.items():
-        _write(folder / f"{name}.yaml", values)
 
 
 def _write(path: Path, values: Any) -> None:

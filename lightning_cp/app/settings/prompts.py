@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_cp.app.settings.table import Setting, SettingsError, read, show
+from lightning_cp.files import why_not_regular
 from lightning_cp.rules import Integer, Text
 
 
@@ -42,4 +43,4 @@ def _check_images(images: Any, prompts: list[str] | None) -> None:
         raise SettingsError(f"sampling.images={show(images)} is not valid: {expected} ({len(prompts or ())})")
     missing = next((file for file in images if not Path(file).is_file()), None)
     if missing is not None:
-        raise SettingsError(f"sampling.images: {missing} does not exist: {expected}")
+        raise SettingsError(f"sampling.images: {missing} {why_not_regular(missing)}: {expected}")

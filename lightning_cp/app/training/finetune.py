@@ -6,7 +6,6 @@ import math
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from lightning_cp.families.registry import family_class
 from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
-from lightning_cp.finetune.fits import check_cache, check_fits
+from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
 from lightning_cp.finetune.quantize import quantize_base
@@ -38,6 +37,7 @@ from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.objectives import Objective, objective_for
+from lightning_cp.pipelines.encoders import pipeline_class
 from lightning_cp.training.ranks import DataShard
 
 BEST = "best"  # folder of the export with the lowest validation loss
@@ -202,20 +202,14 @@ def _report_range(objective: Objective, family: Family, component: str) -> None:
 
 
 def _check_family(config: DictConfig, family: Family) -> None:
-    """Raise FamilyError if the cache was made for another family than the pipeline's."""
-    import diffusers
-
-    try:
-        name = diffusers.DiffusionPipeline.load_config(config.model.pretrained)["_class_name"]
-        kind = getattr(diffusers, name)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = " ".join(str(error).split())
-        raise FamilyError(f"model.pretrained={config.model.pretrained} cannot be loaded: {reason}") from None
+    """Raise FamilyError if the cache was made for another family than the pipeline's; see also `pipeline_class`."""
+    kind = pipeline_class(config.model.pretrained)
     expected = family_class(kind).name
     if expected != family.name:
         raise FamilyError(
             f"data.path={config.data.path} was encoded for {family.name}, but model.pretrained="
-            f"{config.model.pretrained} is a {name}, of the family {expected}: encode the data with this pipeline"
+            f"{config.model.pretrained} is a {kind.__name__}, of the family {expected}: encode the data with this "
+            "pipeline"
         )
 
 
@@ -241,8 +235,9 @@ def _check_parts(config: DictConfig, cache: LatentCache, family: Family) -> None
             "which is no class of diffusers"
         )
     check_fits(source, component, str(settings.get("_class_name")), settings, cache.sample(0))
-    vae = Path(source) / "vae" / "config.json"
-    check_cache(cache.folder, family, cache.sample(0), source, read_json(vae) if vae.exists() else {})
+    facts = pipeline_facts(folder, family.facts)
+    replaced = [name for name in facts if config.objective.get(name) is not None]
+    check_cache(cache.folder, family, cache.sample(0), source, facts, replaced)
 
 
 def _check_validation(config: DictConfig, cache: LatentCache) -> None:

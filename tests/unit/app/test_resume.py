@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_cp.app.runs import recipe
@@ -77,6 +78,22 @@ def test_only_a_job_that_slurm_has_restarted_says_so(
             monkeypatch.delenv("SLURM_JOB_ID")
     assert OmegaConf.load(tmp_path / "second" / ".hydra" / "resolved.yaml").resume == str(newest)
     assert (f"SLURM restarted this job: it resumes from {newest}" in capsys.readouterr().out) == restarted
+
+
+def test_overrides_are_saved_in_run_dir_where_it_is_not_the_folder_of_hydra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe, "LocalLauncher", _NoRanks)
+    given = [f"output_root={tmp_path}", f"run_dir={tmp_path / 'a'}", "seed=0", "resume=auto"]
+    with initialize_config_dir(CONF, version_base="1.3"):
+        config = compose("train", overrides=[*given, f"hydra.runtime.output_dir={tmp_path}"], return_hydra_config=True)
+    monkeypatch.setattr(HydraConfig.instance(), "cfg", OmegaConf.masked_copy(config, "hydra"))
+    settings = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
+    assert recipe.attempt(settings, None, target="none").failure is None
+    saved = {name: OmegaConf.load(tmp_path / "a" / ".hydra" / f"{name}.yaml") for name in ("config", "overrides")}
+    assert saved["overrides"] == given
+    assert saved["config"] == settings
+    assert not (tmp_path / ".hydra").exists()
 
 
 def test_auto_finds_the_checkpoints_of_its_own_command_only(tmp_path: Path) -> None:

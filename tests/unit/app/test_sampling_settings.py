@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -50,8 +51,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def root(runs: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
-    return Path(shutil.copytree(runs, tmp_path / "runs"))
+    """A copy of it, with a named pipe."""
+    copy = Path(shutil.copytree(runs, tmp_path / "runs"))
+    os.mkfifo(copy / "fifo.txt")
+    return copy
 
 
 def check(root: Path, *overrides: str) -> CheckedRun:
@@ -153,8 +156,10 @@ def test_mp4_needs_what_writes_it_before_anything_starts(root: Path, monkeypatch
         (["source=ROOT/pipe", "prompts=''"], "prompts must be set for a pipeline"),
         (
             ["source=ROOT/pipe", "prompts=no file.txt"],
-            r"no file.txt looks like a path, .* use a list: prompts=\[no file.txt\]",
+            r"no file.txt looks like a path, but it does not exist; .* use a list: prompts=\[no file.txt\]",
         ),
+        (["source=ROOT/pipe", "prompts=ROOT/fifo.txt"], r"fifo\.txt looks like a path, but it is a named pipe"),
+        (["source=ROOT/pipe", "prompts=a", "image=ROOT"], "is a folder: must be the path of an image file"),
         (["source=ROOT/pipe", "prompts=ROOT/prompts"], "/prompts looks like a path"),
         (
             ["source=ROOT/wan", "prompts=[1,2]"],

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import CogVideoXDDIMScheduler, FlowMatchEulerDiscreteScheduler, SchedulerMixin
 from safetensors.torch import save_file
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
-from lightning_cp.finetune.fits import check_cache
+from lightning_cp.families.schedule import diffusion_facts
+from lightning_cp.finetune.fits import check_cache, pipeline_facts
 from lightning_cp.finetune.lora_file import load_lora, read_lora
 
 FACTS: dict[str, Any] = {
@@ -24,11 +27,41 @@ FACTS: dict[str, Any] = {
     "shift": 3.0,
 }
 SAMPLE = {"latents": torch.ones(4, 2, 2), "prompt_embeds": torch.ones(8, 6), "pooled_embeds": torch.ones(6)}
-VAE = {"scaling_factor": 0.25, "shift_factor": 0.5, "latent_channels": 4}
+VAE = {"scaling_factor": ("VAE", 0.25), "shift_factor": ("VAE", 0.5)}
 
 
-def _check(facts: dict[str, Any], sample: dict[str, torch.Tensor], vae: dict[str, Any]) -> None:
-    check_cache(Path("cache"), load_family("flux", {**FACTS, **facts}), {**SAMPLE, **sample}, "pipe", vae)
+def _check(facts: dict[str, Any], sample: dict[str, torch.Tensor], pipeline: dict[str, Any]) -> None:
+    check_cache(Path("cache"), load_family("flux", {**FACTS, **facts}), {**SAMPLE, **sample}, "pipe", pipeline)
+
+
+def _pipeline(folder: Path, scheduler: SchedulerMixin, **index: Any) -> Path:
+    scheduler.save_pretrained(folder / "scheduler")
+    (folder / "model_index.json").write_text(json.dumps(index), encoding="utf-8")
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text(json.dumps({"scaling_factor": 0.25, "block_out_channels": [4]}))
+    return folder
+
+
+def test_facts_of_a_pipeline_are_read_from_its_files(tmp_path: Path) -> None:
+    assert pipeline_facts(tmp_path, FACTS) == {}
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    facts = pipeline_facts(_pipeline(tmp_path / "a", scheduler, boundary_ratio=0.9), [*FACTS, "boundary_ratio"])
+    assert facts == {
+        "scaling_factor": ("VAE", 0.25),
+        "boundary_ratio": ("configuration", 0.9),
+        "shift": ("scheduler", 5.0),
+    }
+    with pytest.raises(
+        FamilyError, match=r"has shift=3\.0, but the scheduler of .* has shift=5\.0: set objective\.shift"
+    ):
+        _check({}, {}, facts)
+    check_cache(Path("cache"), load_family("flux", FACTS), SAMPLE, "pipe", facts, ["shift"])
+    diffusion = _pipeline(tmp_path / "b", CogVideoXDDIMScheduler(prediction_type="v_prediction"))
+    schedule = pipeline_facts(diffusion, ["schedule"])["schedule"][1]
+    assert schedule == json.loads(json.dumps(diffusion_facts(CogVideoXDDIMScheduler(prediction_type="v_prediction"))))
+    (diffusion / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "Flux"}')
+    with pytest.raises(FamilyError, match="_class_name='Flux', which is no scheduler of diffusers"):
+        pipeline_facts(diffusion, ["schedule"])
 
 
 def test_facts_and_dtypes_that_fit_pass() -> None:

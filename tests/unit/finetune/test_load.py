@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning_cp.engine.meta import deferred_loads, load_when_allocated, materi
 from lightning_cp.errors import PlanError
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.stream import stream_weights
-from lightning_cp.finetune.weight_files import INDEX_FILE
+from lightning_cp.finetune.weight_files import INDEX_FILE, SINGLE_FILE
 from tests.pretrained import saved
 
 LOADS: list[Callable[..., nn.Module]] = [load_transformer, meta_transformer]
@@ -183,6 +184,8 @@ def test_pickle_files_are_refused(load: Callable[..., nn.Module], copy: Path) ->
     for path in (*folder.glob("*.safetensors"), folder / INDEX_FILE):
         path.unlink()
     assert "has neither" in error(load, copy)
+    os.mkfifo(folder / SINGLE_FILE)
+    assert error(load, copy).endswith(f"{folder / SINGLE_FILE} is a named pipe, but must be a file")
     torch.save({}, folder / "diffusion_pytorch_model.bin")
     assert "in pickle files only (diffusion_pytorch_model.bin)" in error(load, copy)
 

@@ -145,5 +145,5 @@ def test_quantised_encoders_that_cannot_be_loaded_are_one_line(tmp_path: Path) -
     )
     assert "Unknown quantization type, got unknown" in error("vae", {"quant_method": "unknown"})
     assert "has no attribute" in error("text_encoder", 7)
-    assert error("vae", {}).endswith("Install the package of the quantiser, or use weights that are not quantised")
+    assert error("vae", {}).endswith("Install what the quantiser needs, or use weights that are not quantised")
     load_encoders(str(folder), torch.float32)

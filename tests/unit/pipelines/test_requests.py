@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,7 +10,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux.pipeline_output import FluxPipelineOutput
 from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
+from diffusers.pipelines.ltx2.pipeline_output import LTX2PipelineOutput
+from diffusers.utils import BaseOutput
 from PIL import Image
 
 from lightning_cp.errors import CallFailedError
@@ -111,6 +115,24 @@ def test_dataclasses_of_diffusers_arrive_and_no_other_class_is_named() -> None:
     for module, name in [("subprocess", "Popen"), ("diffusers.pipelines.ltx2.pipeline_ltx2_condition", "Image")]:
         with pytest.raises(TypeError, match="is not a dataclass of diffusers"):
             PlainData([{"dataclass": [module, name, {"dict": []}]}], []).on(CPU)
+
+
+def test_outputs_of_diffusers_arrive_as_their_class_and_others_are_refused() -> None:
+    sent = LTX2PipelineOutput(frames=[Image.new("RGB", (3, 5), 9)], audio=torch.ones(2, 3))
+    (found,) = _arrived(sent)
+    assert type(found) is LTX2PipelineOutput
+    assert list(found) == ["frames", "audio"]
+    assert found.frames[0].tobytes() == found["frames"][0].tobytes() == sent.frames[0].tobytes()
+    assert torch.equal(found[1], sent.audio)
+    (found,) = _arrived(FluxPipelineOutput(images=None))
+    assert (type(found), found.images, list(found)) == (FluxPipelineOutput, None, [])
+
+    @dataclass
+    class Own(BaseOutput):
+        images: list[int]
+
+    with pytest.raises(TypeError, match=r"a is a Own, which is not sent"):
+        PlainData.of({"a": Own(images=[1])})
 
 
 @pytest.mark.parametrize("text", ["[gloo/transport/tcp/pair.cc] Connection closed by peer", "another failure"])
