@@ -29,7 +29,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
-    """run_ranks(world, function, *args, timeout_s=60, init=True) -> the results of function(rank, world, *args)."""
+    """run_ranks(world, function, *args, timeout_s=60, init=True, strict=None) -> results of all ranks.
+
+    Args: strict: True, or settings, to run on a stand-in for NCCL; None: as the options of pytest say.
+    """
     serial = pytestconfig.getoption("--strict-serial")
     pool = RankPool(Strict(serial=serial) if serial or pytestconfig.getoption("--strict-comm") else False)
     yield pool

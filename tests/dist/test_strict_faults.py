@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -250,3 +251,30 @@ def test_orders_that_differ_between_communicators_pass_if_they_run_at_the_same_t
     run_ranks: RankPool, function: Callable[..., None]
 ) -> None:
     run_ranks(3, function, True, strict=True)
+
+
+def _vote_after_a_send(rank: int, world: int) -> None:
+    """With NCCL, the host does not wait for a send, so it may take part in an exchange of hosts before the receive."""
+    control: Any = dist.new_group(backend="gloo")
+    _wait(_start(rank, world, torch.ones(1), torch.ones(1)))
+    if rank == 0:
+        _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), group_peer=1)]))
+    dist.all_reduce(torch.ones(1), group=control)
+    if rank == 1:
+        _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(3), group_peer=0)]))
+
+
+def test_the_host_goes_on_after_a_send_if_it_is_set(run_ranks: RankPool) -> None:
+    run_ranks(3, _vote_after_a_send, strict=Strict(sends_block=False))
+
+
+def _threads(rank: int, world: int) -> list[str]:
+    found, x = [], torch.ones(1, requires_grad=True)
+    x.register_hook(lambda _: found.append(threading.current_thread().name))
+    (x * 2).sum().backward()
+    return found
+
+
+def test_backward_runs_in_a_thread_of_its_own_if_it_is_set(run_ranks: RankPool) -> None:
+    assert run_ranks(1, _threads, strict=True) == [["MainThread"]]
+    assert run_ranks(1, _threads, strict=Strict(backward_thread=True)) == [["backward"]]
