@@ -18,12 +18,23 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 from tests import features
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
+from tests.harness.strict import Strict
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add options that run all ranks of `run_ranks` on a stand-in for NCCL (`tests/harness/strict`)."""
+    parser.addoption("--strict-comm", action="store_true", help="run ranks on a strict stand-in for NCCL")
+    parser.addoption("--strict-serial", action="store_true", help="the same, one operation of a rank at a time")
 
 
 @pytest.fixture(scope="session")
-def run_ranks() -> Iterator[RankPool]:
-    """run_ranks(world, function, *args, timeout_s=60, init=True) -> the results of function(rank, world, *args)."""
-    pool = RankPool()
+def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
+    """run_ranks(world, function, *args, timeout_s=60, init=True, strict=None) -> results of all ranks.
+
+    Args: strict: True, or settings, to run on a stand-in for NCCL; None: as the options of pytest say.
+    """
+    serial = pytestconfig.getoption("--strict-serial")
+    pool = RankPool(Strict(serial=serial) if serial or pytestconfig.getoption("--strict-comm") else False)
     yield pool
     pool.close()
 

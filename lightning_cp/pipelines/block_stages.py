@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_cp.comm.shards import shard_range
@@ -197,11 +198,15 @@ class BlockStage:
         return self._received
 
 
-def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] | None = None) -> BlockStage:
+def make_stage(
+    installed: Installed, groups: MeshGroups, control: dist.ProcessGroup, counts: Sequence[int] | None = None
+) -> BlockStage:
     """Divide the blocks of a transformer over the ranks of `groups`.
 
-    Args: counts: number of blocks of each stage; None: equal. (All blocks of a model take about the same time, also
-        those with separate weights for text and image, which have more parameters.)
+    Args:
+        control: a gloo group that contains them.
+        counts: number of blocks of each stage; None: equal. (All blocks of a model take about the same time, also those
+            with separate weights for text and image, which have more parameters.)
     Raises: ValueError: more stages than blocks, or the counts do not fit.
     """
     model, stages = installed.module, groups.context_size
@@ -219,7 +224,7 @@ def make_stage(installed: Installed, groups: MeshGroups, counts: Sequence[int] |
             )
         start = sum(counts[: groups.context_rank])
         own = range(start, start + counts[groups.context_rank])
-    return BlockStage(installed, StageLinks(groups), blocks, own)
+    return BlockStage(installed, StageLinks(groups, control), blocks, own)
 
 
 def release_others(stage: BlockStage) -> None:

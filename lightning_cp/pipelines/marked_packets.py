@@ -30,6 +30,9 @@ def failure_packet(layout: Layout, device: torch.device) -> Tensor:
 
 
 def read_packet(packet: Tensor, layout: Layout) -> tuple[list[Tensor], bool]:
-    """Return views of the tensors in a received packet, and True if a stage has failed. Synchronises the host."""
+    """Return views of the tensors in a received packet, and True if a stage has failed.
+
+    Synchronises the host once: it must know whether to compute. A message between hosts would wait as long.
+    """
     *tensors, mark = unpack(packet, [*layout, _MARK])
     return tensors, bool(mark.item())

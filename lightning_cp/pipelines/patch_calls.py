@@ -232,15 +232,18 @@ class PatchCalls:
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
         samples = self._samples(forwards)
-        found = []
+        found, keys = [], [*(x.key for x in forwards), None]
+        start_results = partial(results.transfers.start, newest=stage.links.later_stages)
         for i, forward in enumerate(forwards):
-            stage.links.expect([x.key for x in forwards[i : i + 2]])
+            stage.links.expect(keys[i], keys[i + 1], start_results)
             if not results.prepare(i):
                 stage.error = stage.error or StageFailedError()
             if evaluation is not None:
                 evaluation.begin(forward.patch)
             found.append(stage.forward(compute, forward.args, forward.kwargs, forward.key))
             results.transfers.put(result, i, found[-1], is_whole=samples is None)
+            if stage.links.is_ahead:
+                start_results()
         output = found[-1]
         if samples is not None and stage.is_last and stage.error is None:
             try:

@@ -6,8 +6,9 @@ ends with a mark: 1 if a stage has failed.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, takewhile
 from typing import Any
 
@@ -18,10 +19,10 @@ from lightning_cp.comm.packet import Layout, Piece
 from lightning_cp.comm.transfer import Pending, exchange
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.pipelines.block_stages import BlockStage
-from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors, unpickled_quietly
+from lightning_cp.pipelines.forms import Form, forget_oldest, form_and_tensors
 from lightning_cp.pipelines.marked_packets import empty_packet, failure_packet, packet_of, read_packet
 from lightning_cp.pipelines.pieces import Positions, parts_of_patches, parts_of_samples, positions_of
-from lightning_cp.pipelines.stage_links import check_same
+from lightning_cp.pipelines.stage_links import check_same, receive_object, send_object
 
 _MOST_BYTES = 2**27  # of all positions: 39 MB for a video of Wan at 720p
 
@@ -69,14 +70,17 @@ class ResultTransfers:
         groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
         results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
             send waits for another one (with NCCL, a rank sends and receives in order).
+        control: a gloo group that contains them, for forms and positions.
         branch: this rank's CFG branch.
     """
 
     groups: MeshGroups
     results: Sequence[dist.ProcessGroup]
+    control: dist.ProcessGroup
     branch: int = 0
     _forms: dict[Hashable, Form] = field(default_factory=dict)
     _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
+    _delayed: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def is_first(self) -> bool:
@@ -120,7 +124,7 @@ class ResultTransfers:
         return result
 
     def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
-        """Send the piece of a forward, or start to receive it.
+        """Prepare to send the piece of a forward, or to receive it. `start` starts the transfer.
 
         Args:
             output: on the rank that computes it, the output of the forward; None: a stage has failed.
@@ -134,7 +138,7 @@ class ResultTransfers:
         positions = result.pieces[number]
         layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
         if not self.is_source(result):
-            self._start_receive(result, layout)
+            self._delayed.append(partial(self._start_receive, result, layout))
             return
         own = iter(tensors)
         if not tensors:
@@ -143,7 +147,20 @@ class ResultTransfers:
             values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
         else:
             values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
-        self._send(result, values, layout)
+        self._delayed.append(partial(self._send, result, values, layout))
+
+    def start(self, *, newest: int = 0) -> None:
+        """Start the transfers of pieces, except the `newest` ones.
+
+        A piece is on its way when the later stages have computed its forward. If a rank started to receive it before
+        its own transfers to and from these stages, they could wait for each other.
+        """
+        while len(self._delayed) > newest:
+            self._delayed.pop(0)()
+
+    def reset(self) -> None:
+        """Forget the transfers that were not started, after a call that was interrupted."""
+        self._delayed = []
 
     def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
         """End a transformer call: send the result, if it is not sent in pieces.
@@ -153,6 +170,7 @@ class ResultTransfers:
             samples: number of samples of each forward; None: all samples, of a patch.
         Returns: form of the result; None if it is not known yet and a stage has failed.
         """
+        self.start()
         key, stage, is_source = result.key, result.stage, self.is_source(result)
         if key not in self._forms:
             found = form_and_tensors(output)[0] if is_source and stage.error is None else None
@@ -221,7 +239,10 @@ class ResultTransfers:
 
     def _broadcast(self, value: Any, result: StageResult) -> Any:
         """Broadcast an object from the rank that computes a result."""
-        held = [value]
-        with unpickled_quietly():
-            dist.broadcast_object_list(held, group=self.results[result.owner], group_src=self._source(result))
-        return held[0]
+        ranks = dist.get_process_group_ranks(self.results[result.owner])
+        source = ranks.pop(self._source(result))
+        if not self.is_source(result):
+            return receive_object(source, self.control)
+        for target in ranks:
+            send_object(value, target, self.control)
+        return value

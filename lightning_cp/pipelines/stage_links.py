@@ -6,7 +6,7 @@ and receives and drops what the stage before it sends. So every stage completes 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,23 +32,43 @@ class StageLinks:
 
     Attributes:
         groups: the ranks that hold the stages, as a ring, in order.
+        control: a gloo group that contains them, for forms. (In an NCCL group, sending an object creates a communicator
+            for the pair of ranks, and both hosts wait.)
         forms: by key, the forms of the outputs of all blocks before this stage.
         sent_forms: by key, the forms of the outputs of all blocks up to this stage.
     """
 
     groups: MeshGroups
+    control: dist.ProcessGroup
     forms: dict[Hashable, list[Form]] = field(default_factory=dict)
     sent_forms: dict[Hashable, list[Form]] = field(default_factory=dict)
     _incoming: dict[Hashable, tuple[Tensor, Pending]] = field(default_factory=dict)
     _sent: list[Pending] = field(default_factory=list)
+    _following: Hashable = None
+    _start_results: Callable[[], None] = lambda: None
 
-    def expect(self, keys: Sequence[Hashable]) -> None:
-        """Start to receive the tensors of the next forwards, in order, so that transfers overlap with computation."""
-        for key in keys:
-            if self.groups.context_rank == 0 or key not in self.forms:
-                return  # its form arrives first, in a message of its own
-            if key not in self._incoming:
-                self._incoming[key] = self._start_receive(key)
+    def expect(self, key: Hashable, following: Hashable, start_results: Callable[[], None]) -> None:
+        """Prepare for a forward: start to receive its tensors, if that has not begun.
+
+        The order of transfers is the same on all ranks (see docs/cuda.md): the tensors of this forward, results of
+        earlier forwards, the tensors of the following forward, which are received while this one is computed.
+
+        Args:
+            key: of this forward. following: of the following forward; None for the last of a call.
+            start_results: starts the transfers of results of earlier forwards.
+        """
+        self._following, self._start_results = following, start_results
+        self._expect(key)
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if this rank has started to receive the following forward's tensors, or does not receive any."""
+        return self.groups.context_rank == 0 or self._following is None or self._following in self._incoming
+
+    def _expect(self, key: Hashable) -> None:
+        """Start to receive tensors, if their form is known. A new form arrives first, in a message of its own."""
+        if key in self.forms and key not in self._incoming:
+            self._incoming[key] = self._start_receive(key)
 
     def forget_oldest(self) -> None:
         """Forget the oldest forms. Ranks: all stages, see `forms.forget_oldest`."""
@@ -64,9 +84,13 @@ class StageLinks:
         if key not in self.forms:
             forms = self._receive_object()
             if forms is None:
+                self._start_results()
                 raise StageFailedError
             self.forms[key] = forms
-        buffer, pending = self._incoming.pop(key) if key in self._incoming else self._start_receive(key)
+        self._expect(key)
+        self._start_results()
+        self._expect(self._following)
+        buffer, pending = self._incoming.pop(key)
         pending.wait()
         *earlier, last = self.forms[key]
         tensors, has_failed = read_packet(buffer, last.layout)
@@ -102,6 +126,11 @@ class StageLinks:
             self._sent.pop(0).wait()
 
     @property
+    def later_stages(self) -> int:
+        """Number of stages after this one."""
+        return self.groups.context_size - 1 - self.groups.context_rank
+
+    @property
     def group(self) -> dist.ProcessGroup:
         """Process group of the stages."""
         assert self.groups.context is not None, "there are several stages"
@@ -116,13 +145,23 @@ class StageLinks:
         self._sent.append(exchange([(self.groups.context_rank + 1, packet)], [], group=self.group))
 
     def _send_object(self, value: Any) -> None:
-        dist.send_object_list([value], group=self.group, group_dst=self.groups.context_rank + 1)
+        send_object(value, dist.get_global_rank(self.group, self.groups.context_rank + 1), self.control)
 
     def _receive_object(self) -> Any:
-        received: list[Any] = [None]
-        with unpickled_quietly():
-            dist.recv_object_list(received, group=self.group, group_src=self.groups.context_rank - 1)
-        return received[0]
+        return receive_object(dist.get_global_rank(self.group, self.groups.context_rank - 1), self.control)
+
+
+def send_object(value: Any, target: int, control: dist.ProcessGroup) -> None:
+    """Send an object to the global rank `target`, in a gloo group. Blocks the host until it is received."""
+    dist.send_object_list([value], dst=target, group=control)
+
+
+def receive_object(source: int, control: dist.ProcessGroup) -> Any:
+    """Receive an object from the global rank `source`, in a gloo group."""
+    received: list[Any] = [None]
+    with unpickled_quietly():
+        dist.recv_object_list(received, src=source, group=control)
+    return received[0]
 
 
 def check_same(found: Layout, expected: Layout) -> None:

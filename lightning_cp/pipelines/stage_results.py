@@ -202,6 +202,7 @@ class StageResults(LazyResults):
         """Forget the results of a call of the pipeline, also if it failed."""
         for result in (x for step in self.steps for x in step.results):
             self._unread += [*(pending for _, pending in result.incoming), *result.outgoing]
+        self.transfers.reset()
         self._stages, self.steps = [], [_Step()]
         self.started = self.complete = self.count
 

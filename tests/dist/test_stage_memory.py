@@ -107,7 +107,7 @@ def test_the_oldest_entries_are_forgotten() -> None:
 
 
 def test_the_positions_of_the_newest_sizes_fit_into_their_limit() -> None:
-    transfers = result_transfers.ResultTransfers(mock.Mock(), [])
+    transfers = result_transfers.ResultTransfers(mock.Mock(), [], mock.Mock())
     for i in range(6):
         transfers._forms[i] = mock.Mock()
         transfers._pieces[i] = [[torch.zeros(10, dtype=torch.int64)], [torch.zeros(5, dtype=torch.int64)]]  # 120 bytes

@@ -21,10 +21,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_cp.comm.loopback import host_store
+from tests.harness.strict import Coordinator, Strict
 from tests.harness.worker import Job, Reply, serve
 
 MAX_WORLD = 8
 GRACE_S = 3.0  # for the other ranks, once one has failed
+_STRICT_SLOWDOWN = 5.0  # each operation goes through one process; hangs are found without the limit
 _PRELOADED = (
     "torch",
     "torch.distributed",
@@ -61,29 +63,52 @@ class RankPool:
     a group with `init=False`). RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are always set. If a rank
     raises, the call fails with its traceback. If a rank does not finish within `timeout_s`, the call fails with the
     stacks of all its threads. After a failure all workers are replaced.
+
+    Attributes:
+        strict: the default of `strict=`: replace gloo by a stand-in for NCCL (`tests/harness/strict`); False: do not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strict: Strict | bool = False) -> None:
+        self.strict = strict
         self._workers: list[_Worker] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         self._store: dist.TCPStore | None = None
         self._jobs = 0
 
     def __call__(
-        self, world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60.0, init: bool = True
+        self,
+        world: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        init: bool = True,
+        strict: Strict | bool | None = None,
     ) -> list[Any]:
         assert 1 <= world <= MAX_WORLD, f"world={world}: the pool has {MAX_WORLD} workers"
         self._grow(world)
         assert self._store is not None, "the pool has been grown"
         self._jobs += 1
+        strict = self.strict if strict is None else strict
+        timeout_s *= _STRICT_SLOWDOWN if strict else 1.0
         job = Job(self._jobs, 0, world, function, args, init, timeout_s, self._store.port, _free_port())
-        for rank in range(world):
-            self._workers[rank].connection.send_bytes(pickle.dumps(replace(job, rank=rank)))
-        replies, report = self._collect(world, timeout_s)
+        if strict:
+            settings = Strict() if strict is True else strict
+            with Coordinator(world, settings) as coordinator:
+                job = replace(job, strict=settings, coordinator=coordinator.address)
+                replies, report = self._run(job)
+                if coordinator.fault:
+                    report.insert(0, coordinator.fault)
+        else:
+            replies, report = self._run(job)
         if report:
             self._end_workers()
             raise RankFailure(f"{function.__module__}.{function.__qualname__} at {world} ranks\n" + "\n".join(report))
         return [pickle.loads(replies[rank].result) for rank in range(world)]
+
+    def _run(self, job: Job) -> tuple[dict[int, Reply], list[str]]:
+        for rank in range(job.world):
+            self._workers[rank].connection.send_bytes(pickle.dumps(replace(job, rank=rank)))
+        return self._collect(job.world, job.timeout_s)
 
     def close(self) -> None:
         """End all workers, for good."""

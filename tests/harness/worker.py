@@ -13,7 +13,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from lightning_cp.comm.stall import stop_watch
 from tests.harness.leaks import running_threads
+from tests.harness.strict.messages import Strict
 
 # Warnings are errors in workers too. Third-party noise that is not ours to fix: (message, category, module).
 IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
@@ -38,6 +39,8 @@ IGNORED_WARNINGS: tuple[tuple[str, type[Warning], str], ...] = (
     (r".*multi-threaded, use of fork\(\) may lead to deadlocks.*", DeprecationWarning, r".*"),
     # Mochi asks for float32 autocast, on a CPU too
     (r"In CPU autocast, but the target dtype.*", UserWarning, r"diffusers\..*"),
+    # lightning_cp sets the time-out of each group; a strict one has none
+    (r"Set timeout is now only supported for.*", UserWarning, r".*"),
 )
 
 
@@ -54,6 +57,8 @@ class Job:
     timeout_s: float
     store_port: int
     free_port: int
+    strict: Strict | None = None
+    coordinator: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,11 +104,20 @@ def _run(message: bytes) -> Reply:
                 MASTER_PORT=str(job.free_port),
                 GLOO_SOCKET_IFNAME="lo",
             )
-            if job.init:
-                _init_group(job)
-            return Reply(result=pickle.dumps(job.function(job.rank, job.world, *job.args)))
+            with _backend(job):
+                if job.init:
+                    _init_group(job)
+                return Reply(result=pickle.dumps(job.function(job.rank, job.world, *job.args)))
     except BaseException:
         return Reply(error=traceback.format_exc())
+
+
+def _backend(job: Job) -> AbstractContextManager[None]:
+    if job.strict is None:
+        return nullcontext()
+    from tests.harness.strict.rank import strict_rank
+
+    return strict_rank(job.coordinator, job.rank, job.strict)
 
 
 def _init_group(job: Job) -> None:
