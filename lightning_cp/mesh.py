@@ -239,6 +239,11 @@ def _build_groups(mesh: DeviceMesh) -> MeshGroups:
     names = _axis_names(mesh)
     ring, ulysses = mesh.size(names.index("ring")), mesh.size(names.index("ulysses"))
     ranks = _context_ranks(mesh)
+    if bool((ranks.diff(dim=1) <= 0).any()):  # process groups are in the order of ranks
+        raise ValueError(
+            f"mesh {dict(zip(names, mesh.shape, strict=True))}: the ranks of a context group must ascend, with ring "
+            f"outside ulysses, but are {ranks.tolist()}: build the mesh with ring before ulysses and ascending ranks"
+        )
     coordinates = (ranks == dist.get_rank()).nonzero()
     if not len(coordinates):
         raise ValueError(

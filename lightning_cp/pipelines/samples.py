@@ -31,7 +31,8 @@ _WHOLE = {
         *("video_indices", "audio_indices", "text_indices"),
     ),
 }
-# Arguments with one entry per sample, and their number of dims. In one process, other numbers of samples are an error.
+# Arguments with one entry per sample, and their number of dims. In one process, other numbers of samples are an error,
+# but one text for all samples is not (Flux adds the pooled text, and multiplies the other, with one for each sample).
 _TEXTS = {"encoder_hidden_states": 3, "pooled_projections": 2}
 _ONE_SAMPLE = "text_indexes"  # Cosmos 3 has no batch dim
 
@@ -81,7 +82,8 @@ def _select_by_name(value: dict[str, Any], size: int, chosen: slice, *, of_lists
     whole = {name for marker, names in _WHOLE.items() if marker in value for name in names}
     selected: dict[str, Any] = {}
     for name, x in value.items():
-        if name not in whole and isinstance(x, Tensor) and x.ndim == _TEXTS.get(name) and len(x) != size:
+        is_text = name not in whole and isinstance(x, Tensor) and x.ndim == _TEXTS.get(name)
+        if is_text and len(x) not in (1, size):
             raise ShapeError(
                 f"{name} has {len(x)} samples and the latents have {size} (branches of guidance count): they must be "
                 "equal, because this call's samples are divided"

@@ -10,7 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.mesh import MeshGroups, groups_for
@@ -55,6 +55,19 @@ def test_attention_stays_within_the_context_groups_of_a_mesh(run_ranks: RankPool
     for rank, (data_rank, context_rank, worst) in enumerate(answers):
         assert groups[data_rank][context_rank] == rank
         assert worst < 1e-10
+
+
+def _refused(rank: int, world: int) -> str:
+    mesh = DeviceMesh("cpu", torch.arange(world).flip(0).reshape(world, 1), mesh_dim_names=("ring", "ulysses"))
+    with pytest.raises(ValueError, match="ranks of a context group must ascend") as caught:
+        groups_for(ContextParallelConfig(mesh=mesh))
+    return str(caught.value)
+
+
+def test_a_mesh_in_another_order_than_its_process_groups_is_refused(run_ranks: RankPool) -> None:
+    """torch sorts the ranks of a group, so tokens would be gathered in another order than they were sharded."""
+    for message in run_ranks(3, _refused):
+        assert "but are [[2, 1, 0]]" in message
 
 
 def _built(rank: int, world: int, ring: int, ulysses: int) -> tuple[int, int, list[int], list[int], list[int]]:
