@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.shards import gather, sizes_in
+from lightning_cp.engine.checksum import version_of
 from lightning_cp.engine.session import Call, Session
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import Count, Kept, Leaf, Mask, Modalities, Rows, Spec, Split
@@ -94,17 +95,20 @@ def _undescribed(value: Any, spec: Spec, name: str) -> PlanError:
 
 
 def _shard_tensor(x: Tensor, spec: Split, *, name: str, session: Session, strict: bool) -> Tensor:
-    """Shard a tensor. All blocks of a forward that get one tensor (of positions, for example) share its shard."""
-    if x.requires_grad or torch.compiler.is_compiling() or x.is_inference():  # no version: changes go unnoticed
+    """Shard a tensor. In sampling, all blocks of a forward that get one tensor (of positions, say) share its shard.
+
+    Not with gradients: a recomputation in backward, which starts anew, must repeat the operations of the forward.
+    """
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
         return _shard_anew(x, spec, name=name, session=session, strict=strict)
     shards, key = session.current().shards, (id(x), id(spec))
     whole, version, found, its_version = shards.get(key, _NONE)
-    if found is not None and whole() is x and (version, its_version) == (x._version, found._version):
+    if found is not None and whole() is x and (version, its_version) == (version_of(x), found._version):
         shard: Tensor = found
         return shard
     shard = _shard_anew(x, spec, name=name, session=session, strict=strict)
-    if shard is not x:
-        shards[key] = weakref.ref(x), x._version, shard, shard._version
+    if shard is not x and not shard.is_inference() and not x.is_inference():
+        shards[key] = weakref.ref(x), version_of(x), shard, shard._version
     return shard
 
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel, selective_checkpoint
 from lightning_cp.attention import call, gathered, joint_heads, keys, operator
+from lightning_cp.engine import sharding
 from lightning_cp.errors import InterceptionError, KernelError, PlanError
 from tests.dist.compare import averaged, outcome, worst
 from tests.dist.plain import PLAIN_PLAN, Plain
@@ -88,6 +89,34 @@ def _inference(rank: int, world: int, name: str) -> float:
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video"])
 def test_inference_mode_and_positional_arguments_work(run_ranks: RankPool, name: str) -> None:
     assert max(run_ranks(3, _inference, name)) < 1e-5  # with the model's float32 casts
+
+
+def _shard_positions(rank: int, world: int) -> tuple[list[int], float]:
+    """Tensors sharded in a forward with and without gradients, and the error if a block changes its positions."""
+    model, arguments = wan().build(), wan().arguments()
+    apply_context_parallel(model, ContextParallelConfig(ulysses_degree=world))
+    sharded = []
+    for mode in (torch.enable_grad, torch.no_grad):
+        with mock.patch.object(sharding, "narrow", wraps=sharding.narrow) as narrow, mode():
+            expected = model(**arguments).sample.detach()
+        sharded.append(narrow.call_count)
+
+    def flip(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        for x in args[3]:  # cosines and sines of this rank's positions
+            x.neg_()
+
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, output: flip(module, args, output))
+    with torch.no_grad():
+        changed = model(**arguments).sample  # each block gets the whole, unchanged tensors
+    return sharded, float((changed - expected).abs().max())
+
+
+def test_blocks_share_the_shard_of_one_tensor_unless_it_was_changed(run_ranks: RankPool) -> None:
+    blocks = len(wan().build().blocks)
+    for (with_gradients, without), error in run_ranks(2, _shard_positions):
+        assert with_gradients - without == 2 * (blocks - 1)
+        assert error < 1e-6
 
 
 def _under_autocast(model: nn.Module, arguments: dict[str, Any]) -> list[Tensor]:

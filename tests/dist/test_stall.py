@@ -68,7 +68,7 @@ def test_a_stalled_forward_is_reported_by_every_waiting_rank(run_ranks: RankPool
     for (told,) in (first, last):
         assert "has not ended for" in told
         assert "time-out: 60 s" in told
-        assert "Packets.wait, blocks.1.attn1 of WanTransformer3DModel" in told
+        assert "Pending.wait, blocks.1.attn1 of WanTransformer3DModel" in told
         assert "rank 1 is in no collective, blocks.1.attn1 of WanTransformer3DModel (dist/test_stall.py:" in told
         assert "in nap)" in told
 
