@@ -282,8 +282,13 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
                 call(callback_on_step_end=lambda *_: {})  # it waits for rank 0's data group
             assert _difference(leader(**_inputs(1)), expected) <= 1e-5
         both_groups_work()
+        leaders.append(leader)
+        leader.method("pause")  # cancelled when it cannot be interrupted any more
+        both_groups_work()
         return said
 
+    leaders = list[Leader]()  # rank 0's
+    pipe.pause = lambda: [one.cancel() for one in leaders] or time.sleep(0.3)
     return follow(pipe, loop) or []
 
 

@@ -108,6 +108,7 @@ def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
         "metric": metric.compute().item(),
         "sum": fabric.all_reduce(torch.tensor(1.0 + group), reduce_op="sum").item(),
         "integer": fabric.all_reduce(torch.tensor(1 + group), reduce_op="sum").item(),
+        "boolean": fabric.all_reduce(torch.tensor(group == 0), reduce_op="sum").item(),
         "mean": fabric.all_reduce(torch.tensor(1.0 + group)).item(),
         "least": fabric.all_reduce(torch.tensor(1.0 + group), reduce_op=dist.ReduceOp.MIN).item(),
         "nested": fabric.all_gather({"x": torch.tensor(float(group))})["x"].tolist(),
