@@ -112,7 +112,8 @@ def check_links(path: Path) -> None:
     """
     for folder in path.absolute().parents:
         if folder.is_symlink() and _owner(folder) not in (os.geteuid(), 0, _owner(f"{folder.parent}/.")):
-            raise OSError(errno.ELOOP, f"its folder {folder} is a link of another user, which is not followed", path)
+            reason = f"its folder {folder} is a link of another user, which is not followed: give the path it leads to"
+            raise OSError(errno.ELOOP, reason, path)
 
 
 def _owner(path: Path | str) -> int:

@@ -8,7 +8,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from lightning_cp.checkpoint.folder import atomic_file
 from lightning_cp.compat.versions import installed_version
@@ -17,7 +17,7 @@ from lightning_cp.finetune.lora_file import SECOND_EXPERT
 
 CARD = "README.md"
 # A name with one of these words has a secret as its value, in the command or inside of a value.
-_WORDS = "token|key|password|passwd|passphrase|secret|credential|auth|authorization|bearer"
+_WORDS = "token|key|password|passwd|passphrase|pass|pwd|secret|credential|auth|authorization|bearer"
 _SECRET = rf"(?i:(?:^|[^a-z])(?:api|access)?(?:{_WORDS}))"
 _SECRET_NAME = re.compile(rf"{_SECRET}s?(?:[^a-zA-Z]|$)")
 _SECRET_VALUE = re.compile(rf"({_SECRET}[\"']?\s*[:=]\s*)(\"[^\"]*\"|'[^']*'|[^,}}\]\s]+)")
@@ -26,6 +26,7 @@ _PLAIN = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # a number of 
 _URL_LOGIN = re.compile(r"(\w://)[^/@\s]+@")
 _OTHER_FOLDERS = re.compile(r"file:///(?:[^\s,'\"\]}/=:]*/)*|\b[A-Za-z]:\\(?:[^\\\s,'\"]*\\)*")
 _ABSOLUTE_FOLDERS = re.compile(r"(?<![\w:/.~}-])(?:~|/)(?:[^\s,'\"\]}/=:]*/)+(?=[^\s/])")
+_ONE_PATH = re.compile(r"(?:~|/)[^,:;=\[\]{}\"']*/[^,:;=\[\]{}\"']*")
 _PACKAGES = ("lightning-cp", "torch", "diffusers", "lightning", "peft", "transformers")
 
 
@@ -166,6 +167,9 @@ def _public_word(word: str) -> str:
     is_secret = _SECRET_NAME.search(name) and not _PLAIN.fullmatch(value)
     if equals and (is_secret or (_HAS_NAMES.search(value) and _SECRET_NAME.search(value))):
         return f"{name}=***"
+    path = value if equals else word
+    if _ONE_PATH.fullmatch(path):  # it may have spaces
+        return f"{name}{equals}{PurePath(path).name}" if equals else PurePath(path).name
     return " ".join(public_text(word).splitlines())
 
 

@@ -94,7 +94,7 @@ def check_cache(
     again = "encode the data with this pipeline (recipes/precompute.py, another output)"
     for name, (part, value) in pipeline.items():
         stored = family.facts.get(name, value)
-        if stored != value and name not in replaced:
+        if name not in replaced and not _are_equal(stored, value):
             remedy = f"set objective.shift, or {again}" if name == "shift" else again
             raise FamilyError(
                 f"data.path={folder} has {name}={reprlib.repr(stored)}, but the {part} of model.pretrained={source} "
@@ -140,6 +140,17 @@ def _scheduler(config: dict[str, Any]) -> Any:
     if not hasattr(kind, "from_config") or not issubclass(kind, diffusers.SchedulerMixin):
         raise FamilyError(f"the scheduler of the pipeline has _class_name={name!r}, which is no scheduler of diffusers")
     return kind.from_config(config)
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Compare facts. Schedules computed on another machine differ by rounding (float32); files keep all digits."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_are_equal(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_are_equal, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-6)
+    return bool(one == other)
 
 
 def _are_positive(value: Any) -> bool:

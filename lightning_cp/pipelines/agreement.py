@@ -59,10 +59,10 @@ def sync_rng_and_check_inputs(
 
 
 @contextmanager
-def agreed_settings(name: str, settings: Mapping[str, Any]) -> Iterator[None]:
+def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
     """Run the checks of one rank in this context, then compare settings: before groups are built, which may hang.
 
-    Args: name: what has the settings, for errors. settings: by name.
+    Args: what: what the ranks do with the settings, for errors. settings: by name.
     Ranks: the whole world, if there are several ranks.
     Raises: PeerMismatchError: the settings of another rank differ. CallFailedError: a check has failed on another rank.
     """
@@ -81,14 +81,15 @@ def agreed_settings(name: str, settings: Mapping[str, Any]) -> Iterator[None]:
         dist.all_gather_object(gathered, found)
     for rank, (error_text, _) in enumerate(gathered):
         if error_text is not None:
-            raise CallFailedError(f"rank {rank} cannot make the {name} parallel: {error_text}")
+            raise CallFailedError(f"rank {rank} cannot {what}: {error_text}")
     _, first = gathered[0]
     for rank, (_, other) in enumerate(gathered):
-        for key, value in first.items():
-            if other[key] != value:
+        for key in dict.fromkeys([*first, *other]):
+            values = [one.get(key, "not set") for one in (first, other)]
+            if values[0] != values[1]:
                 raise PeerMismatchError(
-                    f"all ranks must make the {name} parallel with equal settings, but rank 0 has {key}={value} and "
-                    f"rank {rank} has {key}={other[key]}: give all ranks the same value"
+                    f"all ranks must {what} with equal settings, but rank 0 has {key}={values[0]} and rank {rank} has "
+                    f"{key}={values[1]}: give all ranks the same value"
                 )
 
 

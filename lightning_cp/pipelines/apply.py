@@ -127,7 +127,7 @@ def parallelize_pipeline(
     is_alone = all(degree in (None, 1) for degree in common.values())
     common |= {"degrees": degrees, "patches": patches, "warmup": warmup, "vae": vae, "shard": shard, "stages": stages}
     common |= {"check_peers": check_peers, "stall_s": stall_s, "shares": shares}
-    with nullcontext() if is_alone else agreed_settings(type(pipeline).__name__, common):
+    with nullcontext() if is_alone else agreed_settings(f"make the {type(pipeline).__name__} parallel", common):
         components = components_of(pipeline)
         if parallel_pipeline(pipeline) is not None:
             raise PlanError(f"{type(pipeline).__name__} is already context-parallel: call unparallelize_pipeline first")
@@ -200,7 +200,7 @@ def parallelize_pipeline(
             if staged is not None:
                 follow_stages(staged, undo)
             compares = check_peers != "off"
-            equal_components = EqualComponents(ranks.control if compares else None, in_stages=num_stages > 1)
+            equal_components = EqualComponents(ranks.control, is_on=compares, in_stages=num_stages > 1)
             equal_steps = EqualSteps(
                 type(pipeline).__name__,
                 ranks.sample,

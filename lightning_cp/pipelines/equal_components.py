@@ -68,24 +68,26 @@ class EqualComponents:
     """Compares the components of a pipeline between the ranks that share a sample.
 
     Args:
-        group: gloo group of these ranks; None: compare nothing.
+        group: gloo group of these ranks; None: a single rank.
+        is_on: False: compare nothing.
         in_stages: the ranks have different blocks: only weights that two ranks have are compared.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, in_stages: bool) -> None:
-        self._group, self._in_stages = group, in_stages
+    def __init__(self, group: dist.ProcessGroup | None, *, is_on: bool, in_stages: bool) -> None:
+        self._group, self._in_stages, self.is_on = group, in_stages, is_on
         self._known: dict[str, _Weight] = {}
         self._digest = [0, 0, 0]
 
     def settings(self, pipeline: Any, transformers: Collection[str]) -> dict[str, Any]:
         """Return class, configuration and public plain attributes of the pipeline and of each component, by name.
 
-        The caller compares them. Attributes are those of modules: tiling and slicing, for example. Calls may change
-        those of tokenizers and schedulers. Names that begin with an underscore are versions and paths, and left out.
+        The caller compares them, at each call and for the data groups of `follow`. Attributes are those of modules:
+        tiling and slicing, for example. Calls may change those of tokenizers and schedulers. Names that begin with an
+        underscore are versions and paths, and left out.
 
         Args: transformers: names of components. Their configuration is left out: calls may change it.
         """
-        if self._group is None:
+        if not self.is_on:
             return {}
         found = {"pipeline": {"class": type(pipeline).__qualname__, **_plain(getattr(pipeline, "config", {}))}}
         for name, component in pipeline.components.items():
@@ -97,31 +99,35 @@ class EqualComponents:
                 found[name] |= {"tokens": len(component), "model_max_length": component.model_max_length}
         return found
 
-    def compare_weights(self, components: Mapping[str, Any]) -> None:
+    def compare_weights(self, components: Mapping[str, Any], *, world: dist.ProcessGroup | None = None) -> None:
         """Compare all weights, with one exchange of four numbers if they have not changed.
 
         A checksum of each weight is computed at first, and again if its version has changed. Later changes of
         `weight.data` are not noticed.
 
-        Ranks: all of `group`. Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
+        Args: world: group of all ranks, to compare the data groups, too.
+        Ranks: all of `group`, or of `world`.
+        Raises: PeerMismatchError: a weight differs, or is missing on a rank (on all of them).
         """
-        if self._group is None:
+        group = world or self._group
+        if group is None or not self.is_on:
             return
         has_changed = self._update(components)
-        by_rank = all_gather_ints([int(has_changed), *self._digest], group=self._group)
+        by_rank = all_gather_ints([int(has_changed), *self._digest], group=group)
         are_equal = all(digest == by_rank[0][1:] for _, *digest in by_rank)
         if are_equal or (self._in_stages and not any(changed for changed, *_ in by_rank)):
             return
         own = {name: (x.kind, x.checksum) for name, x in self._known.items()}
         gathered: list[dict[str, Any]] = [{}] * len(by_rank)
-        dist.all_gather_object(gathered, own, group=self._group)
+        dist.all_gather_object(gathered, own, group=group)
         first: dict[str, Any] = {}
         for rank, other in enumerate(gathered):
             first = {**other, **first} if self._in_stages else first or other
             difference = self._difference(first, other)
             if difference:
+                who = "ranks that share a sample" if world is None else "all ranks of follow"
                 raise PeerMismatchError(
-                    f"ranks that share a sample must have equal weights, but {difference} (rank {rank} of this group, "
+                    f"{who} must have equal weights, but {difference} (rank {rank} of this group, "
                     "compared with the ranks before it): load the same weights on these ranks, by the same calls"
                 )
 

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.nest import named_leaves
+from lightning_cp.pipelines.adapters import adapter_state
+from lightning_cp.pipelines.agreement import agreed_settings
 from lightning_cp.pipelines.leader import Leader
 from lightning_cp.pipelines.local_group import LocalGroup, Request, run
 from lightning_cp.pipelines.placement import rank_device
@@ -19,6 +22,7 @@ from lightning_cp.pipelines.rank0_callbacks import CALLBACK, no_change
 from lightning_cp.pipelines.remote_group import RemoteGroup, serve
 from lightning_cp.pipelines.requests import Requests
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
+from lightning_cp.sample_groups import world_control
 
 _IDLE = timedelta(days=365)  # a follower may wait long for the next request
 _log = logging.getLogger("lightning_cp")
@@ -33,7 +37,7 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     at the same time. `leader.method("set_adapters", "style")` runs a method on all ranks.
 
     A call without a generator uses the random state of its data group. Those of the data groups without rank 0 are
-    seeded here, so that they differ.
+    seeded here, so that they differ. Components of all data groups are compared here, unless check_peers="off".
 
     An error on any rank ends the call on all ranks of its data group: rank 0 gets its own error, or a CallFailedError
     with that of another rank, and can make the next call. An error inside an exchange between ranks, for which the
@@ -48,8 +52,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
         loop: function of one argument, the `Leader`.
     Returns: the result of `loop`; None on the other ranks.
     Ranks: the whole world.
-    Raises: PlanError: the pipeline is not parallel. On rank 0, what `loop` raises. CallFailedError: on the other ranks,
-        if `loop` raises.
+    Raises: PlanError: the pipeline is not parallel. PeerMismatchError: data groups have other components. On rank 0,
+        what `loop` raises. CallFailedError: on the other ranks, if `loop` raises.
     """
     state = parallel_pipeline(pipe)
     if state is None:
@@ -58,6 +62,8 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
     groups = sorted(state.ranks.data_groups, key=lambda ranks: 0 not in ranks)  # rank 0's is the first
     groups[0] = tuple(sorted(groups[0]))  # rank 0 leads it, wherever it is in a mesh
     pairs = [(0, ranks[0]) for ranks in groups[1:]]
+    if pairs:
+        _compare_groups(pipe, state)
     own = next(i for i, ranks in enumerate(groups) if rank in ranks)
     if own:
         torch.manual_seed((torch.initial_seed() + own) % 2**63)
@@ -74,6 +80,14 @@ def follow(pipe: Any, loop: Callable[[Leader], T]) -> T | None:
             return None
         others = [RemoteGroup(*each, device) for each in zip(groups[1:], requests, replies, strict=True)]
         return _lead(Leader(pipe, state, [local, *others]), state, loop)
+
+
+def _compare_groups(pipe: Any, state: ParallelPipeline) -> None:
+    """Refuse data groups with other components: a call may run in any of them. Ranks: the world."""
+    settings = state.equal_components.settings(pipe, state.transformers) | adapter_state(pipe.components)
+    with agreed_settings(f"follow calls of the {type(pipe).__name__}", dict(named_leaves("", settings))):
+        pass
+    state.equal_components.compare_weights(pipe.components, world=world_control("components"))
 
 
 @contextmanager

@@ -26,7 +26,9 @@ class FreeGroups:
     """
 
     def __init__(self, count: int) -> None:
+        self._count = count
         self._free, self._waiting = set(range(count)), list[_Waiting]()
+        self._taken_by: dict[int, frozenset[int]] = {}  # groups of each thread that has some
         self._changed = threading.Condition()
 
     @contextmanager
@@ -36,12 +38,23 @@ class FreeGroups:
         Args:
             needed: numbers of the groups; None: the free one with the lowest number.
             within_s: seconds to wait for them; None: no limit.
-        Raises: CallCancelledError: they are still in use.
+        Raises: CallCancelledError: they are still in use. RuntimeError: this thread itself uses them.
         """
+        thread = threading.get_ident()
+        before = self._taken_by.get(thread, frozenset())
+        if len(before) == self._count or (needed is not None and needed & before):
+            raise RuntimeError(
+                "leader is called inside one of its calls, by a callback for example, and would wait for that call: "
+                "let the call return first, or use another thread"
+            )
         groups = self._take(_Waiting(needed), within_s)
+        self._taken_by[thread] = before | groups
         try:
             yield sorted(groups)
         finally:
+            self._taken_by[thread] = before
+            if not before:
+                del self._taken_by[thread]
             with self._changed:
                 self._free |= groups
                 self._changed.notify_all()

@@ -30,6 +30,7 @@ class Leader:
         self._pipe, self._state, self._groups = pipe, state, groups
         self._free, self._all = FreeGroups(len(groups)), frozenset(range(len(groups)))
         self._last_cancel = object()  # another one after each `cancel`
+        self._has_ended = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the pipeline on the ranks of a free data group, with the degrees of `use_degrees` on rank 0.
@@ -38,8 +39,9 @@ class Leader:
             `callback_on_step_end` runs on rank 0 only: it may raise, to cancel the call, but must change nothing. Such
             a call waits for the data group of rank 0.
         Returns: the pipeline's result.
-        Raises: TypeError: an argument that cannot be sent. CallFailedError: another rank failed; all errors in a data
-            group without rank 0. RuntimeError: an earlier call failed inside an exchange, or a rank has exited.
+        Raises: TypeError, ValueError: an argument that cannot be sent. CallFailedError: another rank failed; all errors
+            in a data group without rank 0. RuntimeError: an earlier call failed inside an exchange, or a rank has
+            exited; the loop of `follow` has ended; this is called inside a call.
         """
         callback = kwargs.pop(CALLBACK, None)
         check_callback(callback)
@@ -85,6 +87,7 @@ class Leader:
     def end(self, error: BaseException | None) -> None:
         """End the loop on the other ranks, unless they wait inside an exchange."""
         with self._free.taken(self._all, within_s=None):
+            self._has_ended = True
             for group in self._groups:
                 group.end(None if error is None else text_of(error))
 
@@ -108,6 +111,8 @@ class Leader:
             return None
 
         with self._free.taken(needed, within_s=limit_s) as numbers:
+            if self._has_ended:
+                raise RuntimeError("the loop of follow has ended, so the other ranks take part in no further call")
             self.check_usable()
             last_cancel = self._last_cancel
             call = Call(request, args, kwargs, PlainData.of(args, kwargs), end_reason, callback)

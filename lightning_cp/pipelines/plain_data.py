@@ -19,6 +19,7 @@ from lightning_cp.nest import dataclass_fields
 
 DTYPES = {str(x): x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 _JSON = (type(None), bool, int, float, str)
+_DEEPEST, _LONGEST_INT = 64, 4096  # levels of a nest, bits: both sides can convert them, whatever Python's limits are
 _Built = Callable[["PlainData", Any, torch.device], Any]
 
 
@@ -39,7 +40,11 @@ class PlainData:
 
     @classmethod
     def of(cls, *nests: Any) -> PlainData:
-        """Convert nests of arguments. Raises: TypeError: an argument is not plain data; the error names it."""
+        """Convert nests of arguments.
+
+        Raises: TypeError: an argument is not plain data. ValueError: it is nested too deeply, or has a huge integer.
+            The error names it.
+        """
         data = cls([], [])
         data.tree.extend(data._packed(nest, "") for nest in nests)
         return data
@@ -99,17 +104,23 @@ class PlainData:
             object.__setattr__(value, field_name, x)
         return value
 
-    def _packed(self, value: Any, name: str) -> Any:
+    def _packed(self, value: Any, name: str, depth: int = 0) -> Any:
+        if type(value) is int and value.bit_length() > _LONGEST_INT:
+            size = f"{value.bit_length()} bits, which must be at most {_LONGEST_INT}"
+            raise ValueError(f"{name or 'an argument'} is an integer of {size}")
         if type(value) in _JSON:
             return value
+        if depth > _DEEPEST:
+            raise ValueError(f"{name.split('[')[0] or 'an argument'} is nested in more than {_DEEPEST} levels")
+        depth += 1
         if type(value) in (list, tuple):
-            return {type(value).__name__: [self._packed(x, f"{name}[{i}]") for i, x in enumerate(value)]}
+            return {type(value).__name__: [self._packed(x, f"{name}[{i}]", depth) for i, x in enumerate(value)]}
         kind, fields = type(value), dataclass_fields(value)
         if fields is not None and _dataclass(kind.__module__, kind.__qualname__) is kind:
-            return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name)]}
+            return {"dataclass": [kind.__module__, kind.__qualname__, self._packed(fields, name, depth)]}
         if isinstance(value, Mapping) and fields is None:  # outputs of diffusers are both
             pairs = (
-                (self._packed(key, "a key"), self._packed(x, f"{name}[{key!r}]" if name else str(key)))
+                (self._packed(key, "a key"), self._packed(x, f"{name}[{key!r}]" if name else str(key), depth))
                 for key, x in value.items()
             )
             return {"dict": list(pairs)}

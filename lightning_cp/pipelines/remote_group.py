@@ -70,17 +70,17 @@ class RemoteGroup:
 
     def _finish(self, call: Call) -> Any:
         reason: str | None = None
+        wait_for_end: Callable[[], None] | None = None
 
         def end_early() -> None:
-            nonlocal reason
+            nonlocal reason, wait_for_end
             if reason is None and (found := call.end_reason()) is not None:
                 reason = found
-                self._requests.send({}, PlainData.of())
+                wait_for_end = self._requests.start_send({}, PlainData.of())  # perhaps read after the reply only
 
         with self._breaking():
             fields, data = self._replies.receive(meanwhile=end_early)
-            if reason is None:
-                self._requests.send({}, PlainData.of())
+            (wait_for_end or self._requests.start_send({}, PlainData.of()))()
         reply = Reply(**fields)
         self._broken = reply.broken
         if reply.is_cancelled:

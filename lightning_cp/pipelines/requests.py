@@ -33,17 +33,29 @@ class Requests:
         self._group, self._source, self._number = group, source, 0
 
     def send(self, fields: Mapping[str, Any], arguments: PlainData) -> None:
-        """Send a message to all other ranks. Ranks: the sender; the others call `receive`.
+        """Send a message to all other ranks, and wait until they read it. Ranks: the sender; the others call `receive`.
 
         Args: fields: plain values of JSON. arguments: arguments or results of a call.
         Raises: CallFailedError: another rank has exited.
         """
+        self.start_send(fields, arguments)()
+
+    def start_send(self, fields: Mapping[str, Any], arguments: PlainData) -> Callable[[], None]:
+        """Start to send a message. Returns: a function that waits until it is read. See `send`."""
         if self._group is None:
-            return
+            return lambda: None
         data = bytes_tensor(signed(to_bytes(fields, arguments), self._purpose()))
-        with _naming_lost_ranks(f"with a message of rank {self._source}"):
-            dist.broadcast(torch.tensor([data.numel()]), src=self._source, group=self._group)
-            dist.broadcast(data, src=self._source, group=self._group)
+        when = f"with a message of rank {self._source}"
+        with _naming_lost_ranks(when):
+            parts = (torch.tensor([data.numel()]), data)
+            works: list[Any] = [dist.broadcast(x, self._source, group=self._group, async_op=True) for x in parts]
+
+        def wait() -> None:
+            with _naming_lost_ranks(when):
+                for work in works:
+                    work.wait()
+
+        return wait
 
     def receive(self, meanwhile: Callable[[], None] | None = None) -> tuple[dict[str, Any], PlainData]:
         """Wait for a message. See `Incoming.read`."""

@@ -117,7 +117,9 @@ class Votes:
                 self._vote(_ENDED)
         except Exception as error:
             if self._depth == 1 and error is not self._common:
-                self._fail(error)
+                named = self._named(error)
+                self._fail(named)
+                raise named from named.__cause__
             raise
         except BaseException as error:  # interrupted somewhere, so the ranks no longer match
             self.broken = error if self._group is not None else None
@@ -180,8 +182,7 @@ class Votes:
             errors, are_apart = self._exchange(None) if _FAILED in votes else ([], False)
         except Exception as error:  # a rank has exited
             self.broken = error
-            raise_if_lost(error, f"in this call of {self._name}")
-            raise
+            raise self._named(error) from error
         failed = {rank: text for rank, text in enumerate(errors) if text is not None}
         if failed:
             rank, text = next(iter(failed.items()))
@@ -202,6 +203,14 @@ class Votes:
     def _error_on_all_ranks(self, message: str) -> CallFailedError:
         self._common = CallFailedError(message)
         return self._common
+
+    def _named(self, error: Exception) -> Exception:
+        """Return an error that says that a rank has exited, in place of that of a broken connection."""
+        try:
+            raise_if_lost(error, f"in this call of {self._name}")
+        except CallFailedError as named:
+            return named
+        return error
 
     def _fail(self, error: Exception) -> None:
         """Report this rank's error to the other ranks, if they vote in time."""

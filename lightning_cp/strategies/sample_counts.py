@@ -36,7 +36,7 @@ def sum_once(total: Tensor, reduce_op: Any, groups: MeshGroups | None) -> Tensor
     if groups is None or groups.context_size == 1:
         return total
     op = _operation(reduce_op)
-    if op in _UNCHANGED:
+    if op in _UNCHANGED or total.dtype == torch.bool:  # a sum of booleans is "or"
         return total
     if op != dist.ReduceOp.SUM:
         raise ValueError(

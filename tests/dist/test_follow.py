@@ -136,7 +136,10 @@ def _failing(rank: int, world: int) -> list[str]:
             {"callback_on_step_end": edits},
             {"callback_on_step_end": SDXLCFGCutoffCallback(cutoff_step_ratio=0.5)},
             {"sigmas": iter([1])},
+            {"height": 10**5000},
+            {"callback_on_step_end": lambda *_: leader(**_inputs(*FLUX, 0)) and {}},
         ]
+        leaders.append(leader)
         for given in bad:
             with pytest.raises(Exception) as caught:  # noqa: PT011  # of all kinds
                 leader(**{**_inputs(*FLUX, 0), **given})
@@ -149,7 +152,11 @@ def _failing(rank: int, world: int) -> list[str]:
             leader.method("_execution_device")
         return said
 
+    leaders = list[Leader]()
     said = follow(pipe, loop) or []
+    for leader in leaders:  # rank 0's
+        with pytest.raises(RuntimeError, match="the loop of follow has ended"):
+            leader(**_inputs(*FLUX, 0))
     pipe.scheduler.step = failing_step
     with pytest.raises(OSError if rank == 1 else CallFailedError, match="disk of rank 1"):
         pipe(**_inputs(*FLUX, 1))
@@ -159,7 +166,9 @@ def _failing(rank: int, world: int) -> list[str]:
 
 
 def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPool) -> None:
-    unknown, size, cancelled, changed, edited, cutoff, unsendable = run_ranks(3, _failing, timeout_s=240)[0]
+    unknown, size, cancelled, changed, edited, cutoff, unsendable, huge, inside = run_ranks(3, _failing, timeout_s=240)[
+        0
+    ]
     assert unknown.startswith("TypeError")
     assert "no_such" in unknown
     assert not size.startswith("CallFailedError")
@@ -168,6 +177,8 @@ def test_an_error_on_one_rank_ends_this_call_on_all_ranks_only(run_ranks: RankPo
         assert text.startswith("ValueError: callback_on_step_end runs on rank 0 only and must not change latents")
     assert cutoff.startswith("TypeError: callback_on_step_end is a SDXLCFGCutoffCallback, which changes the call")
     assert unsendable.startswith("TypeError: sigmas is a list_iterator, which is not sent to other ranks")
+    assert huge.startswith("ValueError: height is an integer of 16610 bits, which must be at most 4096")
+    assert inside.startswith("RuntimeError: leader is called inside one of its calls")
 
 
 def _loop_fails(rank: int, world: int) -> str:

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers import FlowMatchEulerDiscreteScheduler
 from PIL import Image
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.errors import CallCancelledError, CallFailedError
+from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError
 from lightning_cp.pipelines import Leader, follow, use_degrees, votes
 from tests import features
 from tests.harness import RankPool
@@ -281,8 +282,13 @@ def _cancelled(rank: int, world: int, settings: dict[str, int]) -> list[str]:
                 call(callback_on_step_end=lambda *_: {})  # it waits for rank 0's data group
             assert _difference(leader(**_inputs(1)), expected) <= 1e-5
         both_groups_work()
+        leaders.append(leader)
+        leader.method("pause")  # cancelled when it cannot be interrupted any more
+        both_groups_work()
         return said
 
+    leaders = list[Leader]()  # rank 0's
+    pipe.pause = lambda: [one.cancel() for one in leaders] or time.sleep(0.3)
     return follow(pipe, loop) or []
 
 
@@ -301,6 +307,53 @@ def test_calls_in_all_groups_are_cancelled_and_have_a_time_limit(
     assert cancelled == of_home == "the call was cancelled"
     assert too_long == "the call has taken longer than its limit of 0.3 s"
     assert waited == "other calls have taken longer than this call's limit of 0.3 s"
+
+
+def _other_components(rank: int, world: int, settings: dict[str, int]) -> list[str]:
+    """The errors of follow if the last data group has another weight, another scheduler, or neither."""
+    pipe = _pipe()
+    parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
+    is_last, said = rank >= world - world // 2, list[str]()
+
+    def note() -> None:
+        try:
+            follow(pipe, lambda leader: None)
+        except PeerMismatchError as error:
+            said.append(str(error))
+
+    note()
+    scheduler = pipe.scheduler
+    if is_last:
+        pipe.scheduler = FlowMatchEulerDiscreteScheduler.from_config(scheduler.config, shift=5.0)
+    note()
+    pipe.scheduler = scheduler
+    if is_last:
+        with torch.no_grad():
+            next(pipe.vae.parameters()).mul_(1.5)
+    note()
+    return said
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (2, {}),
+        pytest.param(4, {"cfg": 2}, marks=pytest.mark.full),
+        pytest.param(4, {"pipe": 2}, marks=pytest.mark.full),
+    ],
+)
+def test_data_groups_with_other_components_are_refused(
+    run_ranks: RankPool, world: int, settings: dict[str, int]
+) -> None:
+    for said in run_ranks(world, _other_components, settings):
+        scheduler, weight = said
+        rank = world - world // 2
+        assert scheduler.startswith(
+            "all ranks must follow calls of the FluxPipeline with equal settings, but rank 0 has scheduler['config']"
+            f"['shift']=1.0 and rank {rank} has scheduler['config']['shift']=5.0"
+        )
+        assert weight.startswith("all ranks of follow must have equal weights, but the values of vae.")
+        assert f"(rank {rank} of this group" in weight
 
 
 def _in_mesh(rank: int, world: int, order: list[int]) -> float | None:
@@ -357,7 +410,9 @@ def _lost(rank: int, world: int, ring: int, how: str) -> None:
     ("world", "ring", "how", "lost"),
     [
         (2, 1, "exits", "the connection to another rank broke while this rank waited for a message of rank 1"),
-        pytest.param(4, 2, "exits", "rank 2 failed in this call of FluxPipeline", marks=pytest.mark.full),
+        pytest.param(
+            4, 2, "exits", "the connection to another rank broke in this call of FluxPipeline", marks=pytest.mark.full
+        ),
         pytest.param(
             4, 2, "raises", "rank 2 failed in this call of FluxPipeline: OSError: out of memory", marks=pytest.mark.full
         ),

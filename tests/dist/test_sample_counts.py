@@ -108,6 +108,7 @@ def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
         "metric": metric.compute().item(),
         "sum": fabric.all_reduce(torch.tensor(1.0 + group), reduce_op="sum").item(),
         "integer": fabric.all_reduce(torch.tensor(1 + group), reduce_op="sum").item(),
+        "boolean": fabric.all_reduce(torch.tensor(group == 0), reduce_op="sum").item(),
         "mean": fabric.all_reduce(torch.tensor(1.0 + group)).item(),
         "least": fabric.all_reduce(torch.tensor(1.0 + group), reduce_op=dist.ReduceOp.MIN).item(),
         "nested": fabric.all_gather({"x": torch.tensor(float(group))})["x"].tolist(),
@@ -135,7 +136,16 @@ def _of_fabric(rank: int, world: int, ring: int) -> dict[str, Any]:
 
 
 def test_fabrics_reductions_and_free_metrics_count_samples(run_ranks: RankPool) -> None:
-    expected = {"metric": 3, "sum": 3, "integer": 3, "mean": 1.5, "least": 1, "nested": [0, 1], "ranks": 4}
+    expected = {
+        "metric": 3,
+        "sum": 3,
+        "integer": 3,
+        "boolean": True,
+        "mean": 1.5,
+        "least": 1,
+        "nested": [0, 1],
+        "ranks": 4,
+    }
     expected |= {"summed loss": 18, "gradient of a summed loss": [3, 3], "leaf": [3, 3], "inference": 3}
     found = run_ranks(4, _of_fabric, 2)
     for one in found:

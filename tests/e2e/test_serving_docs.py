@@ -90,6 +90,8 @@ def test_clients_get_one_process_pictures_and_the_service_ends(service: tuple[in
     jobs.append({"prompt": "a cat", "seed": 0, "width": 48})
     with ThreadPoolExecutor(len(jobs)) as pool:
         found = list(pool.map(lambda job: _post(port, **job), jobs))
+    with pytest.raises(urllib.error.HTTPError, match="422"):  # it would fail the requests that share its call
+        _post(port, prompt="a cat", seed=2**64)
     pipe = _pipe()
     pipe.set_progress_bar_config(disable=True)
     for job, picture in zip(jobs, found, strict=True):

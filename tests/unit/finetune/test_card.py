@@ -72,6 +72,7 @@ SECRETS = [
     "+secrets.a=abc123x",
     "+token.value=abc123x",
     "+x={api_key:{a:abc123x}}",
+    "+db.pass=abc123x",
 ]
 
 
@@ -91,11 +92,18 @@ def test_settings_without_secrets_are_shown() -> None:
 
 def test_a_card_has_no_absolute_folders() -> None:
     words = ["model.pretrained=/home/me/models/base", "data.path='~/me/data'", "x=[/home/me/a.png,/home/me/b.png]"]
-    words += ["u=file:///home/me/x", r"w=C:\Users\me\x"]
+    words += [
+        "run_dir=/home/me too/my runs/r 1",
+        "/home/me too/my recipes/train.py",
+        "u=file:///home/me/x",
+        r"w=C:\Users\me\x",
+    ]
     text = card(
         command=shlex.join(words), base="/home/me/models/base", adapter={"file": "/home/me/l.safetensors"}
     ).text()
     assert "me/" not in text
+    assert "me too" not in text
+    assert "'run_dir=r 1' train.py" in text
     assert "Users" not in text
     assert "/home" not in text
     assert "model.pretrained=base" in text

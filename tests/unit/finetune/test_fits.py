@@ -66,6 +66,12 @@ def test_facts_of_a_pipeline_are_read_from_its_files(tmp_path: Path) -> None:
 
 def test_facts_and_dtypes_that_fit_pass() -> None:
     _check({}, {}, VAE)
+    schedule = diffusion_facts(CogVideoXDDIMScheduler(prediction_type="v_prediction", beta_schedule="linear"))
+    on_another_machine = {**schedule, "alphas_cumprod": [x * (1 + 1e-6) for x in schedule["alphas_cumprod"]]}
+    _check({"schedule": on_another_machine}, {}, {"schedule": ("scheduler", schedule)})
+    other = {**schedule, "alphas_cumprod": [x * (1 - 1e-3) for x in schedule["alphas_cumprod"]]}
+    with pytest.raises(FamilyError, match="has schedule="):
+        _check({"schedule": other}, {}, {"schedule": ("scheduler", schedule)})
     _check({}, {"latents": torch.ones(4, 2, 2, dtype=torch.bfloat16), "source": torch.ones(1, dtype=torch.int64)}, {})
 
 

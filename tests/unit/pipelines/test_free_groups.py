@@ -90,7 +90,9 @@ def test_calls_take_groups_in_their_order_and_reserve_those_that_they_need() -> 
 
 def test_a_call_that_waits_too_long_leaves_the_queue() -> None:
     groups = FreeGroups(2)
-    with groups.taken(None, within_s=None):
+    calls = _Calls(groups)
+    try:
+        calls.begin("a", None)
         with (
             pytest.raises(CallCancelledError, match=r"longer than this call's limit of 0\.01 s"),
             groups.taken(ALL - {2}, within_s=0.01),
@@ -98,3 +100,25 @@ def test_a_call_that_waits_too_long_leaves_the_queue() -> None:
             pass
         with groups.taken(None, within_s=0.01) as numbers:
             assert numbers == [1], "the method no longer reserves it"
+    finally:
+        calls.join()
+
+
+@pytest.mark.parametrize(("taken", "needed"), [(ALL, None), (HOME, HOME), (HOME, ALL)])
+def test_a_call_inside_a_call_that_would_wait_for_it_is_refused(
+    taken: frozenset[int], needed: frozenset[int] | None
+) -> None:
+    groups = FreeGroups(3)
+    with groups.taken(taken, within_s=None):
+        with (
+            pytest.raises(
+                RuntimeError, match=r"leader is called inside one of its calls, .* let the call return first"
+            ),
+            groups.taken(needed, within_s=0.01),
+        ):
+            pass
+        if taken != ALL:
+            with groups.taken(None, within_s=0.01) as numbers:
+                assert numbers == [1], "another group can run it"
+    with groups.taken(needed, within_s=0.01) as numbers:
+        assert len(numbers) == len(needed or [0])

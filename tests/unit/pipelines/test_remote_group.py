@@ -26,6 +26,10 @@ class _Channels:
     def send(self, fields: Mapping[str, Any], _: PlainData) -> None:
         self.sent.append(dict(fields))
 
+    def start_send(self, fields: Mapping[str, Any], _: PlainData) -> Callable[[], None]:
+        self.sent.append(dict(fields))
+        return lambda: None
+
     def receive(self, meanwhile: Callable[[], None]) -> tuple[dict[str, Any], PlainData]:
         for _ in range(self._looks):
             meanwhile()

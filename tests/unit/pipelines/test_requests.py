@@ -104,6 +104,19 @@ def test_other_objects_are_refused_by_their_place(value: Any, place: str) -> Non
         PlainData.of(value)
 
 
+def test_values_that_json_cannot_convert_are_refused_by_their_place() -> None:
+    deep: list[Any] = []
+    for _ in range(60):
+        deep = [deep]
+    assert _arrived({"a": deep}) == [{"a": deep}]
+    for _ in range(400):
+        deep = [deep]
+    with pytest.raises(ValueError, match=r"^a is nested in more than 64 levels$"):
+        PlainData.of({"a": deep})
+    with pytest.raises(ValueError, match=r"^a\[0\] is an integer of 16610 bits, which must be at most 4096$"):
+        PlainData.of({"a": [10**5000]})
+
+
 def test_dataclasses_of_diffusers_arrive_and_no_other_class_is_named() -> None:
     image = Image.new("RGB", (3, 5), 9)
     (found,) = _arrived([LTX2VideoCondition(frames=[image], index=4), LTX2VideoCondition(frames=torch.ones(2, 3))])
