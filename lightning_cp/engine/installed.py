@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
@@ -103,6 +104,8 @@ class Installed(ForwardWrapper):
         """Run the model's forward: context-parallel, or the original once the plan was removed."""
         if self.module.__dict__.get(_INSTALLED) is not self:
             return self._own_forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._reinstall_at_trace_time()
         if self._structure is None or not self._structure.is_unchanged() or self.caches.have_changed():
             self._reinstall()
         if self._structure is not None and self._structure.hidden:
@@ -157,14 +160,23 @@ class Installed(ForwardWrapper):
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
         if torch.compiler.is_compiling():  # unless fullgraph=True, dynamo then runs this forward eagerly
             raise PlanError(
-                f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run "
-                "yet: call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), which "
-                "installs the plan on it"
+                f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
+                "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`) to see why"
             )
         reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
             reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]
         reinstall()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _reinstall_at_trace_time(self) -> None:
+        """Install the plan again on a model that has changed, while its forward is traced. Runs without being traced.
+
+        If the plan does not fit, it stays removed, and `_reinstall` raises the error.
+        """
+        if self._structure is None or not self._structure.is_unchanged_eagerly() or self.caches.have_changed():
+            with suppress(PlanError):
+                self._reinstall_eagerly()
 
     def _reinstall_eagerly(self) -> None:
         self.caches.follow()
