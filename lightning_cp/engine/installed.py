@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_cp.compat.torch_names import dynamo_is_imported
-from lightning_cp.compiler_options import allow_graphs_of_blocks
+from lightning_cp.compiler_options import allow_graphs_of_lengths
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.compiling import compile_rules
@@ -58,7 +58,6 @@ class Installed(ForwardWrapper):
         self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
-        self._num_blocks = len(rules.blocks)
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
@@ -111,7 +110,7 @@ class Installed(ForwardWrapper):
         if self._structure is not None and self._structure.hidden:
             self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
-            allow_graphs_of_blocks(self._num_blocks)
+            allow_graphs_of_lengths()
         assert self._hook is not None, "a plan is installed"
         self.caches.before_forward(kwargs)
         try:

@@ -151,7 +151,9 @@ def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[li
     for rank_of_lora, alpha in ((4, 4), (6, 3)):
         torch.manual_seed(alpha)
         single: Any = _model("wan")
-        single.add_adapter(LoraConfig(r=rank_of_lora, lora_alpha=alpha, target_modules=["to_q"], init_lora_weights=False))
+        single.add_adapter(
+            LoraConfig(r=rank_of_lora, lora_alpha=alpha, target_modules=["to_q"], init_lora_weights=False)
+        )
         single.double()
         expected.append(single(**arguments, return_dict=False)[0].detach())
         single.save_lora_adapter(folder / f"{rank} {alpha}")
@@ -163,7 +165,9 @@ def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[li
     with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         for alpha, result in zip((4, 3), expected, strict=True):
-            model.load_lora_adapter(folder / f"{rank} {alpha}", prefix=None, adapter_name="a", hotswap=alpha == 3)
+            model.load_lora_adapter(
+                folder / f"{rank} {alpha}", prefix=None, adapter_name="a", use_safetensors=True, hotswap=alpha == 3
+            )
             if alpha == 4:
                 model.double()
                 compile_ = model.compile if whole_model else model.compile_repeated_blocks
