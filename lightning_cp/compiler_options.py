@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from lightning_cp.compat.torch_names import imported_config
 
-_GRAPHS_PER_BLOCK = 8  # PyTorch's own limit
+_GRAPHS = 64  # of one function; PyTorch's own limit is 8
 
 
 def keep_order_of_attentions() -> None:
@@ -34,16 +34,13 @@ def compile_blocks_whole() -> None:
         config.optimize_ddp = False  # type: ignore[attr-defined]
 
 
-def allow_graphs_of_blocks(blocks: int) -> None:
-    """Raise `torch._dynamo.config.recompile_limit` so that every block can have its graphs.
+def allow_graphs_of_lengths() -> None:
+    """Raise `torch._dynamo.config.recompile_limit` to 64, for many numbers of tokens.
 
-    Called before each forward of a parallel model. Blocks of one class share their code, and dynamo counts its graphs.
-    Hooks differ between blocks, so each block has its own graph for each length; with PyTorch's limit of 8, later
-    blocks would run eager, or fail with `fullgraph=True`.
+    Called before each forward of a parallel model. Equal blocks share their graphs, but sharding fixes the numbers of
+    tokens, so that each needs its own graphs, also with dynamic shapes. After PyTorch's limit of 8, blocks would run
+    eager, or fail with `fullgraph=True`.
     """
     config = imported_config("dynamo")
-    needed = _GRAPHS_PER_BLOCK * blocks
-    if config is not None and config.recompile_limit < needed:
-        config.recompile_limit = needed  # type: ignore[attr-defined]
-        if config.accumulated_recompile_limit < needed:
-            config.accumulated_recompile_limit = needed  # type: ignore[attr-defined]
+    if config is not None and config.recompile_limit < _GRAPHS:
+        config.recompile_limit = _GRAPHS  # type: ignore[attr-defined]

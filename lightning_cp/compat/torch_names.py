@@ -22,6 +22,7 @@ with private_names("torch"):
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
     from torch._C import _AutoDispatchBelowAutograd as below_autograd
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
+    from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch.autograd.forward_ad import _set_fwd_grad_enabled as set_forward_ad
@@ -56,6 +57,7 @@ __all__ = [
     "peek_interpreter_stack",
     "process_groups",
     "set_forward_ad",
+    "skip_frames_of",
     "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
@@ -75,6 +77,15 @@ def aten(name: str) -> Callable[..., Any]:
         return operator
     except AttributeError as error:
         raise incompatible("torch", f"it has no operator aten.{name}") from error
+
+
+def skip_frames_of(method: Any) -> None:
+    """Exclude calls of a method, and all calls inside them, from dynamo. It still traces them inside of compiled code.
+
+    (`torch.compiler.disable` would break the graph there.)
+    """
+    skip = _FrameAction.SKIP  # type: ignore[attr-defined]
+    set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
 
 
 def is_functional(operator: Any) -> bool:

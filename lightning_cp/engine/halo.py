@@ -30,7 +30,7 @@ class HaloHook(EngineHook):
     session: Session
     rule: Halo
 
-    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         call, rule = self.session.current(), self.rule
         (_, *sizes, _), x = call.row_parts(rule.modality), args[0]
         if not isinstance(x, Tensor) or x.shape[rule.dim] != sizes[call.groups.context_rank]:
@@ -38,7 +38,7 @@ class HaloHook(EngineHook):
         extended = halo_exchange(x, rule.dim, sizes, rule.reach, call.groups.name)
         if call.evaluation is not None:
             extended = self._extend_patch(x, extended, call.evaluation)
-        return extended, *args[1:]
+        return (extended, *args[1:]), kwargs
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         own = self._rows()[self.session.current().groups.context_rank]

@@ -1,13 +1,16 @@
-"""Base class of the engine's hooks, their removal, and the check for refused arguments."""
+"""Base class of the engine's hooks, how they are added and removed, and the check for refused arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
 
+from lightning_cp.compat.torch_names import skip_frames_of
 from lightning_cp.errors import ShapeError
+
+Hook = Callable[..., Any]
 
 
 class EngineHook:
@@ -18,6 +21,41 @@ class EngineHook:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self
+
+
+def add_hooks(
+    module: nn.Module, *, before: Hook | None = None, after: Hook | None = None, always: bool = False
+) -> None:
+    """Add methods of an `EngineHook` around a module's forward, so that equal blocks share one compiled graph.
+
+    torch.compile guards on the IDs of hooks, which torch counts over all modules. These IDs are counted for each
+    module, and are negative: equal blocks have the same, and they differ from those of torch.
+
+    The hooks of a module that is compiled alone run eagerly. (torch.compile does not trace `nn.Module.__call__` then,
+    but it would compile each hook, and guard on the state that it finds.) In a module inside of compiled code, they are
+    traced.
+
+    Args:
+        before: gets (module, args, kwargs), and returns both, changed, or None.
+        after: gets (module, args, output), and returns the output, changed, or None.
+        always: call `after` also if the forward has failed, with None as output.
+    """
+    if before is not None:
+        handle = module.register_forward_pre_hook(before, with_kwargs=True)
+        _renumber(handle.id, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs)
+        skip_frames_of(before)
+    if after is not None:
+        handle = module.register_forward_hook(after, always_call=always)
+        _renumber(handle.id, module._forward_hooks, module._forward_hooks_always_called)
+        skip_frames_of(after)
+
+
+def _renumber(number: int, hooks: dict[int, Hook], *details: dict[int, Any]) -> None:
+    """Give the last of a module's hooks the next negative ID."""
+    own = min([0, *hooks]) - 1
+    for found in (hooks, *details):
+        if number in found:
+            found[own] = found.pop(number)
 
 
 def remove_hooks(module: nn.Module) -> None:

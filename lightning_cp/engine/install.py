@@ -13,7 +13,7 @@ from lightning_cp.engine.attention_dispatch import AttentionDispatcher
 from lightning_cp.engine.attention_patch import AttentionPatch, exchange_processor, release
 from lightning_cp.engine.dropout import ShardDropouts
 from lightning_cp.engine.halo import HaloHook
-from lightning_cp.engine.hook_base import remove_hooks
+from lightning_cp.engine.hook_base import add_hooks, remove_hooks
 from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.interception import BypassHook, InterceptionHook
 from lightning_cp.engine.linear import LinearAttention
@@ -51,11 +51,10 @@ def install(
     _install_unplanned(module, rules, session, patches, dispatcher)
     dropouts.install(module, rules)
     for ancestor, hook in _interception_hooks(module, rules, session):
-        ancestor.register_forward_pre_hook(hook.before, with_kwargs=True)
-        ancestor.register_forward_hook(hook.after, always_call=True)
+        add_hooks(ancestor, before=hook.before, after=hook.after, always=True)
     for inner in module.modules():
         if isinstance(inner, nn.MultiheadAttention):
-            inner.register_forward_pre_hook(BypassHook(session, module).before, with_kwargs=True)
+            add_hooks(inner, before=BypassHook(session, module).before)
     arguments, outputs = [], []
     for rule in rules.arguments:
         refused = rules.refused if rule.is_block else {}
@@ -63,17 +62,16 @@ def install(
         argument_hook = ArgumentHook(session, rule, refused, rule.paths[0] or "forward", order)
         arguments += [argument_hook] if "" in rule.paths else []
         for path in filter(None, rule.paths):
-            submodule(module, path).register_forward_pre_hook(argument_hook.before, with_kwargs=True)
+            add_hooks(submodule(module, path), before=argument_hook.before)
     for output in rules.outputs:
         output_hook = OutputHook(session, output)
         if output.path:
-            submodule(module, output.path).register_forward_hook(output_hook.after)
+            add_hooks(submodule(module, output.path), after=output_hook.after)
         else:
             outputs.append(output_hook)
     for halo in rules.halos:
-        halo_hook, convolution = HaloHook(session, halo), submodule(module, halo.path)
-        convolution.register_forward_pre_hook(halo_hook.before)
-        convolution.register_forward_hook(halo_hook.after)
+        halo_hook = HaloHook(session, halo)
+        add_hooks(submodule(module, halo.path), before=halo_hook.before, after=halo_hook.after)
     checkpointing = [inner for inner in module.modules() if hasattr(inner, "gradient_checkpointing")]
     padding = PadHook(session, signature, rules.pads) if rules.pads else None
     return ModelHook(session, signature, rules, checkpointing, padding, arguments, outputs)

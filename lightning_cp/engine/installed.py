@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from contextlib import suppress
 from functools import partial, update_wrapper
 from typing import Any, NoReturn
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from lightning_cp.compat.torch_names import dynamo_is_imported
-from lightning_cp.compiler_options import allow_graphs_of_blocks
+from lightning_cp.compiler_options import allow_graphs_of_lengths
 from lightning_cp.engine.attention_patch import is_stuck
 from lightning_cp.engine.caches import StepCaches
 from lightning_cp.engine.compiling import compile_rules
@@ -57,7 +58,6 @@ class Installed(ForwardWrapper):
         self._dropouts = ShardDropouts(session)
         self._touched: list[nn.Module] = []
         self._attending: list[nn.Module] = []
-        self._num_blocks = len(rules.blocks)
         self._hook: ModelHook | None = None
         self._structure: Structure | None = None
 
@@ -103,12 +103,14 @@ class Installed(ForwardWrapper):
         """Run the model's forward: context-parallel, or the original once the plan was removed."""
         if self.module.__dict__.get(_INSTALLED) is not self:
             return self._own_forward(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            self._reinstall_at_trace_time()
         if self._structure is None or not self._structure.is_unchanged() or self.caches.have_changed():
             self._reinstall()
         if self._structure is not None and self._structure.hidden:
             self._refuse_hidden(self._structure.hidden)
         if not torch.compiler.is_compiling():
-            allow_graphs_of_blocks(self._num_blocks)
+            allow_graphs_of_lengths()
         assert self._hook is not None, "a plan is installed"
         self.caches.before_forward(kwargs)
         try:
@@ -157,14 +159,23 @@ class Installed(ForwardWrapper):
         """Install the plan again on a model that has changed. Raises: PlanError: it no longer fits."""
         if torch.compiler.is_compiling():  # unless fullgraph=True, dynamo then runs this forward eagerly
             raise PlanError(
-                f"{type(self.module).__name__} was changed after it was compiled, or is a deep copy that has not run "
-                "yet: call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`), which "
-                "installs the plan on it"
+                f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
+                "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`) to see why"
             )
         reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
             reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]
         reinstall()
+
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def _reinstall_at_trace_time(self) -> None:
+        """Install the plan again on a model that has changed, while its forward is traced. Runs without being traced.
+
+        If the plan does not fit, it stays removed, and `_reinstall` raises the error.
+        """
+        if self._structure is None or not self._structure.is_unchanged_eagerly() or self.caches.have_changed():
+            with suppress(PlanError):
+                self._reinstall_eagerly()
 
     def _reinstall_eagerly(self) -> None:
         self.caches.follow()

@@ -34,7 +34,7 @@ class ArgumentHook(EngineHook):
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         positional, named = list(args), dict(kwargs)
-        if not self.session.succeeded and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not self.session.succeeded:  # traced reads become guards
             call = self.session.current()
             call.block = self.name
             call.unplanned = unplanned_shapes(self.order, args, kwargs, self.rule.specs)

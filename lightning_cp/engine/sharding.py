@@ -256,7 +256,10 @@ def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Seque
     for sizes, index in zip(segments, chosen, strict=True):
         pieces.append(x.narrow(dim, start + sum(sizes[:index]), sizes[index]))
         start += sum(sizes)
-    return torch.cat(pieces, dim) if len(pieces) > 1 else pieces[0].contiguous()
+    if len(pieces) > 1:
+        return torch.cat(pieces, dim)
+    # Contiguous, with the strides of a new tensor also in dims of length 1: torch.compile guards on them.
+    return pieces[0].flatten().view(pieces[0].shape)
 
 
 def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:

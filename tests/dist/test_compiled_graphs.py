@@ -1,0 +1,205 @@
+"""Compiled blocks of one kind share their graphs: a parallel model has as many as one process, and is exact."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_cp import apply_context_parallel
+from lightning_cp.engine.recompute import selective_checkpoint
+from lightning_cp.fabric import ContextParallelFSDPStrategy
+from tests.dist.compare import averaged, outcome, worst
+from tests.dist.lightning_ranks import fabric_of, whole
+from tests.harness import RankPool
+from tests.models import TINY
+from tests.models.modes import MODES
+from tests.models.tiny import with_short_text
+
+Counts = tuple[list[int], float]  # graphs after each step; the largest error of outputs and gradients
+Step = Callable[[dict[str, Any]], tuple[Tensor, dict[str, Tensor | None]]]
+TEXTS = (7, 7, 5, 7)  # tokens: two lengths
+# Numbers of blocks, and of graphs for each length. (FLUX: the first single block gets a new tensor, the others a view.)
+MODELS = {
+    "wan": ({"num_layers": 3}, 1),
+    "qwen_image": ({"num_layers": 3}, 1),
+    "flux": ({"num_layers": 2, "num_single_layers": 3}, 3),
+}
+FULL = pytest.mark.full
+
+
+def _model(name: str) -> nn.Module:
+    return replace(TINY[name], config={**TINY[name].config, **MODELS[name][0]}).build()
+
+
+def _arguments(name: str, text: int, samples: int) -> dict[str, Any]:
+    given = with_short_text(TINY[name].arguments(), text)
+    return {key: x[:samples] if isinstance(x, Tensor) and "ids" not in key else x for key, x in given.items()}
+
+
+def _counts(counter: CompileCounterWithBackend, name: str, samples: int, expect: Step, step: Step) -> Counts:
+    """Run a step with each length, in one process and in parallel."""
+    graphs, largest = [], 0.0
+    for text in TEXTS:
+        arguments = _arguments(name, text, samples)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # the compiler's, of diffusers' code
+            (expected, gradients), (out, found) = expect(arguments), step(arguments)
+        largest = max(largest, float((out - expected).abs().max()), worst(found, gradients))
+        graphs.append(counter.frame_count)
+    return graphs, largest
+
+
+def _of_ranks(rank: int, world: int, name: str, mode: str, samples: int, backend: str) -> Counts:
+    """Args: mode: of `MODES`; "selective": selective checkpointing; "whole": the model is compiled as a whole."""
+    torch.compiler.reset()
+    reference = _model(name)
+    model: Any = copy.deepcopy(reference)
+    if world > 1:
+        apply_context_parallel(model, MODES.get(mode, MODES["ring"])(world))
+    if mode in ("replay", "selective"):
+        how = selective_checkpoint if mode == "selective" else None
+        model.train().enable_gradient_checkpointing(gradient_checkpointing_func=how)
+    counter = CompileCounterWithBackend(backend)
+    compile_ = model.compile if mode == "whole" else model.compile_repeated_blocks
+    compile_(backend=counter, fullgraph=True, dynamic=False)
+
+    def step(arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor | None]]:
+        out, gradients = outcome(model, arguments)
+        return out, averaged(gradients, world) if world > 1 else gradients
+
+    return _counts(counter, name, samples, lambda arguments: outcome(reference, arguments), step)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_process_has_the_expected_graphs(run_ranks: RankPool, name: str) -> None:
+    ((graphs, error),) = run_ranks(1, _of_ranks, name, "ring", 2, "eager")
+    kinds = MODELS[name][1]
+    assert graphs == [kinds, kinds, 2 * kinds, 2 * kinds]
+    assert error < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("world", "name", "mode", "samples", "backend"),
+    [
+        (2, "flux", "ring", 1, "eager"),
+        (3, "wan", "ring", 1, "eager"),
+        (3, "wan", "whole", 2, "eager"),
+        pytest.param(3, "wan", "rotation", 2, "aot_eager", marks=FULL),
+        pytest.param(3, "wan", "replay", 1, "aot_eager", marks=FULL),
+        pytest.param(3, "wan", "selective", 2, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "ulysses", 1, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "replay", 2, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "whole", 1, "aot_eager", marks=FULL),
+        pytest.param(4, "flux", "unified", 2, "aot_eager", marks=FULL),
+        pytest.param(2, "wan", "ring", 2, "inductor", marks=FULL),
+    ],
+)
+def test_blocks_of_a_kind_share_one_graph_for_each_length(
+    run_ranks: RankPool, world: int, name: str, mode: str, samples: int, backend: str
+) -> None:
+    kinds = 1 if mode == "whole" else MODELS[name][1]
+    for graphs, error in run_ranks(world, _of_ranks, name, mode, samples, backend, timeout_s=300):
+        assert graphs == [kinds, kinds, 2 * kinds, 2 * kinds]
+        assert error < 1e-5  # the compiler may see the lifted casts otherwise
+
+
+def _sharded(rank: int, world: int, checkpointing: bool) -> Counts:
+    torch.compiler.reset()
+    fabric = fabric_of(rank, world, ContextParallelFSDPStrategy(ring=world))
+    reference: Any = _model("wan").float().train()
+    model: Any = copy.deepcopy(reference)
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    counter = CompileCounterWithBackend("eager")
+    model.compile_repeated_blocks(backend=counter, fullgraph=True, dynamic=False)
+    parallel = fabric.setup(model)
+
+    def step(arguments: dict[str, Any], of: nn.Module) -> tuple[Tensor, dict[str, Tensor | None]]:
+        of.zero_grad()
+        given = {name: x.float() if x.is_floating_point() else x for name, x in arguments.items()}
+        out = of(**given, return_dict=False)[0]
+        (fabric.backward if of is parallel else Tensor.backward)(out.square().mean())
+        parameters = (reference if of is reference else model).named_parameters()
+        return out.detach(), {name: None if p.grad is None else whole(p.grad) for name, p in parameters}
+
+    return _counts(counter, "wan", 2, lambda given: step(given, reference), lambda given: step(given, parallel))
+
+
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=FULL), pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize("world", [2, 3])
+def test_sharded_blocks_share_one_graph_for_each_length(run_ranks: RankPool, world: int, checkpointing: bool) -> None:
+    for graphs, error in run_ranks(world, _sharded, checkpointing, init=False, timeout_s=300):
+        assert graphs == [1, 1, 2, 2]
+        assert error < 1e-4  # in float32
+
+
+def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[list[int], list[float]]:
+    """Swap one LoRA for another in a compiled model. Returns: graphs and error, with each adapter."""
+    from peft import LoraConfig
+
+    torch.compiler.reset()
+    arguments, expected = _arguments("wan", 7, 2), []
+    for rank_of_lora, alpha in ((4, 4), (6, 3)):
+        torch.manual_seed(alpha)
+        single: Any = _model("wan")
+        single.add_adapter(
+            LoraConfig(r=rank_of_lora, lora_alpha=alpha, target_modules=["to_q"], init_lora_weights=False)
+        )
+        single.double()
+        expected.append(single(**arguments, return_dict=False)[0].detach())
+        single.save_lora_adapter(folder / f"{rank} {alpha}")
+    model: Any = _model("wan")
+    apply_context_parallel(model, MODES["ring"](world))
+    model.enable_lora_hotswap(target_rank=8)
+    counter = CompileCounterWithBackend("eager")
+    graphs, errors = [], []
+    with torch._dynamo.config.patch(error_on_recompile=True), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        for alpha, result in zip((4, 3), expected, strict=True):
+            model.load_lora_adapter(
+                folder / f"{rank} {alpha}", prefix=None, adapter_name="a", use_safetensors=True, hotswap=alpha == 3
+            )
+            if alpha == 4:
+                model.double()
+                compile_ = model.compile if whole_model else model.compile_repeated_blocks
+                compile_(backend=counter, fullgraph=True, dynamic=False)
+            out = model(**arguments, return_dict=False)[0]
+            errors.append(float((out - result).abs().max()))
+            graphs.append(counter.frame_count)
+    assert float((expected[0] - expected[1]).abs().max()) > 1e-3
+    return graphs, errors
+
+
+@pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=FULL)])
+def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path, whole_model: bool) -> None:
+    pytest.importorskip("peft")
+    for graphs, errors in run_ranks(3, _adapted, tmp_path, whole_model, timeout_s=120):
+        assert graphs == [1, 1]
+        assert max(errors) < 1e-6
+
+
+def _exported(rank: int, world: int, copied: bool) -> float:
+    """Export a model that has not run, or a deep copy of one, and run the program."""
+    model, arguments = _model("wan"), {**_arguments("wan", 7, 2), "return_dict": False}
+    with torch.no_grad():
+        expected = model(**arguments)[0]
+        apply_context_parallel(model, MODES["ring"](world))
+        if copied:
+            model = copy.deepcopy(model)
+        program = torch.export.export(model, args=(), kwargs=arguments)
+        return float((program.module()(**arguments)[0] - expected).abs().max())
+
+
+@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=FULL)])
+def test_a_model_that_has_not_run_is_exported(run_ranks: RankPool, copied: bool) -> None:
+    for error in run_ranks(3, _exported, copied):
+        assert error < 1e-6
