@@ -60,8 +60,7 @@ class Leader:
     def cancel(self) -> None:
         """End the running calls on all ranks; without one, do nothing. Call it from another thread or a signal handler.
 
-        A call raises CallCancelledError before its next transformer call or decode. The steps of PipeFusion that
-        overlap are completed first.
+        A call raises CallCancelledError before its next transformer call or decode.
         """
         self._last_cancel = object()
 

@@ -31,6 +31,7 @@ from lightning_cp.pipelines.run_once import run_once
 from lightning_cp.pipelines.samples import join_samples, main_argument, micro_batches
 from lightning_cp.pipelines.stage_links import StageFailedError
 from lightning_cp.pipelines.stage_results import StageResults
+from lightning_cp.pipelines.votes import Votes
 
 _MICRO_BATCHES_PER_STAGE = 4  # as GPipe: with more, calls get small and the stages wait little less
 
@@ -231,7 +232,7 @@ class PatchCalls:
         assert stage is not None, "the caller checks it"
         assert results is not None, "the caller checks it"
         result = results.begin(stage, (key, len(forwards)), len(forwards), owner)
-        samples = self._samples(forwards)
+        samples, compute = self._samples(forwards), partial(_unless_interrupted, results.votes, compute)
         found, keys = [], [*(x.key for x in forwards), None]
         start_results = partial(results.transfers.start, newest=stage.links.later_stages)
         for i, forward in enumerate(forwards):
@@ -281,3 +282,9 @@ class PatchCalls:
         if evaluation is not None:
             self.memory.check_filled(evaluation.buffers[before:])
         return result
+
+
+def _unless_interrupted(votes: Votes, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Compute a forward, unless the call is to end: overlapping steps do not vote, but pass an error of a stage on."""
+    votes.interrupt()
+    return compute(*args, **kwargs)

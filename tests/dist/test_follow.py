@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
+from lightning_cp.patching import intercept_calls
 from lightning_cp.pipelines import Leader, follow, parallel_pipeline, use_degrees, votes
 from tests import features
 from tests.harness import RankPool
@@ -446,6 +447,37 @@ def test_calls_are_cancelled_and_have_a_time_limit(run_ranks: RankPool, world: i
     assert cancelled == "the call was cancelled"
     assert too_long == "the call has taken longer than its limit of 0.3 s"
     assert waited == "other calls have taken longer than this call's limit of 0.3 s"
+
+
+def _cancelled_while_steps_overlap(rank: int, world: int) -> tuple[str, int] | None:
+    """Rank 0: what a call raises that is cancelled in its 9th forward, and the number of its forwards."""
+    pipe = _pipe(*FLUX)
+    parallelize_pipeline(pipe, ContextParallelConfig(), pipe=world, patches=2)
+    forwards = list[int]()
+
+    def loop(leader: Leader) -> tuple[str, int]:
+        def count(call: Any, args: Any, kwargs: Any) -> Any:
+            forwards.append(0)
+            if len(forwards) == 9:
+                leader.cancel()
+            return call(*args, **kwargs)
+
+        inputs = lambda: _inputs(*FLUX, 0) | {"num_inference_steps": 20}  # noqa: E731
+        expected = [_first(leader(**inputs())) for _ in range(3)]  # they find out that steps can overlap
+        undo = intercept_calls(pipe.transformer.transformer_blocks[0], count)
+        with pytest.raises(CallCancelledError) as caught:
+            leader(**inputs())
+        undo()
+        assert _error(_first(leader(**inputs())), expected[0]) <= 1e-5
+        return str(caught.value), len(forwards)
+
+    return follow(pipe, loop)
+
+
+def test_a_call_whose_steps_overlap_is_cancelled_before_its_next_forward(run_ranks: RankPool) -> None:
+    said, forwards = run_ranks(2, _cancelled_while_steps_overlap)[0]
+    assert said == "the call was cancelled"
+    assert forwards == 9  # of 1 + 19 * 2
 
 
 def _interrupted(rank: int, world: int) -> tuple[list[str], float]:
