@@ -84,7 +84,7 @@ def skip_frames_of(method: Any) -> None:
 
     (`torch.compiler.disable` would break the graph there.)
     """
-    skip = _FrameAction.SKIP  # type: ignore[attr-defined]
+    skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
 
 
