@@ -180,6 +180,7 @@ class _Loop:
     """A pipeline of a transformer and a scheduler, with guidance: both branches in one batch."""
 
     def __init__(self, config: DictConfig, device: torch.device) -> None:
+        torch.manual_seed(0)  # equal weights on all ranks
         with device:
             model: nn.Module = instantiate(config.model, _convert_="all").to(getattr(torch, config.dtype))
         self.scheduler: Any = FlowMatchEulerDiscreteScheduler()
