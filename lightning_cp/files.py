@@ -35,14 +35,10 @@ def check_regular(path: str | Path) -> None:
 def why_not_regular(path: str | Path) -> str:
     """Return for an error why a path is no regular file: "does not exist", "is a folder", "is a named pipe", …"""
     try:
-        check_regular(path)
-    except IsADirectoryError:
-        return "is a folder"
-    except NotRegularError:
-        return f"is {_kind(os.stat(path).st_mode)}"
+        mode = os.stat(path).st_mode
     except OSError:
-        pass
-    return "does not exist"
+        return "does not exist"
+    return "is a folder" if stat.S_ISDIR(mode) else f"is {_kind(mode)}"
 
 
 def open_regular(path: str | Path) -> BufferedReader:

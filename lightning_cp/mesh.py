@@ -129,10 +129,6 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
     Ranks: every rank of the world, at first use of a mesh.
     Raises: ValueError: the degrees do not fit the world, there is no process group, or the shares are invalid.
     """
-    if shares is None and _cache.world is not None and _cache.world is dist.group.WORLD:
-        known: MeshGroups | None = _cache.groups.get(_key_of(config))
-        if known is not None:
-            return known
     weights = check_shares(shares, ring=config.ring, ulysses=config.ulysses)
     if config.mesh is None and config.mesh_shape == (1, 1) and not dist.is_initialized():
         return SINGLE_RANK
@@ -143,7 +139,7 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
         )
     assert dist.group.WORLD is not None, "an initialised process group has a world"
     built = _cache.of(dist.group.WORLD)
-    key = _key_of(config)
+    key: object = config.mesh_shape if config.mesh is None else id(config.mesh)
     if key not in built:
         prove_membership()
         groups = _build_groups(config.mesh if config.mesh is not None else _world_mesh(config))
@@ -156,10 +152,6 @@ def groups_for(config: ContextParallelConfig, shares: object = None) -> MeshGrou
             built[key] = _by_name[name] = replace(equal, name=name, shares=weights, kept={})
     found: MeshGroups = built[key]
     return found
-
-
-def _key_of(config: ContextParallelConfig) -> object:
-    return config.mesh_shape if config.mesh is None else id(config.mesh)
 
 
 def prove_membership() -> None:

@@ -50,19 +50,13 @@ class Pending:
         if not self.works:
             return
         started = time.perf_counter()
-        if STATS.traced:
-            with _marked(WAIT, self.number):
-                self._wait()
-        else:
-            self._wait()
+        with _marked(WAIT, self.number):
+            for work in self.works:
+                work.wait()
         STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
         self.works, self.recv_buffers, self.held = [], [], []
-
-    def _wait(self) -> None:
-        for work in self.works:
-            work.wait()
 
 
 def exchange(

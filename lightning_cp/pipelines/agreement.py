@@ -21,6 +21,7 @@ from lightning_cp.engine.peers import Digest, difference, digest
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.mesh import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
+from lightning_cp.pipelines.votes import text_of
 
 _RANDOM = "generator"
 
@@ -75,7 +76,7 @@ def agreed_settings(what: str, settings: Mapping[str, Any]) -> Iterator[None]:
         yield
     except Exception as error:
         if several:
-            dist.all_gather_object(gathered, (f"{type(error).__name__}: {error}", {}))
+            dist.all_gather_object(gathered, (text_of(error), {}))
         raise
     if several:
         dist.all_gather_object(gathered, found)

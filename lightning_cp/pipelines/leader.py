@@ -9,11 +9,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from lightning_cp.pipelines.free_groups import FreeGroups
-from lightning_cp.pipelines.local_group import Call, LocalGroup, Request, method_of, text_of
+from lightning_cp.pipelines.local_group import Call, LocalGroup, Request, method_of
 from lightning_cp.pipelines.plain_data import PlainData
 from lightning_cp.pipelines.rank0_callbacks import CALLBACK, check_callback
 from lightning_cp.pipelines.remote_group import RemoteGroup
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
+from lightning_cp.pipelines.votes import text_of
 
 _LOCAL = frozenset([0])  # number of the data group of rank 0
 _limit_s: ContextVar[float | None] = ContextVar("time limit of calls", default=None)

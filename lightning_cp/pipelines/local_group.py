@@ -114,10 +114,5 @@ def method_of(pipe: Any, name: str) -> Callable[..., Any]:
     return found
 
 
-def text_of(error: BaseException) -> str:
-    """Return the class and text of an error, for other ranks."""
-    return f"{type(error).__name__}: {error}"
-
-
 def _goes_on() -> None:
     """Interrupt no call."""

@@ -16,6 +16,7 @@ from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import CallFailedError, PlanError
 from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
+from lightning_cp.pipelines.votes import text_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.
@@ -129,7 +130,7 @@ def _raise_on_all(error: Exception | None, ranks: SampleGroups) -> None:
     errors: list[Any] = [None]
     if dist.is_initialized() and ranks.data_size > 1:
         errors *= dist.get_world_size()
-        dist.all_gather_object(errors, None if error is None else f"{type(error).__name__}: {error}")
+        dist.all_gather_object(errors, None if error is None else text_of(error))
     if error is not None:
         raise error
     for rank, text in enumerate(errors):

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from lightning_cp.errors import CallCancelledError, CallFailedError
-from lightning_cp.pipelines.local_group import Call, LocalGroup, Request, text_of
+from lightning_cp.pipelines.local_group import Call, LocalGroup, Request
 from lightning_cp.pipelines.plain_data import PlainData
 from lightning_cp.pipelines.requests import Incoming, Requests
+from lightning_cp.pipelines.votes import text_of
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Votes:
             )
         raise RuntimeError(
             f"this {self._name} can make no further call, because an earlier one failed inside an exchange between "
-            f"ranks ({_text(self.broken)}): {way_out}"
+            f"ranks ({text_of(self.broken)}): {way_out}"
         ) from self.broken
 
     def _vote(self, vote: int) -> list[int]:
@@ -221,7 +221,7 @@ class Votes:
             vote = self._start(_FAILED)
             if not self._in_exchanges or vote.is_done(within_s=_GRACE_S):
                 _read(vote)
-                _, are_apart = self._exchange(_text(error))
+                _, are_apart = self._exchange(text_of(error))
                 if not are_apart:
                     return
                 why = _APART
@@ -248,5 +248,6 @@ def _read(gather: BackgroundGather) -> list[int]:
     return [int(value) for value in gather.read().flatten()]
 
 
-def _text(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
+    """Return the class and text of an error, for other ranks."""
     return f"{type(error).__name__}: {error}"

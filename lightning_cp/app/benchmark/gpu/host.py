@@ -5,7 +5,6 @@ Tensors are tiny and collectives send nothing, so almost all of the time is that
 
 from __future__ import annotations
 
-import copy
 import functools
 import time
 import warnings
@@ -101,10 +100,10 @@ def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
         return converted
 
     def steps_of(make: Callable[[nn.Module], nn.Module], blocks: int) -> list[Callable[[], object]]:
-        model = make(copy.deepcopy(models[blocks]))
+        model = make(model_of(blocks))
         dtype = next(model.parameters()).dtype
         inputs = {
-            "hidden_states": torch.randn(1, 4, ranks, 4, 2 * settings.tokens // 2, device=device).to(dtype),
+            "hidden_states": torch.randn(1, 4, ranks, 4, settings.tokens, device=device).to(dtype),
             "timestep": torch.ones(1, device=device),
             "encoder_hidden_states": torch.randn(1, 4, 8, device=device).to(dtype),
         }
@@ -119,7 +118,6 @@ def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
 
         return [forward, with_backward]
 
-    models = {blocks: model_of(blocks) for blocks in (few, many)}
     with fake_world(ranks):
         makers: dict[str, Callable[[nn.Module], nn.Module]] = {"one process": lambda model: model}
         for name, mode in modes(ranks).items():
