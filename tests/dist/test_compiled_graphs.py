@@ -182,8 +182,7 @@ def _adapted(rank: int, world: int, folder: Path, whole_model: bool) -> tuple[li
     return graphs, errors
 
 
-@FULL
-@pytest.mark.parametrize("whole_model", [True, False])
+@pytest.mark.parametrize("whole_model", [True, pytest.param(False, marks=FULL)])
 def test_a_swapped_lora_needs_no_graph(run_ranks: RankPool, tmp_path: Path, whole_model: bool) -> None:
     pytest.importorskip("peft")
     for graphs, errors in run_ranks(3, _adapted, tmp_path, whole_model, timeout_s=120):
@@ -204,8 +203,7 @@ def _exported(rank: int, world: int, copied: bool) -> float:
         return float((program.module()(**arguments)[0] - expected).abs().max())
 
 
-@FULL
-@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("copied", [True, pytest.param(False, marks=FULL)])
 def test_a_model_that_has_not_run_is_exported(run_ranks: RankPool, copied: bool) -> None:
     for error in run_ranks(3, _exported, copied):
         assert error < 1e-6
