@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
@@ -63,6 +63,7 @@ __all__ = [
     "take_default_timeout",
     "temporarily_clear_interpreter_stack",
     "torch_func_is_active",
+    "trace_into",
     "tree_flatten",
     "tree_iter",
     "tree_map",
@@ -101,6 +102,21 @@ def is_functional(operator: Any) -> bool:
 def dynamo_is_imported() -> bool:
     """Return True if dynamo is imported, so that something may be compiled. The import takes seconds."""
     return "torch._dynamo" in sys.modules
+
+
+def trace_into(stand_ins: Iterable[Any]) -> None:
+    """Let dynamo trace functions that stand in the place of torch's functions, which it puts into graphs as they are.
+
+    Dynamo looks the latter up by name when it first traces something. Args: stand_ins: made by `functools.wraps`.
+    """
+    if not dynamo_is_imported():
+        return
+    with private_names("torch"):
+        from torch._dynamo.trace_rules import get_torch_obj_rule_map
+    rules = get_torch_obj_rule_map()
+    for function in stand_ins:
+        if function in rules:
+            rules[function.__wrapped__] = rules.pop(function)
 
 
 def imported_config(compiler: str) -> ModuleType | None:

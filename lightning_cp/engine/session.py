@@ -167,8 +167,8 @@ class Session:
         forwards: number of forwards that are running: 0 or 1, or more if a model calls itself.
         succeeded: True after the first complete forward: the plan fits, so later failures have other causes.
         number: ID of the session in this process, for operators in compiled code.
-        unchecked: values of `training` for which no forward was checked for hidden attention calls since the plan was
-            installed (see `BypassCheck`).
+        unchecked: values of `training` for which no forward was checked for missed attention calls since the plan was
+            installed (see `MissedCalls`).
         num_graph_checks: number of compiled forwards that have checked their arguments (int64 scalar).
         can_derive_sizes: for each `Call.key`, True if each rank can derive all sizes from its own (for plans that do
             not describe attention).
