@@ -71,8 +71,9 @@ class _Current(threading.local):
         entry: in activation recomputation: the module that is recomputed.
     """
 
-    current: Scope | None = None
-    entry: Any = None
+    def __init__(self) -> None:  # each thread calls it
+        self.current: Scope | None = None
+        self.entry: Any = None
 
 
 SCOPE = _Current()
