@@ -19,8 +19,6 @@ from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch build with CUDA")
-
 LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}
 MODES = {
     "ring allgather": (4, 1, "allgather"),
