@@ -11,6 +11,7 @@ from lightning_cp.pipelines.buffer_memory import count_without_storage
 from tests.models import TINY
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "ernie_image"])
 def test_counted_buffers_are_on_the_device(name: str) -> None:
     model = TINY[name].build().float()

@@ -81,9 +81,16 @@ def found_in(steps: Callable[[], None], recorder: CrossingRecorder) -> tuple[lis
     return list(recorder.crossings), list(recorder.waits)
 
 
-@pytest.mark.parametrize("width", [10, 16], ids=["uneven", "even"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("build", [wan, flux])
+@pytest.mark.parametrize(
+    ("build", "width"),
+    [
+        pytest.param(wan, 10, id="wan-uneven"),
+        pytest.param(wan, 16, id="wan-even", marks=pytest.mark.full),
+        pytest.param(flux, 10, id="flux-uneven", marks=pytest.mark.full),
+        pytest.param(flux, 16, id="flux-even", marks=pytest.mark.full),
+    ],
+)
 def test_the_host_waits_for_no_more_than_without_ranks(mode: str, build: Any, width: int) -> None:
     ring, ulysses, rotate_method = MODES[mode]
     config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, rotate_method=rotate_method)

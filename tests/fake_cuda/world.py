@@ -1,4 +1,4 @@
-"""CUDA tensors without a device: fake tensors, a fake process group, and a record of what crosses between devices."""
+"""CUDA tensors without a device: fake tensors, a fake process group, and a record of what the host waits for."""
 
 from __future__ import annotations
 
