@@ -1,4 +1,4 @@
-"""Forward and backward of every mode on fake CUDA tensors: devices, dtypes, shapes, strides, and what crosses devices."""
+"""Forward and backward of every mode on fake CUDA tensors: devices, dtypes, shapes, strides, copies between devices."""
 
 from __future__ import annotations
 
