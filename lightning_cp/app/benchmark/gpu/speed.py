@@ -90,8 +90,7 @@ def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> 
         result.add_row(title, columns, [f"{tokens:,}", reason, "", "", ""])
         return
     with fake_world(settings.ranks):
-        subjects = one_rank(OmegaConf.merge(sizes, {"backward": True}), tokens, device)  # type: ignore[arg-type]
-        subjects = [subject for subject in subjects if subject.name in (QUERIES_CALL, *_RING_MODES)]
+        subjects = [x for x in one_rank(sizes, tokens, device) if x.name in (QUERIES_CALL, *_RING_MODES)]
         figures = measure(subjects, repeats=settings.repeats, seconds=0.0, device=device)
     for name in (QUERIES_CALL, *_RING_MODES):
         found, call = figures[name], figures[QUERIES_CALL]
@@ -112,7 +111,7 @@ def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
     Inputs are drawn whole: 4 tensors and one in float32. At the same time, the call has all keys and values, and their
     gradients while it runs; the shards of the modes and their buffers are at most 2 more at 8 ranks.
     """
-    itemsize = getattr(torch, sizes.dtype).itemsize
+    itemsize: int = getattr(torch, sizes.dtype).itemsize
     elements = int(sizes.batch * tokens * sizes.heads * sizes.head_dim)
     return elements * ((4 + 4 + 2) * itemsize + 4)
 
