@@ -107,16 +107,24 @@ def test_pytest_runs_in_the_repository(tmp_path: Any, monkeypatch: pytest.Monkey
     assert [(check.value, check.passed) for check in result.checks] == [("4 passed, 0 failed", True)]
 
 
-def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
-    given = OmegaConf.merge(settings("host"), {"host": {"ranks": [4], "rounds": 1, "calls": 1, "blocks": 1}})
-    assert isinstance(given, DictConfig)
+_MODES = ["ring allgather", "ring alltoall", "Ulysses", "unified", "diffusers Ulysses"]
+
+
+def _host_result(**given: list[int]) -> StageResult:
+    small = {"ranks": [], "compiled_ranks": [], "rounds": 1, "calls": 1, "blocks": 1}
+    config = OmegaConf.merge(settings("host"), {"host": small | given})
+    assert isinstance(config, DictConfig)
     result = StageResult({})
-    for _, measure in host.host_times(given):
+    for _, measure in host.host_times(config):
         measure(result)
+    return result
+
+
+def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
+    result = _host_result(ranks=[4])
     calls, blocks = result.tables
-    modes = ["ring allgather", "ring alltoall", "Ulysses", "unified", "diffusers Ulysses"]
-    assert [row[0] for row in calls.rows] == modes
-    assert [row[0] for row in blocks.rows] == ["one process", *modes]
+    assert [row[0] for row in calls.rows] == _MODES
+    assert [row[0] for row in blocks.rows] == ["one process", *_MODES]
     assert all(float(row[1].replace(",", "")) > 0 for row in calls.rows)
     assert calls.rows[-1][2] == "1.00"
     assert not result.checks, "goals are for 2 and 8 ranks"
@@ -141,3 +149,10 @@ def test_a_long_context_that_does_not_fit_is_a_row_with_the_reason(monkeypatch: 
 def test_the_longest_context_fits_in_80_gb() -> None:
     given = settings("gpu")
     assert speed.long_context_bytes(given.attention, max(given.long_context.lengths)) < 78e9
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_host_time_of_compiled_blocks_is_measured_in_every_mode() -> None:
+    (table,) = _host_result(compiled_ranks=[4]).tables
+    assert [row[0] for row in table.rows] == ["one process", *_MODES]
