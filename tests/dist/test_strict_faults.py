@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from tests.harness import RankFailure, RankPool
 from tests.harness.strict import Coordinator, Strict, coordinator
+from tests.harness.strict.left_out import LEFT_OUT
 from tests.harness.strict.messages import Done, Look, Operation, Waits
 
 _SERIAL = Strict(serial=True)
@@ -325,3 +327,9 @@ def test_a_rank_that_needs_time_to_go_on_is_no_hang(monkeypatch: pytest.MonkeyPa
             assert next(x for x in iter(connection.recv, None) if x != Look()) == Done(1, (b"", b""))
             connection.close()
     assert strict.fault == ""
+
+
+@pytest.mark.parametrize("test", LEFT_OUT)
+def test_a_test_that_is_left_out_exists(test: str) -> None:
+    path, _, name = test.partition("[")[0].partition("::")
+    assert callable(getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name))
