@@ -91,6 +91,17 @@ def test_a_rank_that_needs_time_to_go_on_is_no_hang(monkeypatch: pytest.MonkeyPa
     assert strict.fault == ""
 
 
+def _many_large(rank: int, world: int) -> float:
+    tensors = [torch.full((500_000,), float(i)) for i in range(8)]
+    works = [dist.all_reduce(x, async_op=True) for x in tensors]
+    _wait(works)
+    return sum(float(x[-1]) for x in tensors)
+
+
+def test_large_operations_are_posted_while_the_results_of_others_arrive(run_ranks: RankPool) -> None:
+    assert run_ranks(2, _many_large, strict=True, timeout_s=6) == 2 * [2.0 * sum(range(8))]
+
+
 @pytest.mark.parametrize("test", LEFT_OUT)
 def test_a_test_that_is_left_out_exists(test: str) -> None:
     path, _, name = test.partition("[")[0].partition("::")

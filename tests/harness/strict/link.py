@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -116,13 +117,18 @@ class Link:
         self._numbers = itertools.count()
         self._connection = Client(address, "AF_UNIX")
         self._connection.send(rank)
-        self._thread = threading.Thread(target=self._receive, name="strict link", daemon=True)
-        self._thread.start()
+        self._received: SimpleQueue[object] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=x, name="strict link", daemon=True) for x in (self._receive, self._take)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, error: bool) -> None:
         """End the job. Args: error: the function has failed on this rank."""
         self._send(messages.Ended(error))
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
         self._connection.close()
 
     def post(
@@ -180,13 +186,16 @@ class Link:
                 raise StrictError("the coordinator has ended") from error
 
     def _receive(self) -> None:
-        message: object = None
-        while not isinstance(message, messages.Ended):
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                self._fail("the coordinator has ended")
-                return
+        """Read all that comes at once: the coordinator, which blocks until it is read, could not read what is sent."""
+        try:
+            while not isinstance(message := self._connection.recv(), messages.Ended):
+                self._received.put(message)
+        except (EOFError, OSError):
+            self._received.put(messages.Failed("the coordinator has ended"))
+        self._received.put(None)
+
+    def _take(self) -> None:
+        for message in iter(self._received.get, None):
             if isinstance(message, messages.Done):
                 self._works.pop(message.number).complete(message.data)
             elif isinstance(message, messages.Released):
