@@ -146,6 +146,8 @@ class Link:
             first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them.
         """
         with self.lock:
+            if self.fault:  # the coordinator would not run it
+                raise StrictError(self.fault)
             number, place = next(self._numbers), where(sys._getframe(1))
             new = tuple(use for use in dict.fromkeys(first_uses) if use not in self._used)
             self._used.update(new)
