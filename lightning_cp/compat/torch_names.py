@@ -37,6 +37,7 @@ with private_names("torch"):
 __all__ = [
     "DropoutModule",
     "TreeSpec",
+    "allow_dynamic",
     "aten",
     "below_autograd",
     "below_autograd_keys",
@@ -86,6 +87,12 @@ def skip_frames_of(method: Any) -> None:
     """
     skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
+
+
+def allow_dynamic(x: torch.Tensor, dim: int) -> None:
+    """Let torch.compile treat the size of a dim as dynamic, unless the compiled code needs it to be static."""
+    if dynamo_is_imported():
+        torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def is_functional(operator: Any) -> bool:
