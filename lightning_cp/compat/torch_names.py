@@ -49,6 +49,7 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "is_exporting",
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
@@ -87,6 +88,11 @@ def skip_frames_of(method: Any) -> None:
     """
     skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
+
+
+def is_exporting() -> bool:
+    """Return True inside of torch.export. (torch 2.11's own function is also True in code that torch.compile traces.)"""
+    return torch.compiler._is_exporting_flag
 
 
 def allow_dynamic(x: torch.Tensor, dim: int) -> None:
