@@ -91,7 +91,7 @@ def skip_frames_of(method: Any) -> None:
 
 
 def is_exporting() -> bool:
-    """Return True inside of torch.export. (torch 2.11's own function is also True in code that torch.compile traces.)"""
+    """Return True inside of torch.export. (torch 2.11's function is also True in code that torch.compile traces.)"""
     return torch.compiler._is_exporting_flag
 
 
