@@ -128,19 +128,14 @@ def test_blocks_of_a_kind_share_one_graph_for_each_length(
     ("world", "name", "mode", "samples", "backend"),
     [
         (3, "qwen_image", "ring", 1, "eager"),  # 7 tokens are not split evenly
-        pytest.param(3, "qwen_image", "rotation", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "replay", 2, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "selective", 2, "aot_eager", marks=FULL),
         pytest.param(3, "qwen_image", "ulysses", 1, "aot_eager", marks=FULL),
-        pytest.param(3, "qwen_image", "whole", 2, "aot_eager", marks=FULL),
-        pytest.param(2, "flux", "ring", 2, "inductor", marks=FULL),
     ],
 )
 def test_dynamic_shapes_need_the_same_graphs_for_all_lengths(
     run_ranks: RankPool, world: int, name: str, mode: str, samples: int, backend: str
 ) -> None:
     """As in one process, the first block of a kind may get a graph of its own: its inputs are views."""
-    kinds = 1 if mode == "whole" else MODELS[name][1]
+    kinds = MODELS[name][1]
     for graphs, error in run_ranks(world, _of_ranks, name, mode, samples, backend, True, timeout_s=300):
         assert kinds <= graphs[0] <= kinds + 1 or backend != "eager"  # others may be called twice for a graph
         assert graphs == graphs[:1] * len(LONG_TEXTS)
