@@ -6,16 +6,24 @@ through one while inputs may have tangents (see `comm/transforms.py`). Second de
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attention.operator import LIBRARY, ForwardResults, attention, attention_backward
+from lightning_cp.attention.operator import (
+    LIBRARY,
+    ForwardResults,
+    attention,
+    attention_backward,
+    run_attention,
+    run_attention_backward,
+)
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import Batched, apply_eagerly, loop_over_batch, primal_of, refuse, transforms_are_on
-from lightning_cp.compat.torch_names import below_autograd, below_autograd_keys
+from lightning_cp.compat.torch_names import DispatchKey, below_autograd, below_autograd_keys
 from lightning_cp.kernels import check_has_gradient, choose_tangent_kernel
 
 _NO_SECOND_DERIVATIVE = (
@@ -28,6 +36,8 @@ _NO_DERIVATIVE_OF_A_TANGENT = (
     "attention is not implemented: detach the tangent before it enters the loss, as MeanFlow's does, or compute this "
     "loss on a model that is not context-parallel"
 )
+
+_DEVICES = (DispatchKey.CPU, DispatchKey.CUDA)  # keys of plain tensors, that is, of calls that only a device handles
 
 
 def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -50,7 +60,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
         saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths)
     else:
         saved = (query, key, value, out, lse, mask, encoded_lengths)
-    ctx.mark_non_differentiable(*ring_tensors, encoded_lengths)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
@@ -77,33 +86,52 @@ class _Dispatched(torch.autograd.Function):
     """`operator.attention` with a gradient, for the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, keys: Any, *arguments: Any) -> ForwardResults:
+    def forward(ctx: Any, keys: Any, others: list[Tensor], *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Return out and lse. Args: others: receives the results without a gradient, which autograd need not wrap."""
         check_has_gradient(arguments[-2])
-        results = _without_autograd(keys, arguments)
+        results: ForwardResults = _without_autograd(attention, run_attention, keys, arguments)
         _save(ctx, arguments, results)
-        return results
+        others += results[2:]
+        return results[:2]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return None, *_backward(ctx, *grads)
+        return None, None, *_backward(ctx, *grads)
 
 
 def _autograd(keys: Any, *arguments: Any) -> ForwardResults:
     """Implement the operator with a gradient. `torch.library.register_autograd` takes 40 µs more for each call."""
+    results: ForwardResults
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments[:3]):
-        results: ForwardResults = _Dispatched.apply(keys, *arguments)  # type: ignore[no-untyped-call]
-        return results
-    return _without_autograd(keys, arguments)
-
-
-def _without_autograd(keys: Any, arguments: tuple[Any, ...]) -> ForwardResults:
-    with below_autograd():
-        results: ForwardResults = attention.redispatch(keys & below_autograd_keys, *arguments)
+        others: list[Tensor] = []
+        results = (*_Dispatched.apply(keys, others, *arguments), *others)  # type: ignore[no-untyped-call]
+    else:
+        results = _without_autograd(attention, run_attention, keys, arguments)
     return results
 
 
-LIBRARY.impl("attention", _autograd, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
-torch.library.register_autograd(attention_backward, refuse(_NO_SECOND_DERIVATIVE))
+def _backward_autograd(keys: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Implement the backward operator, with derivatives that raise."""
+    grad_out, grad_lse, saved, *rest = arguments
+    grads: tuple[Tensor, Tensor, Tensor]
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (grad_out, grad_lse, *saved)):
+        grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, *rest)  # type: ignore[no-untyped-call]
+    else:
+        grads = _without_autograd(attention_backward, run_attention_backward, keys, arguments)
+    return grads
+
+
+def _without_autograd(operator: Any, body: Callable[..., Any], keys: Any, arguments: tuple[Any, ...]) -> Any:
+    """Run an operator below autograd: call its body, unless a mode or subclass of Tensor handles it."""
+    keys = keys & below_autograd_keys
+    with below_autograd():
+        if keys.highestPriorityTypeId() in _DEVICES:
+            return body(*arguments)
+        return operator.redispatch(keys, *arguments)
+
+
+for _name, _body in (("attention", _autograd), ("attention_backward", _backward_autograd)):
+    LIBRARY.impl(_name, _body, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
@@ -116,6 +144,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> None:
+        ctx.mark_non_differentiable(*output[2:])
         ctx.save_for_forward(*_save(ctx, inputs, output))
 
     backward = staticmethod(_backward)

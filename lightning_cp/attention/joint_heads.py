@@ -77,12 +77,14 @@ class JointHeads:
         exchange_flat(sent, received, sizes and (sizes[1], sizes[0]), group=self.group).wait()
         BUFFERS.give(sent)
         del sent
-        results = [new_empty(b, s, heads, d) for heads in map(sum, zip(*self.heads, strict=True))]
         if sizes is None:
             by_rank = received.view(dtype).view(ranks, s, b, own, d).permute(2, 1, 0, 3, 4)
-            for result, part in zip(results, by_rank.split_with_sizes(self.heads[0], 3), strict=True):
-                result.view(b, s, ranks, part.shape[3], d).copy_(part)
+            parts = by_rank.split_with_sizes(self.heads[0], 3)
+            results = [
+                part.clone(memory_format=torch.contiguous_format).view(b, s, ranks * part.shape[3], d) for part in parts
+            ]
         else:
+            results = [new_empty(b, s, heads, d) for heads in map(sum, zip(*self.heads, strict=True))]
             for rank, piece in enumerate(torch.split(received, sizes[0])):
                 part = tokens_first(piece.view(dtype).view(s, b, self.widths[rank], d))
                 for target, y in zip(self._of(results, rank), part.split_with_sizes(self.heads[rank], 2), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -28,10 +29,10 @@ def ring_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, ring: 
     """
     if ring.group is not None and ring.rotate_method == "allgather":
         return gathered_forward(q, k, v, mask, ring=ring)
-    softmax = OnlineSoftmax(q, ring)
     if ring.group is None:
-        softmax.add(attend_keys(q, k, v, mask, start=0, ring=ring))
-        return softmax.merged()
+        part = attend_keys(q, k, v, mask, start=0, ring=ring)
+        return OnlineSoftmax(q, ring).merged() if part is None else part
+    softmax = OnlineSoftmax(q, ring)
     for owner, chunk in _chunks(ring, k, v, mask):  # keep no other reference to `chunk`: its memory is reused
         softmax.add(_attend_chunk(q, chunk, mask, owner=owner, ring=ring))
     return softmax.merged()
@@ -91,9 +92,8 @@ def _rotated_backward(
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    reducer = RingGradReducer(
-        lambda owner: _layout(_by_head([dk, dv]), ring.kv_lengths[owner]), group=ring.process_group
-    )
+    layout = functools.cache(functools.partial(_layout, _by_head([dk, dv])))
+    reducer = RingGradReducer(lambda owner: layout(ring.kv_lengths[owner]), group=ring.process_group)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first, *chunk[:2])
@@ -165,7 +165,8 @@ def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
     local = _by_head([k, v]) if mask is None or ring.mask_kind != "key_mask" else [*_by_head([k, v]), mask]
-    for owner, chunk in rotate(local, lambda owner: _layout(local, ring.kv_lengths[owner]), group=ring.process_group):
+    layout = functools.cache(functools.partial(_layout, local))
+    for owner, chunk in rotate(local, lambda owner: layout(ring.kv_lengths[owner]), group=ring.process_group):
         chunk[:2] = _by_head(chunk[:2])
         yield owner, chunk
 

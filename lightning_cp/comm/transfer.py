@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,27 +22,29 @@ from lightning_cp.mesh import cuda_backend_is
 # Names in a profile, followed by the number of the exchange: it runs from its EXCHANGE mark to its WAIT mark.
 EXCHANGE, WAIT = "lightning_cp::exchange", "lightning_cp::wait"
 
+_UNMARKED = nullcontext()
+
 # torch 2.11 has only the old name; later versions deprecate it.
 all_gather_tensor: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-@dataclass
+@dataclass(slots=True)
 class Pending:
     """A transfer in progress; received buffers may be read, and sent buffers reused, after `wait`."""
 
-    works: list[dist.Work] = field(default_factory=list)
-    recv_buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (host buffer, device buffer)
-    held: list[Tensor] = field(default_factory=list)
     number: int = 0
+    works: Sequence[dist.Work] = ()
+    recv_buffers: Sequence[tuple[Tensor, Tensor]] = ()  # (host buffer, device buffer)
+    held: Sequence[Tensor] = ()
 
     def staged(self, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
         """Return the buffers to send from and receive into: on the host if the backend needs it. Both are held."""
         if not sent.is_cpu:
             sent, target = _host(sent, group), _recv_buffer(received, group)
             if target is not received:
-                self.recv_buffers.append((target, received))
+                self.recv_buffers = [(target, received)]
                 received = target
-        self.held = [sent, received]
+        self.held = (sent, received)
         return sent, received
 
     def wait(self) -> None:
@@ -56,7 +58,7 @@ class Pending:
         STATS.waited_s += time.perf_counter() - started
         for host, device in self.recv_buffers:
             device.copy_(host)
-        self.works, self.recv_buffers, self.held = [], [], []
+        self.works = self.recv_buffers = self.held = ()
 
 
 def exchange(
@@ -68,16 +70,17 @@ def exchange(
     Ranks: each peer, with matching sends and receives in the same order.
     """
     pending = _begin(sum(buffer.numel() * buffer.element_size() for _, buffer in sends))
-    operations: list[dist.P2POp] = []
-    for peer, buffer in sends:
-        if buffer.numel():
-            pending.held.append(_host(buffer, group))
-            operations.append(dist.P2POp(dist.isend, pending.held[-1], group=group, group_peer=peer))
+    pending.held = held = [_host(buffer, group) for _, buffer in sends if buffer.numel()]
+    pending.recv_buffers = copies = []
+    peers = (peer for peer, buffer in sends if buffer.numel())
+    operations = [
+        dist.P2POp(dist.isend, buffer, group=group, group_peer=peer) for peer, buffer in zip(peers, held, strict=True)
+    ]
     for peer, buffer in receives:
         if buffer.numel():
             recv_buffer = _recv_buffer(buffer, group)
             if recv_buffer is not buffer:
-                pending.recv_buffers.append((recv_buffer, buffer))
+                copies.append((recv_buffer, buffer))
             operations.append(dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=peer))
     if operations:
         with _marked(EXCHANGE, pending.number):
@@ -143,7 +146,7 @@ def _begin(sent_bytes: int) -> Pending:
 
 
 def _marked(name: str, number: int) -> AbstractContextManager[object]:
-    return record_function(f"{name} {number}") if STATS.traced else nullcontext()
+    return record_function(f"{name} {number}") if STATS.traced else _UNMARKED
 
 
 def all_gather_ints(values: list[int], *, group: dist.ProcessGroup) -> list[list[int]]:

@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from lightning_cp.compat.versions import incompatible, private_names
 
 with private_names("torch"):
+    from torch._C import DispatchKey
     from torch._C import _after_autograd_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
     from torch._C import _AutoDispatchBelowAutograd as below_autograd
@@ -35,6 +36,7 @@ with private_names("torch"):
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
 __all__ = [
+    "DispatchKey",
     "DropoutModule",
     "TreeSpec",
     "allow_dynamic",

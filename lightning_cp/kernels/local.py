@@ -78,7 +78,7 @@ def attend_backward(
     k, v = _for_heads(kernel, q, k, v)
     grad_out, q, k, v = _dense(grad_out), _dense(q), _dense(k), _dense(v)
     grads = kernel.backward(grad_out, q, k, v, PartialAttention(_dense(out), lse), bias, causal=causal, scale=scale)
-    dq, dk, dv = (x[..., :d] for x in grads)
+    dq, dk, dv = grads if grad.lse is None else (x[..., :d] for x in grads)
     if heads != dk.shape[2]:
         dk, dv = (x.reshape(*x.shape[:2], heads, -1, d).sum(3) for x in (dk, dv))
     return Grads(dq, dk, dv)

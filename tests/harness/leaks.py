@@ -15,7 +15,13 @@ import torch.distributed as dist
 from tests.harness import warm
 
 _GRACE_S = 2.0
-_OF_INDUCTOR = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_PTXAS_PATH", "TRITON_LIBDEVICE_PATH")
+_OF_INDUCTOR = (
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "TRITON_PTXAS_PATH",
+    "TRITON_LIBDEVICE_PATH",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
+)
 _IGNORED = ("PYTEST_CURRENT_TEST", *_OF_INDUCTOR)  # inductor sets its variables when it is first used
 _THREADS_OF_LIBRARIES = ("TMonitor",)  # tqdm's, one for the life of the process
 

@@ -36,11 +36,13 @@ _PASSES = ("forward", "with backward")
 
 
 def host_times(config: DictConfig) -> Iterator[Measurement]:
-    """Measure one attention call, and one block of a model, for each number of ranks, beside diffusers' Ulysses."""
+    """Measure an attention call, a block of a model and a compiled block by number of ranks, and diffusers' Ulysses."""
     for ranks in config.host.ranks:
         yield f"attention, {ranks} ranks", functools.partial(_measure_attention, config, ranks)
     for ranks in config.host.ranks:
-        yield f"block, {ranks} ranks", functools.partial(_measure_block, config, ranks)
+        yield f"block, {ranks} ranks", functools.partial(_measure_block, config, ranks, False)
+    for ranks in config.host.compiled_ranks:
+        yield f"compiled block, {ranks} ranks", functools.partial(_measure_block, config, ranks, True)
 
 
 def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> None:
@@ -77,7 +79,7 @@ def _measure_attention(config: DictConfig, ranks: int, result: StageResult) -> N
                 result.checks.append(Check(title, f"{own / peer:.2f}", f"≤ {goal}", own / peer <= goal))
 
 
-def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
+def _measure_block(config: DictConfig, ranks: int, compiled: bool, result: StageResult) -> None:
     """Measure a block as the difference of two models, so that what a forward does once does not count."""
     settings, device = config.host, torch.device(config.device)
     few, many = 1, 1 + settings.blocks
@@ -101,6 +103,8 @@ def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
 
     def steps_of(make: Callable[[nn.Module], nn.Module], blocks: int) -> list[Callable[[], object]]:
         model = make(model_of(blocks))
+        if compiled:
+            model.compile_repeated_blocks()  # type: ignore[operator]
         dtype = next(model.parameters()).dtype
         inputs = {
             "hidden_states": torch.randn(1, 4, ranks, 4, settings.tokens, device=device).to(dtype),
@@ -129,7 +133,7 @@ def _measure_block(config: DictConfig, ranks: int, result: StageResult) -> None:
         name: [(b - a) / settings.blocks for a, b in zip(found[name, few], found[name, many], strict=True)]
         for name in makers
     }
-    _add_rows(f"One block of a Wan transformer, {ranks} ranks", each, result)
+    _add_rows(f"One {'compiled ' * compiled}block of a Wan transformer, {ranks} ranks", each, result)
 
 
 def _parallel(model: nn.Module, *, mode: Any) -> nn.Module:
