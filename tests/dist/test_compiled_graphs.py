@@ -129,6 +129,10 @@ def test_blocks_of_a_kind_share_one_graph_for_each_length(
     [
         (3, "qwen_image", "ring", 1, "eager"),  # 7 tokens are not split evenly
         pytest.param(3, "qwen_image", "ulysses", 1, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "rotation", 1, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "replay", 1, "aot_eager", marks=FULL),
+        pytest.param(3, "qwen_image", "selective", 1, "aot_eager", marks=FULL),
+        pytest.param(2, "qwen_image", "ring", 1, "inductor", marks=FULL),
     ],
 )
 def test_dynamic_shapes_need_the_same_graphs_for_all_lengths(
