@@ -37,9 +37,8 @@ def compile_blocks_whole() -> None:
 def allow_graphs_of_lengths() -> None:
     """Raise `torch._dynamo.config.recompile_limit` to 64, for many numbers of tokens.
 
-    Called before each forward of a parallel model. Equal blocks share their graphs, but sharding fixes the numbers of
-    tokens, so that each needs its own graphs, also with dynamic shapes. After PyTorch's limit of 8, blocks would run
-    eager, or fail with `fullgraph=True`.
+    Called before each forward of a parallel model. Equal blocks share their graphs, but without dynamic shapes, each
+    number of tokens needs its own. After PyTorch's limit of 8, blocks would run eager, or fail with `fullgraph=True`.
     """
     config = imported_config("dynamo")
     if config is not None and config.recompile_limit < _GRAPHS:

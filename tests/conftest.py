@@ -19,6 +19,7 @@ from tests import features
 from tests.harness import RankPool, warm
 from tests.harness.leaks import left_behind, surroundings
 from tests.harness.strict import Strict
+from tests.harness.strict.left_out import LEFT_OUT
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,14 +28,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--strict-serial", action="store_true", help="the same, one operation of a rank at a time")
 
 
+def _is_strict(config: pytest.Config) -> bool:
+    return bool(config.getoption("--strict-comm") or config.getoption("--strict-serial"))
+
+
 @pytest.fixture(scope="session")
 def run_ranks(pytestconfig: pytest.Config) -> Iterator[RankPool]:
     """run_ranks(world, function, *args, timeout_s=60, init=True, strict=None) -> results of all ranks.
 
     Args: strict: True, or settings, to run on a stand-in for NCCL; None: as the options of pytest say.
     """
-    serial = pytestconfig.getoption("--strict-serial")
-    pool = RankPool(Strict(serial=serial) if serial or pytestconfig.getoption("--strict-comm") else False)
+    pool = RankPool(Strict(serial=pytestconfig.getoption("--strict-serial")) if _is_strict(pytestconfig) else False)
     yield pool
     pool.close()
 
@@ -81,7 +85,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out tests marked `full` unless a marker expression, or the name of a test, asks for them."""
+    """Leave out tests marked `full` unless a marker expression, or the name of a test, asks for them.
+
+    On the stand-in for NCCL, skip those that cannot run on it.
+    """
+    for item in items if _is_strict(config) else ():
+        for reason in (why for start, why in LEFT_OUT.items() if item.nodeid.startswith(start)):
+            item.add_marker(pytest.mark.skip(reason))
     if "full" in (config.getoption("-m") or "") or any("::" in arg for arg in config.args):
         return
     left_out = [item for item in items if item.get_closest_marker("full")]

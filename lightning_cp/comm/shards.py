@@ -25,7 +25,7 @@ def shard_sizes(length: int, ranks: int, shares: Shares | None = None) -> tuple[
     Args: shares: weight of each rank; None: equal.
     """
     if shares is None:
-        return tuple(length // ranks + (rank < length % ranks) for rank in range(ranks))
+        return tuple((length + ranks - 1 - rank) // ranks for rank in range(ranks))
     total, ends = sum(shares), [0]
     for rank in range(1, ranks + 1):
         end = (2 * length * sum(shares[:rank]) + total) // (2 * total)

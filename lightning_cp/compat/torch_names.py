@@ -39,6 +39,7 @@ __all__ = [
     "DispatchKey",
     "DropoutModule",
     "TreeSpec",
+    "allow_dynamic",
     "aten",
     "below_autograd",
     "below_autograd_keys",
@@ -50,6 +51,7 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "is_exporting",
     "is_functional",
     "is_functorch_wrapped_tensor",
     "is_traceable_wrapper_subclass",
@@ -89,6 +91,17 @@ def skip_frames_of(method: Any) -> None:
     """
     skip = _FrameAction.SKIP
     set_code_exec_strategy(method.__func__.__code__, _FrameExecStrategy(skip, skip))
+
+
+def is_exporting() -> bool:
+    """Return True inside of torch.export. (torch 2.11's function is also True in code that torch.compile traces.)"""
+    return torch.compiler._is_exporting_flag
+
+
+def allow_dynamic(x: torch.Tensor, dim: int) -> None:
+    """Let torch.compile treat the size of a dim as dynamic, unless the compiled code needs it to be static."""
+    if dynamo_is_imported():
+        torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def is_functional(operator: Any) -> bool:

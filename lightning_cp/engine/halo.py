@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_cp.comm.halo import halo_exchange
 from lightning_cp.comm.shards import gather
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.rules import Halo
@@ -66,7 +67,7 @@ class HaloHook(EngineHook):
         own, patch = ranks[call.groups.context_rank], range(ranks[0].start, ranks[-1].stop)
 
         def select(tensor: Tensor, rows: list[int]) -> Tensor:
-            return tensor.index_select(dim, torch.tensor(rows, dtype=torch.int64, device=tensor.device))
+            return tensor.index_select(dim, numbers_on(tensor.device, rows, torch.int64))
 
         mine = select(x, [row - own.start for row in by_rank[call.groups.context_rank]])
         new = gather(mine, dim, [len(rows) for rows in by_rank], call.groups.name)
@@ -76,7 +77,7 @@ class HaloHook(EngineHook):
             return extended
         (rows,) = buffer.tensors
         positions = [kept.index(row) for rank in by_rank for row in rank]
-        rows.index_copy_(dim, torch.tensor(positions, dtype=torch.int64, device=rows.device), new)
+        rows.index_copy_(dim, numbers_on(rows.device, positions, torch.int64), new)
         before = [kept.index(row) for row in range(max(0, own.start - reach), patch.start)]
         after = [kept.index(row) for row in range(patch.stop, min(total, own.stop + reach))]
         return torch.cat([select(rows, before), extended, select(rows, after)], dim)

@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_cp.comm.stats import STATS
 from lightning_cp.comm.transforms import uncompiled
+from lightning_cp.compat.torch_names import is_exporting
 from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
 from lightning_cp.engine.missed_calls import MissedCalls
@@ -200,7 +201,7 @@ class ModelHook(EngineHook):
         if not torch.compiler.is_compiling():
             uncompiled(check_values)(given, session, model=model)
         elif session.groups.context is not None and session.peers.is_on:
-            if torch.compiler.is_exporting():  # AOTInductor cannot compile the comparison
+            if is_exporting():  # AOTInductor cannot compile the comparison
                 warnings.warn(
                     f"an exported {model} does not compare its arguments between ranks: pass the same on all ranks of "
                     "a context group",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.comm.to_device import to_device
 from lightning_cp.compat.torch_names import no_torch_dispatch
 from lightning_cp.nest import named_leaves
 
@@ -67,12 +68,12 @@ class Sampler:
                     mixed[x.device] = _mix(forward, x.device)
             contents.append(self._row(readable, mixed, device) if readable else nothing)
         column = torch.tensor(structures, dtype=torch.float64, device="cpu")[:, None]
-        return torch.cat([_moved(column, device), torch.stack(contents)], 1), tuple(structures[1:])
+        return torch.cat([to_device(column, device), torch.stack(contents)], 1), tuple(structures[1:])
 
     def _row(self, leaves: Sequence[Tensor], mixed: Mapping[torch.device, Tensor], device: torch.device) -> Tensor:
         """Compute sums, then tolerances, of all tensors of one argument: [2 * BUCKETS]."""
         buckets = max(1, BUCKETS // len(leaves))
-        each = [_moved(self._sums(x, buckets, len(leaves), mixed[x.device]), device) for x in leaves]
+        each = [to_device(self._sums(x, buckets, len(leaves), mixed[x.device]), device) for x in leaves]
         both = torch.cat(each, 1)
         both = F.pad(both, (0, -both.shape[1] % BUCKETS))
         return both.view(2, -1, BUCKETS).sum(1).flatten()
@@ -111,7 +112,7 @@ def constants_on(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return indices 0, 1, ... and weights (random sign, magnitude 0.5 to 1.5), [SAMPLES + BUCKETS] each."""
     drawn = np.random.Generator(np.random.PCG64(0)).random((2, SAMPLES + BUCKETS))
     weights = (drawn[0] + 0.5) * np.where(drawn[1] < 0.5, -1.0, 1.0)
-    return torch.arange(SAMPLES + BUCKETS, device=device), _moved(torch.from_numpy(weights), device)
+    return torch.arange(SAMPLES + BUCKETS, device=device), to_device(torch.from_numpy(weights), device)
 
 
 @lru_cache(maxsize=64)
@@ -187,12 +188,3 @@ def _tolerance(dtype: torch.dtype, *, single: bool) -> float:
     if not dtype.is_floating_point:
         return 1e-9  # integers are equal; only their sum is rounded
     return max(_TOLERANCE if single else _TOLERANCE_OF_SUMS, 2 * torch.finfo(dtype).eps)
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device`; the host waits only for a copy from a GPU to the host."""
-    if x.device == device:
-        return x
-    if x.device.type == "cpu" and device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)

@@ -99,7 +99,7 @@ class PeerCheck:
     @property
     def compares_in_full(self) -> bool:
         """True if the next forward's arguments are compared in full."""
-        return self._left != 0
+        return self._left != 0 and not _is_capturing()
 
     def compare_next_in_full(self) -> None:
         """Compare the next forward in full, with any setting."""
@@ -112,16 +112,16 @@ class PeerCheck:
         Ranks: all of the context group. Raises: PeerMismatchError, on all of them, naming argument and forward.
         """
         group, in_full = self._groups.context, self.compares_in_full
-        self._left -= self._left > 0
+        self._left -= in_full and self._left > 0
         self._table = None
-        if group is None:
+        if group is None or _is_capturing():  # the next forward outside of the graph reads the comparison in progress
             return
         with without_transforms() as plain:
             self.finish()
             if in_full:
                 self._forward += 1
                 compare_peers(plain(given), groups=self._groups)
-            elif self._sampler is not None and not _is_capturing():
+            elif self._sampler is not None:
                 device = gather_device(group)
                 self._table = self._sampler.table(plain(given), forward=self._forward + 1, device=device)
                 self._model = model
@@ -248,5 +248,5 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _is_capturing() -> bool:
-    """Return True while a CUDA graph is captured: a graph cannot contain the later read of the samples."""
+    """Return True while a CUDA graph is captured: the host cannot read anything then."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

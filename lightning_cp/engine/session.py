@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.shards import sizes_in
+from lightning_cp.compat.torch_names import allow_dynamic
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.peers import PeerCheck
@@ -28,7 +29,8 @@ class Call:
 
     Attributes:
         peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
-        lengths: global number of tokens of each modality seen so far.
+        defined: global number of tokens of each modality seen so far; `lengths` gives it, also to compiled code.
+        sized: for the same modalities, an empty tensor [tokens, 0].
         rows: global number of rows, for modalities that are split between rows only.
         kept: arguments that the engine keeps for its own use and does not pass to a block.
         unsplit_lengths: token counts of tensor arguments that are not split (for plans that do not describe attention).
@@ -44,7 +46,8 @@ class Call:
     groups: MeshGroups
     peers: PeerCheck
     evaluation: Evaluation | None = None
-    lengths: dict[str, int] = field(default_factory=dict)
+    defined: dict[str, int] = field(default_factory=dict)
+    sized: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
     kept: dict[str, Any] = field(default_factory=dict)
     unsplit_lengths: set[int] = field(default_factory=set)
@@ -53,6 +56,16 @@ class Call:
     block: str = ""
     shards: dict[Hashable, tuple[weakref.ref[Tensor], int, Tensor, int]] = field(default_factory=dict, repr=False)
     unplanned: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Global number of tokens of each modality seen so far.
+
+        torch.compile makes constants of the ints that it reads from the engine's objects, but not of tensors' sizes.
+        """
+        if torch.compiler.is_compiling():
+            return {modality: x.shape[0] for modality, x in self.sized.items()}
+        return self.defined
 
     @property
     def num_shards(self) -> int:
@@ -90,7 +103,9 @@ class Call:
         return self._parts(self.rows[modality])
 
     def _parts(self, length: int) -> tuple[int, ...]:
-        patch = range(length) if self.evaluation is None else self.evaluation.tokens(length)
+        if self.evaluation is None:
+            return (0, *sizes_in(self.groups, length), 0)
+        patch = self.evaluation.tokens(length)
         return (patch.start, *sizes_in(self.groups, len(patch)), length - patch.stop)
 
     def sizes(self, modalities: Modalities) -> list[int]:
@@ -144,8 +159,9 @@ class Call:
                 f"{name} holds {what}, fewer than the {self.groups.context_size} ranks of the context group "
                 f"({degrees}): use lower degrees or a longer sequence"
             )
-        self.lengths[modality] = length
+        self.defined[modality], self.sized[modality] = length, torch.empty(length, 0, device="cpu")
         if not torch.compiler.is_compiling():
+            allow_dynamic(self.sized[modality], 0)
             self.peers.start()
 
 

@@ -259,7 +259,7 @@ def narrow(x: Tensor, dim: int, segments: Sequence[Sequence[int]], chosen: Seque
     if len(pieces) > 1:
         return torch.cat(pieces, dim)
     # Contiguous, with the strides of a new tensor also in dims of length 1: torch.compile guards on them.
-    return pieces[0].flatten().view(pieces[0].shape)
+    return pieces[0].clone(memory_format=torch.contiguous_format)
 
 
 def _unshard_tensor(x: Tensor, spec: Split, name: str, call: Call) -> Tensor:

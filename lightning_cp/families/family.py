@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import FamilyError
 from lightning_cp.families.encode import latent_moments
 from lightning_cp.families.shift import ResolutionShift
@@ -273,4 +274,4 @@ def per_channel(values: Sequence[float], like: Tensor, *, dim: int = 1) -> Tenso
     """Return float32 values of the channels, shaped to broadcast along `dim` of `like`."""
     shape = [1] * like.dim()
     shape[dim] = len(values)
-    return torch.tensor(values, dtype=torch.float32, device=like.device).view(shape)
+    return numbers_on(like.device, values, torch.float32).view(shape)

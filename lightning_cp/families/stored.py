@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.comm.to_device import to_device
 from lightning_cp.errors import FamilyError
 from lightning_cp.families.family import Sample, TextStorage
 
@@ -48,9 +49,8 @@ class StoredBatch:
         return self.tensors.get(name)
 
     def to(self, device: torch.device | str, **kwargs: Any) -> StoredBatch:
-        """Return a copy on a device; dtypes do not change."""
-        non_blocking = bool(kwargs.get("non_blocking"))
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        """Return a copy on a device; dtypes do not change. The host does not wait for a copy to a GPU."""
+        return self._map(lambda x: to_device(x, device))
 
     def pin_memory(self) -> StoredBatch:
         """Return a copy in pinned memory. PyTorch's DataLoader calls it."""
@@ -145,4 +145,4 @@ def _padded(sample: Sample, text: TextStorage, length: int) -> Sample:
 
 
 def _like(dropped: Tensor, x: Tensor) -> Tensor:
-    return dropped.to(x.device).view(-1, *[1] * (x.dim() - 1))
+    return to_device(dropped, x.device).view(-1, *[1] * (x.dim() - 1))

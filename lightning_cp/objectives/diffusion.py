@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.families import Family
 from lightning_cp.objectives.objective import Objective
@@ -33,7 +34,7 @@ class Diffusion(Objective):
             int(keyed_generator(self.seed, RandomStream.TIME, step=step, index=first_index + i).integers(low, high))
             for i in range(len(clean))
         ]
-        return torch.tensor(drawn, dtype=torch.int64, device=clean.device)
+        return numbers_on(clean.device, drawn, torch.int64)
 
     @override
     def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
@@ -43,7 +44,7 @@ class Diffusion(Objective):
 
     @override
     def sigma(self, family: Family, times: Tensor) -> Tensor:
-        levels = torch.tensor(family.objective.alphas_cumprod, dtype=torch.float32, device=times.device)
+        levels = numbers_on(times.device, family.objective.alphas_cumprod, torch.float32)
         return (1 - levels[times]).sqrt()
 
     @override
@@ -51,7 +52,7 @@ class Diffusion(Objective):
         defaults = family.objective
         if defaults.prediction == "flow":
             raise ValueError(f"{family.name} predicts a flow: train it with FlowMatching")
-        levels = torch.tensor(defaults.alphas_cumprod, dtype=torch.float32, device=clean.device)
+        levels = numbers_on(clean.device, defaults.alphas_cumprod, torch.float32)
         level = levels[times].view(-1, *[1] * (clean.dim() - 1))
         signal, sigma = level.sqrt(), (1 - level).sqrt()
         noisy = signal * clean + sigma * noise

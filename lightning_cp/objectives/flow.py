@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.data import RandomStream, keyed_generator
 from lightning_cp.families import Family, ResolutionShift
 from lightning_cp.objectives.density import Density, LogitNormal, shifted, unshifted
@@ -45,7 +46,7 @@ class FlowMatching(Objective):
     def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
         factor = self._factor(family, clean)
         drawn = [self._draw(factor, step=step, index=first_index + i) for i in range(len(clean))]
-        return torch.tensor(drawn, dtype=torch.float32, device=clean.device)
+        return numbers_on(clean.device, drawn, torch.float32)
 
     @override
     def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:

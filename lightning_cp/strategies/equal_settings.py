@@ -63,9 +63,8 @@ class EqualOptimizers:
             return
         settings, device = _settings(optimizer, 0), gather_device(world)
         checksum = zlib.crc32(repr(settings).encode())
-        value = torch.tensor([checksum], dtype=torch.float64, device="cpu", pin_memory=device.type == "cuda")
-        # from pinned memory: the host does not wait for the device
-        self._last = gather_in_background(value.to(device, non_blocking=True), group=world), settings
+        value = torch.full((1,), float(checksum), dtype=torch.float64, device=device)  # without a copy from the host
+        self._last = gather_in_background(value, group=world), settings
 
     @override
     def __reduce__(self) -> tuple[type[EqualOptimizers], tuple[()]]:

@@ -159,7 +159,7 @@ class _Watched:
         changed = self.has_changed(wrapper)
         if self.peers is None:
             return changed
-        own = torch.tensor([float(changed)], dtype=torch.float64, device=gather_device(self.peers))
+        own = torch.full((1,), float(changed), dtype=torch.float64, device=gather_device(self.peers))
         self.exchange = gather_in_background(own, group=self.peers)
         return changed and not self.differs_among_peers()
 

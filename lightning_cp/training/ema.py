@@ -70,7 +70,8 @@ class WeightAverage:
     def swapped_in(self, module: nn.Module) -> Iterator[None]:
         """Load the EMA weights into the module inside the context, and restore its own weights after it."""
         parameters = self._parameters(module)
-        original = {name: parameters[name].detach().clone() for name in self._average}
+        with torch.inference_mode(False):  # Trainer.test runs in it, where a DTensor cannot be detached
+            original = {name: parameters[name].detach().clone() for name in self._average}
         try:
             _copy(self._average, parameters)
             _free_gathered(module)

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_cp.comm.to_device import Device, numbers_on, to_device
 from lightning_cp.data import RandomStream, keyed_generator
-
-DeviceLike = torch.device | str | None
 
 
 def sample_noise(
@@ -22,7 +21,7 @@ def sample_noise(
     step: int,
     first_index: int = 0,
     stream: int = RandomStream.NOISE,
-    device: DeviceLike = None,
+    device: Device = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Draw standard normal noise, one keyed draw per sample.
@@ -44,18 +43,18 @@ def sample_noise(
     for i in range(drawn.shape[0]):
         generator = keyed_generator(seed, stream, step=step, index=first_index + i)
         drawn[i] = generator.standard_normal(drawn.shape[1:], dtype=np.float32)
-    return torch.from_numpy(drawn).to(device=device, dtype=dtype)
+    return to_device(torch.from_numpy(drawn).to(dtype), device)
 
 
 def sample_uniform(
-    count: int, *, seed: int, step: int, first_index: int = 0, stream: int, device: DeviceLike = None
+    count: int, *, seed: int, step: int, first_index: int = 0, stream: int, device: Device = None
 ) -> Tensor:
     """Draw one uniform number in [0, 1) per sample, float32 [count]. Arguments: see `sample_noise`."""
     drawn = [keyed_generator(seed, stream, step=step, index=first_index + i).random() for i in range(count)]
-    return torch.tensor(drawn, dtype=torch.float32, device=device)
+    return numbers_on(device, drawn, torch.float32)
 
 
-def sample_times(count: int, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None) -> Tensor:
+def sample_times(count: int, *, seed: int, step: int, first_index: int = 0, device: Device = None) -> Tensor:
     """Draw flow-matching times in (0, 1), logit-normal (Esser et al., arXiv:2403.03206), [count]."""
     normal = sample_noise(
         (count,), seed=seed, step=step, first_index=first_index, stream=RandomStream.TIME, device=device
@@ -64,7 +63,7 @@ def sample_times(count: int, *, seed: int, step: int, first_index: int = 0, devi
 
 
 def sample_dropped(
-    count: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: DeviceLike = None
+    count: int, probability: float, *, seed: int, step: int, first_index: int = 0, device: Device = None
 ) -> Tensor:
     """Select the samples that train without their condition, for classifier-free guidance (CFG); bool [count]."""
     drawn = sample_uniform(

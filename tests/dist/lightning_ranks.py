@@ -55,6 +55,7 @@ def whole(x: Tensor | None) -> Tensor:
     return x.full_tensor() if isinstance(x, DTensor) else x
 
 
+@torch.inference_mode(mode=False)  # a DTensor cannot be detached in it
 def flat(module: nn.Module, *, gradients: bool = False) -> Tensor:
     """All weights, or all gradients, one after another, in float32."""
     return torch.cat([whole(p.grad if gradients else p.detach()).flatten().float() for p in module.parameters()])

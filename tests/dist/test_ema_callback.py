@@ -84,7 +84,7 @@ def _averaged(rank: int, world: int, kind: str, settings: dict[str, Any]) -> dic
     trainer, module = _fit(rank, world, kind, recorder, average, **settings)
     _, alone = _fit(rank, world, kind, **settings)
     own = flat(module)
-    with average.averaged(trainer, module):
+    with torch.inference_mode(), average.averaged(trainer, module):  # Trainer.test runs in it, except with gloo
         inside = flat(module)
     trainer.test(module, DataLoader(Clips(2), batch_size=2), verbose=False)
     broken: Any = [{**Clips(1)[0], "index": torch.tensor(-1)}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +47,16 @@ def _write_to_receive_buffer(rank: int, world: int, fault: bool) -> None:
     if fault and rank == 1:
         received[2] = 1.0
     _wait(works)
+
+
+def _write_before_future(rank: int, world: int, fault: bool) -> None:
+    """DDP waits for the future of an operation instead of the operation."""
+    x = torch.ones(4)
+    work = dist.all_reduce(x, async_op=True)
+    assert work is not None
+    if fault and rank == 1:
+        x[2] = 1.0
+    work.get_future().wait()
 
 
 def _late_write(rank: int, world: int, fault: bool) -> None:
@@ -211,6 +220,7 @@ def _not_dense(rank: int, world: int, fault: bool) -> None:
 _CASES: list[tuple[Callable[..., None], Strict | bool, str]] = [
     (_early_read, True, "AssertionError"),
     (_write_to_receive_buffer, True, "a receive buffer was written to before wait"),
+    (_write_before_future, True, "a receive buffer was written to before wait"),
     (_late_write, True, "a send buffer was changed before wait"),
     (_reuse, True, "a buffer in use is used again"),
     (_send_what_arrives, True, "a buffer in use is used again"),
@@ -251,30 +261,3 @@ def test_orders_that_differ_between_communicators_pass_if_they_run_at_the_same_t
     run_ranks: RankPool, function: Callable[..., None]
 ) -> None:
     run_ranks(3, function, True, strict=True)
-
-
-def _vote_after_a_send(rank: int, world: int) -> None:
-    """With NCCL, the host does not wait for a send, so it may take part in an exchange of hosts before the receive."""
-    control: Any = dist.new_group(backend="gloo")
-    _wait(_start(rank, world, torch.ones(1), torch.ones(1)))
-    if rank == 0:
-        _wait(dist.batch_isend_irecv([dist.P2POp(dist.isend, torch.ones(3), group_peer=1)]))
-    dist.all_reduce(torch.ones(1), group=control)
-    if rank == 1:
-        _wait(dist.batch_isend_irecv([dist.P2POp(dist.irecv, torch.zeros(3), group_peer=0)]))
-
-
-def test_the_host_goes_on_after_a_send_if_it_is_set(run_ranks: RankPool) -> None:
-    run_ranks(3, _vote_after_a_send, strict=Strict(sends_block=False))
-
-
-def _threads(rank: int, world: int) -> list[str]:
-    found, x = [], torch.ones(1, requires_grad=True)
-    x.register_hook(lambda _: found.append(threading.current_thread().name))
-    (x * 2).sum().backward()
-    return found
-
-
-def test_backward_runs_in_a_thread_of_its_own_if_it_is_set(run_ranks: RankPool) -> None:
-    assert run_ranks(1, _threads, strict=True) == [["MainThread"]]
-    assert run_ranks(1, _threads, strict=Strict(backward_thread=True)) == [["backward"]]

@@ -1,7 +1,4 @@
-"""Forward and backward of every mode on fake CUDA tensors: devices, dtypes, shapes, strides, and what crosses devices.
-
-Needs a torch build with CUDA, but no GPU: `.ci/fake_cuda` runs it.
-"""
+"""Forward and backward of every mode on fake CUDA tensors: devices, dtypes, shapes, strides, copies between devices."""
 
 from __future__ import annotations
 
@@ -18,8 +15,6 @@ from lightning_cp.attention.prepared import encode_lengths
 from lightning_cp.attention.tangents import attention_tangents
 from lightning_cp.mesh import groups_for
 from tests.fake_cuda.world import RANK, WORLD, fake_cuda, fake_ranks
-
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch build with CUDA")
 
 LENGTHS = {"even": (32, 32, 32, 32), "uneven": (33, 32, 32, 30), "a rank without tokens": (40, 41, 0, 7)}
 MODES = {
@@ -98,6 +93,7 @@ def compare(found: tuple[Tensor, ...], promised: tuple[Tensor, ...]) -> None:
         assert facts[0] == facts[1], f"result {i}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("kernel", "dtype"), [(k, dtype) for k, dtypes in KERNELS.items() for dtype in dtypes])
 def test_every_kernel_and_dtype(mode: str, kernel: str, dtype: torch.dtype) -> None:
@@ -106,11 +102,12 @@ def test_every_kernel_and_dtype(mode: str, kernel: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
-@pytest.mark.parametrize("kv_heads", [8, 4, 2])
+@pytest.mark.parametrize("kv_heads", [8, *(pytest.param(n, marks=pytest.mark.full) for n in (4, 2))])
 def test_lengths_and_grouped_queries(mode: str, lengths: tuple[int, ...], kv_heads: int) -> None:
     check(mode, lengths=lengths, kv_heads=kv_heads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("mask", ["key_mask", "query_mask"])
 @pytest.mark.parametrize("dtype", KERNELS["efficient"])
@@ -118,6 +115,7 @@ def test_masks(mode: str, mask: str, dtype: torch.dtype) -> None:
     check(mode, mask=mask, dtype=dtype, kernel="efficient")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("mask", ["", "key_mask"])
@@ -125,6 +123,7 @@ def test_causal(mode: str, lengths: tuple[int, ...], mask: str) -> None:
     check(mode, causal=True, lengths=lengths, kernel="efficient", mask=mask)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "math"])
 def test_causal_without_masks(mode: str, kernel: str) -> None:
@@ -137,6 +136,7 @@ def test_accumulation_in_the_inputs_dtype(mode: str, with_lse: bool) -> None:
     check(mode, wide=False, with_lse=with_lse)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["ulysses", "unified allgather", "unified alltoall"])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("masked", [False, True])

@@ -16,8 +16,6 @@ from lightning_cp.comm import background
 from lightning_cp.comm.background import BackgroundGather, gather_in_background
 from tests.fake_cuda.world import WORLD, fake_cuda, fake_ranks
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch build with CUDA")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def _ranks() -> Iterator[None]:

@@ -10,9 +10,8 @@ from lightning_cp.nest import replace
 from lightning_cp.pipelines.buffer_memory import count_without_storage
 from tests.models import TINY
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="needs a torch build with CUDA")
 
-
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["flux", "wan", "hunyuan_video", "ernie_image"])
 def test_counted_buffers_are_on_the_device(name: str) -> None:
     model = TINY[name].build().float()

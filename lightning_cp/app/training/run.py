@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_cp.app.training.state import TrainState
 from lightning_cp.checkpoint import CheckpointError
+from lightning_cp.comm.to_device import numbers_on
 from lightning_cp.errors import DataError
 from lightning_cp.finetune.module import FineTuning
 from lightning_cp.launch.stopping import STOP_SIGNALS, Stopped, StopRequest
@@ -78,12 +79,12 @@ class Run:
 
         Returns: the means, and the number of a stop signal received by any rank (0: none).
         """
-        requests = torch.tensor([float(self.request.number == number) for number in STOP_SIGNALS], dtype=torch.float64)
         device = self.ranks.device
-        both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), requests.to(device)])
+        requests = numbers_on(device, [self.request.number == number for number in STOP_SIGNALS], torch.float64)
+        both = torch.cat([*(x.detach().to(device).double().view(1) for x in values), requests])
         found = self.ranks.all_reduce(both, reduce_op="mean").tolist()
-        means, requested = found[: len(values)], found[len(values) :]
-        return means, next((number for number, share in zip(STOP_SIGNALS, requested, strict=True) if share), 0)
+        means, shares = found[: len(values)], found[len(values) :]
+        return means, next((number for number, share in zip(STOP_SIGNALS, shares, strict=True) if share), 0)
 
     def raise_if_stop_requested(self) -> None:
         """Check for stop requests during long work. Call it on every rank. Raises: Stopped: a rank has a request."""

@@ -15,26 +15,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import combinations
 from multiprocessing.connection import Connection, Listener, wait
-from types import TracebackType
 
+from tests.harness.strict import messages
 from tests.harness.strict.matching import Running, check_equal, matched
-from tests.harness.strict.messages import (
-    Done,
-    Ended,
-    Failed,
-    FirstUse,
-    Look,
-    Posted,
-    Released,
-    Resumes,
-    Strict,
-    StrictError,
-    Waits,
-)
+from tests.harness.strict.messages import FirstUse, Look, Operation, Strict, StrictError, Waits
 
 _QUIET_S = 0.5  # without a message; then the coordinator looks at the ranks
-_IDLE_LOOKS = 12  # in a row in which a rank that does not wait here has used no CPU: it waits elsewhere
-_IDLE_CPU_S = 0.05  # between two looks; a look itself takes some
+_IDLE_LOOKS = 12  # in a row in which the ranks that do not wait here do not work either: they wait elsewhere
 
 
 class Coordinator:
@@ -55,11 +42,11 @@ class Coordinator:
         self._queues: dict[tuple[int, str], deque[Running]] = defaultdict(deque)
         self._used: dict[FirstUse, set[int]] = defaultdict(set)
         self._blocked: dict[tuple[int, int], tuple[FirstUse, ...]] = {}
-        self._waits: dict[int, dict[int, Waits]] = defaultdict(dict)
-        self._posted: dict[tuple[int, int], Running] = {}
-        self._ended: dict[int, bool] = {}
+        self._posted: dict[tuple[int, int], Operation] = {}  # by rank and number: not done
+        self._waits: dict[int, set[Waits]] = defaultdict(set)
+        self._ended: dict[int, bool] = {}  # by rank: it has failed
         self._looks: dict[int, Look] = {}
-        self._cpu_s: dict[int, float] = {}
+        self._asked: set[int] = set()  # ranks that have not answered the last look
         self._idle_looks = 0
         self._stop, self._wake = os.pipe()
         self._thread = threading.Thread(target=self._serve, name="strict coordinator")
@@ -68,7 +55,7 @@ class Coordinator:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._wake)
         self._thread.join()
         os.close(self._stop)
@@ -104,34 +91,36 @@ class Coordinator:
     def _take(self, rank: int, message: object) -> None:
         if isinstance(message, Look):
             self._looks[rank] = message
-            if all(active in self._looks for active in self._active()):
+            self._asked.discard(rank)
+            if self._asked.isdisjoint(self._active()):
                 self._judge()
             return
         self._idle_looks = 0
         if isinstance(message, Waits):
-            self._waits[rank][message.thread] = message
-        elif isinstance(message, Resumes):
-            self._waits[rank].pop(message.thread, None)
-        elif isinstance(message, Ended):
+            self._waits[rank].add(message)
+        elif isinstance(message, messages.Failed):
+            self._fail(message.text)
+        elif isinstance(message, messages.Ended):
             self._ended[rank] = message.error
             if len(self._ended) == self._world and not any(self._ended.values()):
                 self._check_all_done()
             self._send(rank, message)  # the rank waits for it
-        elif isinstance(message, Posted) and not self.fault:
-            operation = message.operation
-            queue = self._queues[rank, "" if self._strict.serial else operation.communicator]
-            queue.append(Running(rank, operation))
-            self._posted[rank, operation.number] = queue[-1]
-            for use in operation.first_uses:
+        elif isinstance(message, Operation) and not self.fault:
+            self._queue(rank, message).append(Running(rank, message))
+            self._posted[rank, message.number] = message
+            for use in message.first_uses:
                 self._used[use].add(rank)
-            if operation.first_uses:
-                self._blocked[rank, operation.number] = operation.first_uses
+            if message.first_uses:
+                self._blocked[rank, message.number] = message.first_uses
             for (blocked, number), uses in list(self._blocked.items()):
                 if all(self._used[use] >= set(use.members) for use in uses):
                     del self._blocked[blocked, number]
-                    self._send(blocked, Released(number))
-            while self._advance_all():
+                    self._send(blocked, messages.Released(number))
+            while any(self._advance(on) for on in self._running().values()):
                 pass
+
+    def _queue(self, rank: int, operation: Operation) -> deque[Running]:
+        return self._queues[rank, "" if self._strict.serial else operation.communicator]
 
     def _running(self) -> dict[str, dict[int, Running]]:
         """Return the first operation of each queue, by communicator and rank."""
@@ -140,9 +129,6 @@ class Coordinator:
             if queue:
                 found[queue[0].operation.communicator][rank] = queue[0]
         return found
-
-    def _advance_all(self) -> bool:
-        return bool(sum(self._advance(on) for on in self._running().values()))
 
     def _advance(self, on: dict[int, Running]) -> bool:
         """Run the operations that are the first of their queues on a communicator. Returns: True if one is done."""
@@ -161,10 +147,9 @@ class Coordinator:
                 own = operation.members.index(running.rank)
                 ended.append((running, tuple(on[member].operation.data[own] for member in operation.members)))
         for running, data in ended:
-            queue = self._queues[running.rank, "" if self._strict.serial else running.operation.communicator]
-            queue.popleft()
+            self._queue(running.rank, running.operation).popleft()
             del self._posted[running.rank, running.operation.number]
-            self._send(running.rank, Done(running.operation.number, data))
+            self._send(running.rank, messages.Done(running.operation.number, data))
         return bool(ended)
 
     def _check_all_done(self) -> None:
@@ -176,23 +161,27 @@ class Coordinator:
     def _active(self) -> list[int]:
         return [rank for rank in self._connections if rank not in self._ended]
 
+    def _waiting(self, rank: int) -> set[Waits]:
+        """Return what a rank waits for. If that has happened, it goes on, although it may need time to do so."""
+        happens = {True: self._blocked, False: self._posted}
+        self._waits[rank] = {x for x in self._waits[rank] if (rank, x.number) in happens[x.for_first_use]}
+        return self._waits[rank]
+
     def _look(self) -> None:
-        """Ask the ranks for their state, if one of them waits."""
-        if any(self._waits.values()) and not self.fault and len(self._ranks) == self._world:
-            self._looks = {}
-            for rank in self._active():
+        """Ask the ranks for their state, if one of them waits and all have answered before."""
+        active = self._active()
+        if self.fault or len(self._ranks) < self._world or not self._asked.isdisjoint(active):
+            return
+        if any(self._waiting(rank) for rank in active):
+            self._asked = set(active)
+            for rank in active:
                 self._send(rank, Look())
 
     def _judge(self) -> None:
-        """Find a hang: all ranks wait for each other here, or those that do not wait here use no CPU."""
-        elsewhere = [rank for rank in self._active() if not self._waits[rank]]
-        works = any(
-            self._looks[rank].has_children or self._looks[rank].cpu_s - self._cpu_s.get(rank, 0.0) > _IDLE_CPU_S
-            for rank in elsewhere
-        )
-        self._cpu_s = {rank: look.cpu_s for rank, look in self._looks.items()}
-        self._idle_looks = 0 if works else self._idle_looks + 1
-        if any(self._waits.values()) and self._idle_looks >= (_IDLE_LOOKS if elsewhere else 2):
+        """Find a hang: all ranks wait for each other here, or wait elsewhere, because they do not work."""
+        elsewhere = [rank for rank in self._active() if not self._waiting(rank)]
+        self._idle_looks = 0 if any(look.works for look in self._looks.values()) else self._idle_looks + 1
+        if len(elsewhere) < len(self._active()) and self._idle_looks >= (_IDLE_LOOKS if elsewhere else 2):
             self._fail(f"hang: no rank can go on\n{self._wait_graph()}")
 
     def _wait_graph(self) -> str:
@@ -201,13 +190,12 @@ class Coordinator:
     def _rank_lines(self, rank: int) -> Iterator[str]:
         if rank in self._ended:
             yield f"rank {rank} has ended"
-        for waits in self._waits[rank].values():
-            posted = self._posted.get((rank, waits.number))
-            yield f"rank {rank} waits for {posted.operation if posted else 'an operation that is done'}"
-            for use in self._blocked.get((rank, waits.number), ()) if waits.for_first_use else ():
+        for waits in self._waiting(rank):
+            yield f"rank {rank} waits for {self._posted.get((rank, waits.number), 'an operation that is done')}"
+            for use in self._blocked[rank, waits.number] if waits.for_first_use else ():
                 if missing := sorted(set(use.members) - self._used[use]):
                     yield f"  {use}: ranks {missing} have not used it"
-        if rank not in self._ended and not self._waits[rank]:
+        if rank not in self._ended and not self._waiting(rank):
             yield f"rank {rank} waits for no operation; it may wait in an exchange of hosts"
         for (owner, name), queue in self._queues.items():
             if owner == rank and queue:
@@ -221,7 +209,7 @@ class Coordinator:
     def _fail(self, text: str) -> None:
         self.fault = self.fault or text
         for rank in self._active():
-            self._send(rank, Failed(self.fault))
+            self._send(rank, messages.Failed(self.fault))
 
     def _send(self, rank: int, message: object) -> None:
         try:

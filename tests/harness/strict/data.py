@@ -1,18 +1,21 @@
-"""The bytes of tensors, and reductions of them."""
+"""The memory and bytes of tensors, and reductions of them."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _functorch as functorch
 
-from tests.harness.strict.memory import memory
 from tests.harness.strict.messages import StrictError
 
+Bytes = npt.NDArray[np.uint8]
 _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -23,6 +26,24 @@ _REDUCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
+
+
+def memory(tensor: Tensor) -> Bytes:
+    """Return the bytes of a dense tensor, as a view. No operator runs, so no mode sees it."""
+    while functorch.is_functorch_wrapped_tensor(tensor):  # of torch.func.jvp
+        tensor = functorch.get_unwrapped(tensor)
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if tensor.numel() and span != tensor.numel():
+        raise StrictError(f"a tensor of shape {list(tensor.shape)} with strides {tensor.stride()} is not dense")
+    size = tensor.numel() * tensor.element_size()
+    if not size:
+        return np.empty(0, np.uint8)
+    return np.frombuffer((ctypes.c_uint8 * size).from_address(tensor.data_ptr()), np.uint8)
+
+
+def overlap(a: Bytes, b: Bytes) -> bool:
+    start, other = a.ctypes.data, b.ctypes.data
+    return bool(a.size and b.size and start < other + b.size and other < start + a.size)
 
 
 def form(tensors: Sequence[Tensor]) -> str:
@@ -55,6 +76,11 @@ def write(tensors: Sequence[Tensor], data: bytes | None) -> None:
     for i, x in enumerate(tensors):
         start, stop = place(tensors, i)
         memory(x)[:] = np.frombuffer(data[start:stop], np.uint8)
+
+
+def write_each(tensors: Sequence[Tensor], data: Sequence[bytes | None]) -> None:
+    for x, part in zip(tensors, data, strict=True):
+        write([x], part)
 
 
 def reduced(data: Sequence[bytes | None], like: Sequence[Tensor], op: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness.strict.data import bytes_of, check_sizes, form, name_of, place, reduced, write
-from tests.harness.strict.link import Link, StrictWork, memory
+from tests.harness.strict.data import bytes_of, check_sizes, form, memory, name_of, place, reduced, write, write_each
+from tests.harness.strict.link import Fill, Link, StrictWork
 from tests.harness.strict.messages import FirstUse, Transfer
 
 links: list[Link] = []  # of the current job
@@ -51,7 +51,7 @@ class StrictGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Nothing is kept."""
 
-    # --- collectives: for each, the bytes for all members, and what to do with theirs
+    # --- collectives: for each, what must be equal, the bytes for all members, and its buffers
 
     def _collective(
         self,
@@ -59,7 +59,7 @@ class StrictGroup(dist.ProcessGroup):
         data: Sequence[bytes | None],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        fill: Callable[[Sequence[bytes | None]], None],
+        fill: Fill = write_each,
     ) -> StrictWork:
         uses = [FirstUse(self._name, self._ranks), FirstUse(f"{kind.split()[0]} on {self._name}", self._ranks)]
         fields = {"communicator": self._name, "members": self._ranks, "kind": kind, "data": tuple(data)}
@@ -68,40 +68,34 @@ class StrictGroup(dist.ProcessGroup):
     def _to_all(self, tensors: Sequence[Tensor]) -> list[bytes]:
         return [bytes_of(tensors)] * len(self._ranks)
 
-    def _reduce(self, kind: str, tensors: Sequence[Tensor], op: Any, root: int | None = None) -> StrictWork:
-        def fill(data: Sequence[bytes | None]) -> None:
-            write(tensors, reduced(data, tensors, op))
-
-        writes = tensors if root in (None, self._own) else []
-        data = self._to_all(tensors) if root is None else self._for_root(root, bytes_of(tensors))
-        kind = f"{kind} {form(tensors)} {name_of(op)} {'' if root is None else f'root {root}'}"
-        return self._collective(kind, data, tensors, writes, fill if writes else _ignore)
-
-    def _for_root(self, root: int, data: bytes) -> list[bytes | None]:
-        return [data if i == root else None for i in range(len(self._ranks))]
+    def _to_root(self, tensors: Sequence[Tensor], root: int) -> list[bytes | None]:
+        return [bytes_of(tensors) if i == root else None for i in range(len(self._ranks))]
 
     def allreduce(self, tensors: Any, opts: Any = None) -> StrictWork:
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        return self._reduce("all_reduce", [tensors] if isinstance(tensors, Tensor) else tensors, op)
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        kind = f"all_reduce {form(tensors)} {name_of(op)}"
+        return self._collective(kind, self._to_all(tensors), tensors, tensors, _reduces(op))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> StrictWork:
-        return self._reduce("reduce", tensors, opts.reduceOp, opts.rootRank)
+        op, root = opts.reduceOp, opts.rootRank
+        kind, writes = f"reduce {form(tensors)} {name_of(op)} root {root}", tensors if root == self._own else []
+        return self._collective(kind, self._to_root(tensors, root), tensors, writes, _reduces(op))
 
     def barrier(self, opts: Any = None) -> StrictWork:
-        return self._reduce("all_reduce", [torch.zeros(1)], dist.ReduceOp.SUM)
+        return self.allreduce(torch.zeros(1))
 
     def broadcast(self, tensors: Any, opts: Any) -> StrictWork:
         tensors, root = [tensors] if isinstance(tensors, Tensor) else tensors, opts.rootRank
         is_root = root == self._own
         data = self._to_all(tensors) if is_root else [None] * len(self._ranks)
         reads, writes = (tensors, []) if is_root else ([], tensors)
-        fill = _ignore if is_root else lambda found: write(tensors, found[root])
-        return self._collective(f"broadcast {form(tensors)} root {root}", data, reads, writes, fill)
+        return self._collective(f"broadcast {form(tensors)} root {root}", data, reads, writes, _comes_from(root))
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
-        def fill(data: Sequence[bytes | None]) -> None:
+        def fill(outputs: Sequence[Tensor], data: Sequence[bytes | None]) -> None:
             for i, x in enumerate(outputs):
                 start, stop = place(inputs, i)
                 write([x], b"".join(part[start:stop] for part in data if part is not None))
@@ -114,23 +108,15 @@ class StrictGroup(dist.ProcessGroup):
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
         (parts,), (own,) = outputs, inputs
-
-        def fill(data: Sequence[bytes | None]) -> None:
-            for x, part in zip(parts, data, strict=True):
-                write([x], part)
-
         check_sizes(parts, [own.numel()] * len(self._ranks))
-        return self._collective(f"all_gather {form([own])}", self._to_all([own]), [own], parts, fill)
+        return self._collective(f"all_gather {form([own])}", self._to_all([own]), [own], parts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
-        def fill(data: Sequence[bytes | None]) -> None:
-            write(outputs, reduced(data, outputs, opts.reduceOp))
-
         check_sizes(inputs, [x.numel() * len(self._ranks) for x in outputs])
         pieces = [np.split(memory(x), len(self._ranks)) for x in inputs]
         data = [b"".join(x[i].tobytes() for x in pieces) for i in range(len(self._ranks))]
         kind = f"reduce_scatter {form(outputs)} {name_of(opts.reduceOp)}"
-        return self._collective(kind, data, inputs, outputs, fill)
+        return self._collective(kind, data, inputs, outputs, _reduces(opts.reduceOp))
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> StrictWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
@@ -139,15 +125,10 @@ class StrictGroup(dist.ProcessGroup):
         (output,), (parts,) = outputs, inputs
         check_sizes(parts, [output.numel()] * len(self._ranks))
         kind = f"reduce_scatter {form([output])} {name_of(opts.reduceOp)}"
-        fill = lambda data: write([output], reduced(data, [output], opts.reduceOp))  # noqa: E731
-        return self._collective(kind, [bytes_of([x]) for x in parts], parts, [output], fill)
+        return self._collective(kind, [bytes_of([x]) for x in parts], parts, [output], _reduces(opts.reduceOp))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> StrictWork:
-        def fill(data: Sequence[bytes | None]) -> None:
-            for x, part in zip(outputs, data, strict=True):
-                write([x], part)
-
-        return self._collective(f"all_to_all {inputs[0].dtype}", [bytes_of([x]) for x in inputs], inputs, outputs, fill)
+        return self._collective(f"all_to_all {inputs[0].dtype}", [bytes_of([x]) for x in inputs], inputs, outputs)
 
     def all_to_all_single(
         self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, opts: Any = None
@@ -161,20 +142,13 @@ class StrictGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
         (own,), root = inputs, opts.rootRank
         parts = outputs[0] if root == self._own else []
-
-        def fill(data: Sequence[bytes | None]) -> None:
-            for x, part in zip(parts, data if parts else (), strict=True):
-                write([x], part)
-
-        data = self._for_root(root, bytes_of([own]))
-        return self._collective(f"gather {form([own])} root {root}", data, [own], parts, fill)
+        return self._collective(f"gather {form([own])} root {root}", self._to_root([own], root), [own], parts)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> StrictWork:
         (output,), root = outputs, opts.rootRank
         parts = inputs[0] if root == self._own else []
         data = [bytes_of([x]) for x in parts] or [None] * len(self._ranks)
-        fill = lambda found: write([output], found[root])  # noqa: E731
-        return self._collective(f"scatter {form([output])} root {root}", data, parts, [output], fill)
+        return self._collective(f"scatter {form([output])} root {root}", data, parts, [output], _comes_from(root))
 
     # Names of earlier versions of torch.
     _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
@@ -188,25 +162,21 @@ class StrictGroup(dist.ProcessGroup):
         reads = [x for is_send, _, x in parts if is_send]
         writes = [x for is_send, _, x in parts if not is_send]
 
-        def fill(data: Sequence[bytes | None]) -> None:
-            for x, part in zip(writes, data, strict=True):
-                write([x], part)
-
+        on, own = communicator or self._name, self._ranks[self._own]
         transfers = tuple(
             Transfer(self._ranks[peer], is_send, x.numel() * x.element_size(), str(x.dtype))
             for is_send, peer, x in parts
         )
-        pairs = [tuple(sorted((self._ranks[self._own], t.peer))) for t in transfers]
-        uses = [FirstUse(f"a transfer on {communicator or self._name}", pair) for pair in pairs]
+        uses = [FirstUse(f"a transfer on {on}", (min(own, t.peer), max(own, t.peer))) for t in transfers]
         fields = {
-            "communicator": communicator or self._name,
+            "communicator": on,
             "members": self._ranks,
             "kind": "",
             "transfers": transfers,
             "data": tuple(bytes_of([x]) if is_send else None for is_send, _, x in parts),
         }
         uses = uses if communicator else [FirstUse(self._name, self._ranks), *uses]
-        return self._link.post(fields, uses, reads, writes, fill)
+        return self._link.post(fields, uses, reads, writes, write_each)
 
     def _alone(self, is_send: bool, peer: int, tensor: Tensor) -> StrictWork:
         """Outside of a batch, NCCL's group of torch has a communicator for each pair."""
@@ -220,8 +190,12 @@ class StrictGroup(dist.ProcessGroup):
         return self._alone(False, peer, tensors[0])
 
 
-def _ignore(data: Sequence[bytes | None]) -> None:
-    pass
+def _reduces(op: Any) -> Fill:
+    return lambda tensors, data: write(tensors, reduced(data, tensors, op))
+
+
+def _comes_from(root: int) -> Fill:
+    return lambda tensors, data: write(tensors, data[root])
 
 
 def _create(options: Any, _: Any) -> StrictGroup:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Client
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -16,24 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.harness.strict.memory import memory, overlap
-from tests.harness.strict.messages import (
-    Done,
-    Ended,
-    Failed,
-    FirstUse,
-    Look,
-    Operation,
-    Posted,
-    Released,
-    Resumes,
-    Strict,
-    StrictError,
-    Waits,
-)
+from tests.harness.strict import messages
+from tests.harness.strict.data import memory, overlap
+from tests.harness.strict.messages import FirstUse, Operation, Strict, StrictError
 from tests.harness.strict.stacks import look, where
 
 _FILL = 0xFF
+
+Fill = Callable[[Sequence[Tensor], Sequence[bytes | None]], None]  # writes what members sent to the receive buffers
 
 
 class StrictWork(dist.Work):
@@ -45,7 +35,7 @@ class StrictWork(dist.Work):
         operation: Operation,
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        fill: Callable[[Sequence[bytes | None]], None],
+        fill: Fill,
     ) -> None:
         super().__init__()
         self.operation, self.done, self.released = operation, threading.Event(), threading.Event()
@@ -55,64 +45,59 @@ class StrictWork(dist.Work):
         self._copies = [x.copy() for x in self.reads]
         self._data: Sequence[bytes | None] = ()
         self._future: Any = None
-
-    def begin(self) -> None:
-        """Overwrite the receive buffers."""
         for x in self.writes:
             x.fill(_FILL)
 
     def wait(self, timeout: Any = None) -> bool:
         """Block until the operation is done, then fill the receive buffers."""
         if self.writes or self._link.strict.sends_block:
-            self._link.block(self, self.done, for_first_use=False)
-            self.finish()
+            self._link.block(self)
+            self._finish()
         return True
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """Check that nobody has changed the buffers since the post, and fill the receive buffers."""
         with self._link.lock:
-            if self not in self._link.running:
+            if self not in self._link.running or self._link.fault:
                 return
             self._link.running.discard(self)
         if any(np.any(x != _FILL) for x in self.writes):
             raise StrictError(f"a receive buffer was written to before wait: {self.operation}")
         if any(np.any(x != y) for x, y in zip(self.reads, self._copies, strict=True)):
             raise StrictError(f"a send buffer was changed before wait: {self.operation}")
-        self._fill(self._data)
+        if self.writes:
+            self._fill(self._held[1], self._data)
         self._held = ([], [])
 
     def complete(self, data: Sequence[bytes | None]) -> None:
-        """Note that the operation is done; in the thread that receives messages."""
-        self._data = data
-        self.done.set()
-        self._complete_future()
+        """Note that the operation is done, or that a fault was found; in the thread that receives messages."""
+        with self._link.lock:
+            self._data = data
+            self.done.set()
+            if self._future is not None:
+                self._complete_future()
 
     def get_future(self) -> Any:
         """Return a future that is complete when the operation is done. DDP waits for it."""
-        self._future = torch.futures.Future()
-        if self.done.is_set():
-            self._complete_future()
-        return self._future
+        with self._link.lock:
+            self._future = torch.futures.Future()
+            if self.done.is_set():
+                self._complete_future()
+            return self._future
 
     def _complete_future(self) -> None:
-        with self._link.lock:
-            future = None if self._future is None or self._future.done() else self._future
-            written = self._held[1]
-            if future is None:
-                return
-            try:
-                self.finish()
-                future.set_result(written)
-            except Exception as error:
-                future.set_exception(error)
+        written = self._held[1]
+        try:
+            self._finish()
+        except StrictError as fault:
+            self._link.report(str(fault))
+        self._future.set_result(written)  # DDP crashes if it is an exception; the next operation raises the fault
 
     def is_completed(self) -> bool:
         """Return True if `wait` would not block."""
         return self.done.is_set()
 
-    def is_success(self) -> bool:
-        """Return True if the operation is done."""
-        return self.done.is_set()
+    is_success = is_completed
 
     def result(self) -> list[Tensor]:
         """Return the receive buffers."""
@@ -126,19 +111,24 @@ class Link:
         self.strict, self.rank = strict, rank
         self.lock = threading.RLock()
         self.running = WeakSet[StrictWork]()  # a work that is done may be dropped without `wait`
-        self._fault = ""
+        self.fault = ""
         self._works: dict[int, StrictWork] = {}
         self._used: set[FirstUse] = set()
         self._numbers = itertools.count()
         self._connection = Client(address, "AF_UNIX")
         self._connection.send(rank)
-        self._thread = threading.Thread(target=self._receive, name="strict link", daemon=True)
-        self._thread.start()
+        self._received: SimpleQueue[object] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=x, name="strict link", daemon=True) for x in (self._receive, self._take)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def close(self, *, error: bool) -> None:
         """End the job. Args: error: the function has failed on this rank."""
-        self._send(Ended(error))
-        self._thread.join()
+        self._send(messages.Ended(error))
+        for thread in self._threads:
+            thread.join()
         self._connection.close()
 
     def post(
@@ -147,7 +137,7 @@ class Link:
         first_uses: Sequence[FirstUse],
         reads: Sequence[Tensor],
         writes: Sequence[Tensor],
-        fill: Callable[[Sequence[bytes | None]], None],
+        fill: Fill,
     ) -> StrictWork:
         """Post an operation, and block the host until what it uses for the first time is used on all members.
 
@@ -156,30 +146,33 @@ class Link:
             first_uses: all that it uses. reads, writes: its buffers. fill: writes the received bytes to them.
         """
         with self.lock:
+            if self.fault:  # the coordinator would not run it
+                raise StrictError(self.fault)
             number, place = next(self._numbers), where(sys._getframe(1))
             new = tuple(use for use in dict.fromkeys(first_uses) if use not in self._used)
             self._used.update(new)
-            work = StrictWork(
-                self, Operation(number=number, first_uses=new, where=place, **operation), reads, writes, fill
-            )
+            posted = Operation(number=number, first_uses=new, where=place, **operation)
+            work = StrictWork(self, posted, reads, writes, fill)
             self._check_buffers(work)
-            work.begin()
             self.running.add(work)
             self._works[number] = work
-            self._send(Posted(work.operation))
+            self._send(posted)
         if new:
-            self.block(work, work.released, for_first_use=True)
+            self.block(work, for_first_use=True)
         return work
 
-    def block(self, work: StrictWork, event: threading.Event, *, for_first_use: bool) -> None:
-        """Block this thread until an event of an operation. Raises: StrictError: a fault was found on some rank."""
-        if not event.is_set() and not self._fault:
-            thread = threading.get_ident()
-            self._send(Waits(thread, work.operation.number, for_first_use))
+    def block(self, work: StrictWork, *, for_first_use: bool = False) -> None:
+        """Block this thread until an operation is done or, `for_first_use`, released. Raises: StrictError: a fault."""
+        event = work.released if for_first_use else work.done
+        if not event.is_set() and not self.fault:
+            self._send(messages.Waits(work.operation.number, for_first_use))
             event.wait()
-            self._send(Resumes(thread))
-        if self._fault:
-            raise StrictError(self._fault)
+        if self.fault:
+            raise StrictError(self.fault)
+
+    def report(self, fault: str) -> None:
+        """Send a fault to the coordinator, which sends it to all ranks."""
+        self._send(messages.Failed(fault))
 
     def _check_buffers(self, new: StrictWork) -> None:
         for old in self.running:
@@ -188,43 +181,38 @@ class Link:
                 raise StrictError(f"a buffer in use is used again:\n  {old.operation}\n  {new.operation}")
 
     def _send(self, message: object) -> None:
-        with self.lock, _errors_of_the_connection():
-            self._connection.send(message)
+        with self.lock:
+            try:
+                self._connection.send(message)
+            except OSError as error:
+                raise StrictError("the coordinator has ended") from error
 
     def _receive(self) -> None:
-        message: object = None
-        while not isinstance(message, Ended):
-            try:
-                message = self._connection.recv()
-            except (EOFError, OSError):
-                message = Failed(self._fault or "the coordinator has ended")
-            if isinstance(message, Done):
-                self._complete(message)
-            elif isinstance(message, Released):
-                self._works_released(message.number)
-            elif isinstance(message, Look):
+        """Read all that comes at once: the coordinator, which blocks until it is read, could not read what is sent."""
+        try:
+            while not isinstance(message := self._connection.recv(), messages.Ended):
+                self._received.put(message)
+        except (EOFError, OSError):
+            self._received.put(messages.Failed("the coordinator has ended"))
+        self._received.put(None)
+
+    def _take(self) -> None:
+        for message in iter(self._received.get, None):
+            if isinstance(message, messages.Done):
+                self._works.pop(message.number).complete(message.data)
+            elif isinstance(message, messages.Released):
+                with self.lock:
+                    for work in self.running:
+                        if work.operation.number == message.number:
+                            work.released.set()
+            elif isinstance(message, messages.Look):
                 self._send(look())
-            elif isinstance(message, Failed):
-                self._fault = message.text
-                for work in [*self._works.values(), *self.running]:
-                    work.released.set()
-                    work.done.set()
-                if message.text.endswith("coordinator has ended"):
-                    return
+            elif isinstance(message, messages.Failed):
+                self._fail(message.text)
 
-    def _complete(self, message: Done) -> None:
-        self._works.pop(message.number).complete(message.data)
-
-    def _works_released(self, number: int) -> None:
+    def _fail(self, text: str) -> None:
         with self.lock:
-            for work in [*self._works.values(), *self.running]:
-                if work.operation.number == number:
-                    work.released.set()
-
-
-@contextmanager
-def _errors_of_the_connection() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StrictError("the coordinator has ended") from error
+            self.fault = self.fault or text
+            for work in {*self._works.values(), *self.running}:
+                work.released.set()
+                work.complete(())

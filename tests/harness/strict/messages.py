@@ -1,8 +1,10 @@
-"""What ranks and the coordinator send to each other, and the settings of a strict run."""
+"""What ranks and the coordinator send to each other, and the settings of a strict run.
+
+A rank also sends an `Operation` when it posts it, and `Ended` and `Look` travel in both directions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
 
 
@@ -47,7 +49,7 @@ class Transfer:
 class FirstUse:
     """The host blocks until all `members` have used this for the first time."""
 
-    what: Hashable
+    what: str
     members: tuple[int, ...]
 
     def __str__(self) -> str:
@@ -83,26 +85,11 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Posted:
-    """A rank has posted an operation."""
-
-    operation: Operation
-
-
-@dataclass(frozen=True)
 class Waits:
-    """A thread of a rank waits until an operation is done, or until its first uses have happened on all members."""
+    """A rank waits until an operation is done, or until its first uses have happened on all members."""
 
-    thread: int
     number: int
     for_first_use: bool
-
-
-@dataclass(frozen=True)
-class Resumes:
-    """A thread of a rank goes on."""
-
-    thread: int
 
 
 @dataclass(frozen=True)
@@ -114,10 +101,9 @@ class Ended:
 
 @dataclass(frozen=True)
 class Look:
-    """A rank's state: CPU seconds since its start, running child processes, and the stacks of its threads."""
+    """A rank's state: it computes or has child processes; the stacks of its threads."""
 
-    cpu_s: float = 0.0
-    has_children: bool = False
+    works: bool = False
     stacks: str = ""
 
 

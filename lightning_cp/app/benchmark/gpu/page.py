@@ -25,6 +25,8 @@ _ABOUT = {
     " and the workspace of one kernel call.",
     "host": "CPU time of the thread that calls attention, per call: tiny tensors, and collectives that send nothing. It"
     " limits the speed where a device computes faster than its host launches.",
+    "long_context": "The ring's work on one rank for long sequences, forward and backward, with its peak memory: what a"
+    " step allocates in addition to q, k, v and the gradient of the output. Collectives send nothing.",
     "main_job": "Losses of `python recipes/train.py` on one GPU, compared with those on CPU.",
 }
 

@@ -1,4 +1,4 @@
-"""Stages that time attention on one device: the merge, and one rank's work."""
+"""Stages that time attention on one device: the merge, one rank's work, and the ring's for long sequences."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
 from lightning_cp.kernels import PartialAttention
+from lightning_cp.pipelines.buffer_memory import free_bytes
 
 RATIO_GOAL, BANDWIDTH_GOAL = 1.03, 0.8
+_RING_MODES = ("ring allgather", "ring alltoall")
 
 
 def merge_bandwidth(config: DictConfig) -> Iterator[Measurement]:
@@ -69,6 +71,49 @@ def _time_one_rank(config: DictConfig, ranks: int, tokens: int, backward: bool, 
     rows = rows_of("one_rank" if backward else "one_rank forward", tokens, ranks, figures)
     result.rows += [dict(row) for row in rows]
     result.checks += _ratio_checks(rows, on_gpu=device.type == "cuda")
+
+
+def long_contexts(config: DictConfig) -> Iterator[Measurement]:
+    """Time the ring's work of one rank, forward and backward, for long sequences, and measure its peak memory."""
+    for tokens in config.long_context.lengths:
+        yield f"{tokens} tokens", functools.partial(_time_long_context, config, tokens)
+
+
+def _time_long_context(config: DictConfig, tokens: int, result: StageResult) -> None:
+    """Add one row for each mode, or one with the reason if the memory does not suffice."""
+    device, settings, sizes = torch.device(config.device), config.long_context, config.attention
+    title = f"Ring attention of one rank of {settings.ranks}, forward and backward"
+    columns = ["tokens", "mode", "seconds", "time over one call", "peak GB"]
+    needed, free = long_context_bytes(sizes, tokens), free_bytes(device)
+    if free is not None and needed > free:
+        reason = f"not measured: may need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        result.add_row(title, columns, [f"{tokens:,}", reason, "", "", ""])
+        return
+    with fake_world(settings.ranks):
+        subjects = [x for x in one_rank(sizes, tokens, device) if x.name in (QUERIES_CALL, *_RING_MODES)]
+        figures = measure(subjects, repeats=settings.repeats, seconds=0.0, device=device)
+    for name in (QUERIES_CALL, *_RING_MODES):
+        found, call = figures[name], figures[QUERIES_CALL]
+        title_of_check = f"{name}, {settings.ranks} ranks, {tokens:,} tokens: time over one call"
+        if found.refused or call.refused:
+            result.checks.append(Check(title_of_check, found.refused or call.refused, "runs", False))
+            continue
+        ratio = found.median_s / call.median_s
+        cells = [f"{found.median_s:.3f}", f"{ratio:.3f}", f"{found.peak_bytes / 1e9:.2f}"]
+        result.add_row(title, columns, [f"{tokens:,}", name, *cells])
+        if name != QUERIES_CALL and device.type == "cuda":
+            result.checks.append(Check(title_of_check, f"{ratio:.3f}", f"≤ {RATIO_GOAL}", ratio <= RATIO_GOAL))
+
+
+def long_context_bytes(sizes: DictConfig, tokens: int) -> int:
+    """Return a bound of the memory of `_time_long_context`, in tensors of all tokens.
+
+    Inputs are drawn whole: 4 tensors and one in float32. At the same time, the call has all keys and values, and their
+    gradients while it runs; the shards of the modes and their buffers are at most 2 more at 8 ranks.
+    """
+    itemsize: int = getattr(torch, sizes.dtype).itemsize
+    elements = int(sizes.batch * tokens * sizes.heads * sizes.head_dim)
+    return elements * ((4 + 4 + 2) * itemsize + 4)
 
 
 def _ratio_checks(rows: list[Row], *, on_gpu: bool) -> Iterator[Check]:

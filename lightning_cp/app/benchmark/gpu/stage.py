@@ -20,6 +20,7 @@ STAGES: dict[str, Callable[[DictConfig], Iterator[Measurement]]] = {
     "one_rank": speed.one_rank_times,
     "memory": memory.peak_memory,
     "host": host.host_times,
+    "long_context": speed.long_contexts,
     "main_job": main_job.train_on_one_gpu,
 }
 

@@ -10,7 +10,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_cp.app.benchmark.gpu import errors, host, memory, suites
+from lightning_cp.app.benchmark.gpu import errors, host, memory, speed, suites
 from lightning_cp.app.benchmark.gpu.main_job import judge_training
 from lightning_cp.app.benchmark.gpu.results import StageResult
 from lightning_cp.kernels import PartialAttention, choice
@@ -128,6 +128,27 @@ def test_host_time_is_measured_in_every_mode_beside_diffusers() -> None:
     assert all(float(row[1].replace(",", "")) > 0 for row in calls.rows)
     assert calls.rows[-1][2] == "1.00"
     assert not result.checks, "goals are for 2 and 8 ranks"
+
+
+def test_a_long_context_that_does_not_fit_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = OmegaConf.merge(settings("gpu_on_cpu"), {"long_context": {"lengths": [64, 128]}})
+    assert isinstance(given, DictConfig)
+    bound, result = speed.long_context_bytes(given.attention, 64), StageResult({})
+    monkeypatch.setattr(speed, "free_bytes", lambda device: bound)
+    for _, measure in speed.long_contexts(given):
+        measure(result)
+    (table,) = result.tables
+    modes = ["one call: its queries", "ring allgather", "ring alltoall"]
+    assert [row[:2] for row in table.rows[:3]] == [["64", mode] for mode in modes]
+    assert table.rows[0][3] == "1.000"
+    assert all(float(row[4]) >= 0 for row in table.rows[:3])
+    assert table.rows[3][1] == "not measured: may need 0.0 GB of memory, 0.0 GB are free"
+    assert not result.checks, "goals are for a GPU"
+
+
+def test_the_longest_context_fits_in_80_gb() -> None:
+    given = settings("gpu")
+    assert speed.long_context_bytes(given.attention, max(given.long_context.lengths)) < 78e9
 
 
 @pytest.mark.full
