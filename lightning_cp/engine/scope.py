@@ -102,14 +102,12 @@ def install_stand_ins(user: object) -> None:
         return
     for module, name in _functions():
         function = getattr(module, name)
-        if id(function) in _UNDER:
-            continue
-        if id(function) not in _STAND_INS:
+        if id(function) not in _STAND_INS and id(function) not in _UNDER:
             stand_in = _stand_in(name, function)
             stand_in.__module__ = module.__name__  # it is pickled by name, like the original
             _STAND_INS[id(function)], _UNDER[id(stand_in)] = stand_in, function
         if name in (SDPA, DISPATCH):
-            ORIGINALS[name] = function
+            ORIGINALS[name] = original_of(function)
     _exchange_in_modules(_STAND_INS)
     trace_into(_STAND_INS.values())
 
@@ -124,7 +122,11 @@ def release_stand_ins(user: object) -> None:
 def are_installed() -> bool:
     """Return True if each function is a stand-in. (They may be replaced, and diffusers may be imported later.)"""
     trace_into(_STAND_INS.values())
-    return all(id(getattr(module, name)) in _UNDER for module, name in _functions())
+    for module, name in _functions():
+        original = _UNDER.get(id(getattr(module, name)))
+        if original is None or (name in (SDPA, DISPATCH) and ORIGINALS.get(name) is not original):
+            return False
+    return True
 
 
 def hold_stand_ins(attributes: dict[str, Any]) -> None:
