@@ -22,6 +22,7 @@ with private_names("torch"):
     from torch._C import _after_autograd_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
     from torch._C import _AutoDispatchBelowAutograd as below_autograd
+    from torch._C import _current_graph_task_id as graph_task_id
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
     from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, peek_interpreter_stack
@@ -51,6 +52,7 @@ __all__ = [
     "function_modes",
     "get_unwrapped",
     "imported_config",
+    "in_backward",
     "is_exporting",
     "is_functional",
     "is_functorch_wrapped_tensor",
@@ -110,6 +112,11 @@ def is_functional(operator: Any) -> bool:
     returns_tensor = [str(x.type) for x in schema.returns] == ["Tensor"]
     aliases = any(x.alias_info is not None for x in (*schema.returns, *schema.arguments))
     return returns_tensor and not aliases and torch.Tag.nondeterministic_seeded not in operator.tags
+
+
+def in_backward() -> bool:
+    """Return True if autograd runs a backward in this thread."""
+    return graph_task_id() != -1
 
 
 def dynamo_is_imported() -> bool:

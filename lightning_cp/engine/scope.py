@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_cp.compat.torch_names import function_modes, trace_into
+from lightning_cp.compat.torch_names import function_modes, in_backward, trace_into
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.dropout import drop
 from lightning_cp.engine.session import Session
@@ -69,11 +69,22 @@ class _Current(threading.local):
     Attributes:
         current: None outside of parallel models.
         entry: in activation recomputation: the module that is recomputed.
+        has_grad: True if gradients were enabled where the innermost planned module was called.
     """
 
     def __init__(self) -> None:  # each thread calls it
         self.current: Scope | None = None
         self.entry: Any = None
+        self.has_grad = False
+
+    def get(self) -> Scope | None:
+        """Return the scope. One that an interrupt (Ctrl-C) has left in a recomputation is dropped."""
+        scope = self.current
+        if torch.compiler.is_compiling() or self.entry is None or scope is None:
+            return scope
+        if scope.session.call is not None and not in_backward():
+            scope = self.current = self.entry = None
+        return scope
 
 
 SCOPE = _Current()
@@ -189,7 +200,7 @@ def _stand_in(name: str, original: _Function) -> _Function:
 def _sdpa(original: _Function) -> _Function:
     @wraps(original)
     def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        scope = SCOPE.current
+        scope = SCOPE.get()
         if _skips_scores() and _is_skipped(query, value, -2, scope):
             return value
         if scope is None or scope.attention is None:
@@ -202,7 +213,7 @@ def _sdpa(original: _Function) -> _Function:
 def _dispatch(original: _Function) -> _Function:
     @wraps(original)
     def dispatch_attention_fn(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-        scope = SCOPE.current
+        scope = SCOPE.get()
         if scope is None or scope.attention is None:
             if isinstance(kwargs.get("parallel_config"), ContextParallelConfig):  # of a processor that models share
                 kwargs["parallel_config"] = None
@@ -217,7 +228,7 @@ def _dispatch(original: _Function) -> _Function:
 def _dropout(name: str, original: _Function) -> _Function:
     @wraps(original)
     def dropout(*args: Any, **kwargs: Any) -> Any:
-        scope = SCOPE.current
+        scope = SCOPE.get()
         if scope is None or not scope.drops:
             return original(*args, **kwargs)
         return without_scope(drop, name, original, scope.session, *args, **kwargs)  # a mode calls the stand-in again

@@ -45,6 +45,7 @@ class ScopeHook(EngineHook):
         if not torch.compiler.is_compiling():  # in compiled blocks, recomputation does not run the hooks
             STATS.enter(module, self.model)
             self._find_call(args, kwargs)
+            SCOPE.has_grad = torch.is_grad_enabled()
             if SCOPE.current is None and not session.forwards:
                 SCOPE.entry = module
         if self.checked and session.call is not None:
@@ -65,8 +66,10 @@ class ScopeHook(EngineHook):
         session = self.session
         SCOPE.current = self.around
         call = session.call
-        if not torch.compiler.is_compiling() and SCOPE.entry is module:  # end of a recomputation
-            SCOPE.current = SCOPE.entry = session.call = None
+        if not torch.compiler.is_compiling():
+            SCOPE.has_grad = torch.is_grad_enabled()
+            if SCOPE.entry is module:  # end of a recomputation
+                SCOPE.current = SCOPE.entry = session.call = None
         escaped = self.checked and output is not None and call is not None and not call.intercepted
         if escaped and not _skips_attention(module):
             raise InterceptionError(

@@ -65,7 +65,8 @@ class Block(Attends):
         self.probe()
         x = x + self.other(x)
         self.probe()
-        return self.linear(x)
+        out: Tensor = self.linear(x)
+        return out
 
 
 class Model(nn.Module):
@@ -73,7 +74,8 @@ class Model(nn.Module):
 
     def __init__(self, probe: Callable[[str], None] = lambda name: None) -> None:
         super().__init__()
-        self.probe, self.around = partial(probe, "model"), lambda block, x: block(x)
+        self.probe = partial(probe, "model")
+        self.around: Callable[[Any, Tensor], Tensor] = lambda block, x: block(x)
         self.blocks, self.proj_out = nn.ModuleList([Block(probe), Block(probe)]), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +95,8 @@ class Plain(nn.Module):
         self.linear, self.drop = nn.Linear(8, 8), nn.Dropout(0.3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(self.drop(attend(self.linear(x))), 0.1, self.training) + torch.dropout(x, 0.2, self.training)
+        x = F.dropout(self.drop(attend(self.linear(x))), 0.1, self.training)
+        return x + torch.dropout(x, 0.2, self.training)
 
 
 @pytest.fixture(autouse=True)
@@ -318,12 +321,13 @@ def test_a_thread_has_its_own_scope() -> None:
 
 
 def test_models_inside_a_model_have_their_own_scopes() -> None:
-    seen: list[tuple[str, object]] = []
+    seen: list[tuple[str, Any]] = []
 
     class Outer(Model):
         def __init__(self) -> None:
             super().__init__(lambda name: seen.append((f"outer {name}", SCOPE.current)))
-            self.blocks[0].inner = [inner]  # not a submodule
+            first: Any = self.blocks[0]
+            first.inner = [inner]  # not a submodule
 
     def around(block: Any, x: Tensor) -> Tensor:
         x = block(x)
@@ -343,7 +347,8 @@ def test_models_inside_a_model_have_their_own_scopes() -> None:
 
 
 def test_a_processor_that_two_models_share_is_plain_in_a_model_without_a_plan() -> None:
-    models, arguments = [wan().build(), wan().build()], wan().arguments()
+    models: list[Any] = [wan().build(), wan().build()]
+    arguments = wan().arguments()
     models[1].blocks[0].attn1.processor = models[0].blocks[0].attn1.processor
     expected = [outcome(model, arguments)[0] for model in models]
     apply_context_parallel(models[0], ContextParallelConfig(), models[0]._cp_plan)
