@@ -50,6 +50,7 @@ class ModelHook(EngineHook):
         signature: signature of the model's forward.
         checkpointing: modules with a `gradient_checkpointing` attribute.
         padding: a `PadHook` for plans that pad, otherwise None.
+        describes_attention: False for plans in diffusers' format.
     """
 
     session: Session
@@ -60,6 +61,9 @@ class ModelHook(EngineHook):
     arguments: Sequence[ArgumentHook] = ()
     outputs: Sequence[OutputHook] = ()
 
+    def __post_init__(self) -> None:
+        self.describes_attention = None not in self.rules.attention.values()
+
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's original forward.
 
@@ -69,7 +73,7 @@ class ModelHook(EngineHook):
         given = self.before(module, args, kwargs)
         session = self.session
         outer = session.call if session.forwards else None  # an interrupted recomputation may have left one
-        call = session.call = Call(session.groups, session.peers, session.evaluation)
+        call = session.call = Call(session.groups, session.peers, session.evaluation, self.describes_attention)
         session.forwards += 1
         checkpoints: list[tuple[nn.Module, Any]] = []
         try:
