@@ -57,6 +57,7 @@ class ModelHook(EngineHook):
         scope: scope outside of blocks.
         checkpointing: modules with a `gradient_checkpointing` attribute.
         padding: a `PadHook` for plans that pad, otherwise None.
+        describes_attention: False for plans in diffusers' format.
     """
 
     session: Session
@@ -67,6 +68,9 @@ class ModelHook(EngineHook):
     padding: Any = None
     arguments: Sequence[ArgumentHook] = ()
     outputs: Sequence[OutputHook] = ()
+
+    def __post_init__(self) -> None:
+        self.describes_attention = None not in self.rules.attention.values()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's original forward.
@@ -80,7 +84,7 @@ class ModelHook(EngineHook):
         around, entry = SCOPE.current, SCOPE.entry
         if around is not None and around.session is session and not session.forwards:
             around = entry = None  # of an interrupted recomputation, too
-        call = session.call = Call(session.groups, session.peers, session.evaluation)
+        call = session.call = Call(session.groups, session.peers, session.evaluation, self.describes_attention)
         session.forwards += 1
         SCOPE.current, SCOPE.entry = self.scope, None
         checkpoints: list[tuple[nn.Module, Any]] = []

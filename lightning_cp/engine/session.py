@@ -29,6 +29,7 @@ class Call:
 
     Attributes:
         peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
+        is_dynamic: compiled code may have lengths as symbols. (Attention derived from token counts compares them.)
         defined: global number of tokens of each modality seen so far; `lengths` gives it, also to compiled code.
         sized: for the same modalities, an empty tensor [tokens, 0].
         rows: global number of rows, for modalities that are split between rows only.
@@ -46,6 +47,7 @@ class Call:
     groups: MeshGroups
     peers: PeerCheck
     evaluation: Evaluation | None = None
+    is_dynamic: bool = False
     defined: dict[str, int] = field(default_factory=dict)
     sized: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Call:
 
         torch.compile makes constants of the ints that it reads from the engine's objects, but not of tensors' sizes.
         """
-        if torch.compiler.is_compiling():
+        if self.is_dynamic and torch.compiler.is_compiling():
             return {modality: x.shape[0] for modality, x in self.sized.items()}
         return self.defined
 

@@ -18,7 +18,7 @@ from lightning_cp.families.registry import family_class
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
 from lightning_cp.media.images import read_image
 from lightning_cp.pipelines.components import load_pipeline
-from lightning_cp.pipelines.encoders import pipeline_class, release
+from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae
 

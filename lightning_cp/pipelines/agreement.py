@@ -21,7 +21,7 @@ from lightning_cp.engine.peers import Digest, difference, digest
 from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.mesh import MeshGroups, prove_membership
 from lightning_cp.nest import dataclass_fields
-from lightning_cp.pipelines.votes import text_of
+from lightning_cp.pipelines.error_votes import text_of
 
 _RANDOM = "generator"
 

@@ -19,28 +19,28 @@ from lightning_cp.errors import PlanError
 from lightning_cp.patching import intercept_calls, undo_all
 from lightning_cp.pipelines.adapters import adapt_stages, allow_hotswap
 from lightning_cp.pipelines.agreement import agreed_settings
-from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.calls import only_one_shows_progress
 from lightning_cp.pipelines.components import components_of, experts_of, share_decoders, transformers_of
-from lightning_cp.pipelines.controlnets import controlnets_of, parallelize_controlnets
 from lightning_cp.pipelines.degrees import declared_degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
-from lightning_cp.pipelines.patch_calls import PatchCalls
-from lightning_cp.pipelines.patch_setup import check_patches, make_patch_calls
-from lightning_cp.pipelines.perturbing import check_guiders, refuse_processor_swaps
-from lightning_cp.pipelines.placement import (
+from lightning_cp.pipelines.error_votes import Votes
+from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.controlnets import controlnets_of, parallelize_controlnets
+from lightning_cp.pipelines.guidance.perturbing import check_guiders, refuse_processor_swaps
+from lightning_cp.pipelines.guidance.step_clock import StepClock
+from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_setup import check_patches, make_patch_calls
+from lightning_cp.pipelines.placement.component_stages import Setting, follow_stages, make_stages
+from lightning_cp.pipelines.placement.sharding import (
     check_placement,
     layers_to_shard,
     mark_unusable,
     rank_device,
     shard_layers,
 )
-from lightning_cp.pipelines.stages import Setting, follow_stages, make_stages
 from lightning_cp.pipelines.stall_watch import share_watch
 from lightning_cp.pipelines.state import INSTALLED, ParallelPipeline, copy_refusals, parallel_pipeline
-from lightning_cp.pipelines.step_clock import StepClock
-from lightning_cp.pipelines.votes import Votes
 from lightning_cp.pipelines.wrappers import (
     device_properties,
     over_branches,

@@ -12,8 +12,8 @@ from torch import nn
 from lightning_cp.engine.apply import installed_on, no_plan_message
 from lightning_cp.errors import PlanError
 from lightning_cp.files import read_json
-from lightning_cp.pipelines.controlnets import is_controlnet
-from lightning_cp.pipelines.placement import is_vae
+from lightning_cp.pipelines.guidance.controlnets import is_controlnet
+from lightning_cp.pipelines.placement.sharding import is_vae
 from lightning_cp.plans import refusal, registered_plan
 from lightning_cp.sample_groups import SampleGroups
 from lightning_cp.vae import parallelize_vae

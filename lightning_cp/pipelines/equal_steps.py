@@ -19,7 +19,7 @@ from lightning_cp.errors import PeerMismatchError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.nest import named_leaves
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.votes import Votes
+from lightning_cp.pipelines.error_votes import Votes
 
 _NAMES = ("model_output", "timestep", "sample", "scheduler", "result")
 _SCHEDULE = ("timesteps", "sigmas", "num_inference_steps", "_begin_index")  # equal when the first step begins

@@ -14,9 +14,9 @@ from PIL import Image
 
 from lightning_cp.comm.shards import shard_range
 from lightning_cp.errors import CallFailedError, PlanError
+from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.pipelines.results import samples_of
 from lightning_cp.pipelines.state import ParallelPipeline, parallel_pipeline
-from lightning_cp.pipelines.votes import text_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Words in argument names that mark images, videos and audio, and words that mark a text mask instead.

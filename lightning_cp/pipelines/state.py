@@ -12,13 +12,13 @@ from typing import Any, NoReturn
 from lightning_cp.engine.apply import Installed
 from lightning_cp.errors import PlanError
 from lightning_cp.patching import Around, Undo
-from lightning_cp.pipelines.branches import BranchCalls
 from lightning_cp.pipelines.degrees import DEFAULT, Degrees
 from lightning_cp.pipelines.equal_components import EqualComponents
 from lightning_cp.pipelines.equal_steps import EqualSteps
-from lightning_cp.pipelines.patch_calls import PatchCalls
-from lightning_cp.pipelines.stages import Stages
-from lightning_cp.pipelines.votes import Votes
+from lightning_cp.pipelines.error_votes import Votes
+from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.sample_groups import SampleGroups
 
 INSTALLED = "_lightning_cp"

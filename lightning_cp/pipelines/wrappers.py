@@ -13,16 +13,16 @@ from lightning_cp.engine.apply import Installed
 from lightning_cp.patching import Around, Undo, intercept_method, undo_all
 from lightning_cp.pipelines.adapters import adapter_state
 from lightning_cp.pipelines.agreement import check_equal, sync_rng_and_check_inputs
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late, refuse_unequal_lengths
 from lightning_cp.pipelines.calls import arguments_by_name
-from lightning_cp.pipelines.controlnets import groups_of_all
 from lightning_cp.pipelines.degrees import Degrees
+from lightning_cp.pipelines.error_votes import Votes
+from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late, refuse_unequal_lengths
+from lightning_cp.pipelines.guidance.controlnets import groups_of_all
 from lightning_cp.pipelines.lazy_tensor import resolve_all
-from lightning_cp.pipelines.patch_calls import PatchCalls
-from lightning_cp.pipelines.patch_setup import refuse_caches
-from lightning_cp.pipelines.stages import Stages
+from lightning_cp.pipelines.pipefusion.patch_calls import PatchCalls
+from lightning_cp.pipelines.pipefusion.patch_setup import refuse_caches
+from lightning_cp.pipelines.placement.component_stages import Stages
 from lightning_cp.pipelines.state import ParallelPipeline, chosen_degrees
-from lightning_cp.pipelines.votes import Votes
 
 # Callbacks of a pipeline read the latents after each step, and may raise on one rank.
 _CALLBACKS = ("callback_on_step_end", "callback")

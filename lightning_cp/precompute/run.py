@@ -18,7 +18,7 @@ from lightning_cp.latent_cache import CacheIndex, CacheWriter, LatentCache, Prep
 from lightning_cp.latent_cache.pipeline_files import SETTING, describe_files
 from lightning_cp.media import Bucket, Skipped, Source, Sources, find_sources
 from lightning_cp.media.source import first_reasons
-from lightning_cp.pipelines.encoders import components_on, load_encoders, release
+from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
 from lightning_cp.precompute.contact_sheet import draw_contact_sheet
 from lightning_cp.precompute.encode import captions_of, encode_captions, encode_sources
 from lightning_cp.precompute.hashes import FileHashes

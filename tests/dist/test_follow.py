@@ -19,7 +19,8 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
 from lightning_cp.patching import intercept_calls
-from lightning_cp.pipelines import Leader, follow, parallel_pipeline, use_degrees, votes
+from lightning_cp.pipelines import Leader, error_votes, parallel_pipeline, use_degrees
+from lightning_cp.pipelines.serving import follow
 from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
@@ -297,7 +298,7 @@ def test_calls_leave_nothing_behind(run_ranks: RankPool, calls: int) -> None:
 
 
 def _fails_inside(rank: int, world: int) -> None:
-    votes._GRACE_S = 1.0  # this process makes no further call
+    error_votes._GRACE_S = 1.0  # this process makes no further call
     pipe = _pipe(*FLUX)
     parallelize_pipeline(pipe, ContextParallelConfig(ring_degree=world))
     if rank == 1:

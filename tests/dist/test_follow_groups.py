@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError
-from lightning_cp.pipelines import Leader, follow, use_degrees, votes
+from lightning_cp.pipelines import Leader, error_votes, use_degrees
+from lightning_cp.pipelines.serving import follow
 from tests import features
 from tests.harness import RankPool
 from tests.pipelines import table
@@ -381,7 +382,7 @@ def test_rank_zero_leads_wherever_a_mesh_has_its_data_group(run_ranks: RankPool,
 
 def _lost(rank: int, world: int, ring: int, how: str) -> None:
     """In a call of the other data group, its last rank exits, or its first one fails inside an exchange."""
-    votes._GRACE_S = 1.0  # this process makes no further call
+    error_votes._GRACE_S = 1.0  # this process makes no further call
     pipe = _pipe()
     parallelize_pipeline(pipe, ContextParallelConfig(ring))
     if rank == (world - 1 if how == "exits" else ring):

@@ -28,7 +28,7 @@ from lightning_cp.pipelines import (
     sampling_ranks,
     split,
 )
-from lightning_cp.pipelines.branches import BranchCalls, guidance_may_start_late
+from lightning_cp.pipelines.guidance.branches import BranchCalls, guidance_may_start_late
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
 from lightning_cp.sample_groups import SampleGroups
 from tests.dist.plain import PLAIN_PLAN, Plain

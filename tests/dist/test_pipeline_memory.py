@@ -15,7 +15,8 @@ from lightning_cp import parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.buffers import BUFFERS
 from lightning_cp.engine.peer_samples import constants_on, intervals
 from lightning_cp.errors import PlanError
-from lightning_cp.pipelines import apply, placement
+from lightning_cp.pipelines import apply
+from lightning_cp.pipelines.placement import sharding
 from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES
@@ -172,7 +173,7 @@ def _refused(rank: int, world: int) -> list[str]:
 
 def _fails_half_way(rank: int, world: int) -> list[str]:
     pipe = _pipe("flux", "flux_true_cfg")
-    real, spread = placement.fully_shard, []
+    real, spread = sharding.fully_shard, []
 
     def fails_at_third(layer: nn.Module, **settings: Any) -> None:
         if len(spread) == 2:
@@ -180,12 +181,12 @@ def _fails_half_way(rank: int, world: int) -> list[str]:
         spread.append(layer)
         real(layer, **settings)
 
-    placement.fully_shard = fails_at_third  # type: ignore[assignment]
+    sharding.fully_shard = fails_at_third  # type: ignore[assignment]
     try:
         with pytest.raises(RuntimeError, match="out of memory"):
             parallelize_pipeline(pipe, MODES["ring"](world), shard=["transformer"])
     finally:
-        placement.fully_shard = real
+        sharding.fully_shard = real
     said = []
     for attempt in (
         lambda: _output(pipe, "flux", "flux_true_cfg"),

@@ -13,7 +13,7 @@ from PIL import Image
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallFailedError
 from lightning_cp.pipelines import read_prompts, sample_prompts, sampling_ranks
-from lightning_cp.pipelines.votes import Votes
+from lightning_cp.pipelines.error_votes import Votes
 from tests.harness import RankPool
 from tests.pipelines import table
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.engine.peer_samples import intervals
-from lightning_cp.pipelines import forms, parallel_pipeline, result_transfers
+from lightning_cp.pipelines import parallel_pipeline, result_layout
+from lightning_cp.pipelines.pipefusion import result_transfers
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 
@@ -33,7 +34,7 @@ def _new_sizes(rank: int, world: int, settings: dict[str, Any]) -> tuple[float, 
     assert calls.stage is not None
     results, links = calls.results, calls.stage.links
     errors, entries, positions, before = [], [0], [], len(FakeTensorMode.cache)
-    with mock.patch.object(forms, "_MOST_SHAPES", _MOST), mock.patch.object(result_transfers, "_MOST_BYTES", 1):
+    with mock.patch.object(result_layout, "_MOST_SHAPES", _MOST), mock.patch.object(result_transfers, "_MOST_BYTES", 1):
         for height, width in _SIZES:
             expected = latents_of(alone, "flux", height=height, width=width)
             errors.append(error_of(expected, latents_of(pipe, "flux", height=height, width=width)))
@@ -73,7 +74,7 @@ def _kept_objects(rank: int, world: int, settings: dict[str, Any]) -> list[dict[
     pipe = make_pipe("flux")
     parallelize_pipeline(pipe, ContextParallelConfig(), **settings)
     found = []
-    with mock.patch.object(forms, "_MOST_SHAPES", _MOST):
+    with mock.patch.object(result_layout, "_MOST_SHAPES", _MOST):
         for sizes in _ROUNDS:
             for height, width in sizes:
                 latents_of(pipe, "flux", height=height, width=width)
@@ -98,11 +99,11 @@ def test_the_number_of_kept_objects_stops_growing(run_ranks: RankPool, world: in
 
 def test_the_oldest_entries_are_forgotten() -> None:
     table: dict[Any, int] = {i: i for i in range(300)}
-    forms.forget_oldest(table)
+    result_layout.forget_oldest(table)
     assert list(table) == list(range(44, 300))
-    forms.forget_oldest(table, 2)
+    result_layout.forget_oldest(table, 2)
     assert list(table) == [298, 299]
-    forms.forget_oldest(table, 2)
+    result_layout.forget_oldest(table, 2)
     assert len(table) == 2
 
 
@@ -114,6 +115,6 @@ def test_the_positions_of_the_newest_sizes_fit_into_their_limit() -> None:
     with mock.patch.object(result_transfers, "_MOST_BYTES", 400):
         transfers.forget_oldest()
     assert list(transfers._pieces) == [3, 4, 5]
-    with mock.patch.object(forms, "_MOST_SHAPES", 2):
+    with mock.patch.object(result_layout, "_MOST_SHAPES", 2):
         transfers.forget_oldest()
     assert list(transfers._pieces) == [4, 5]  # without their shapes, they are of no use

@@ -17,7 +17,7 @@ from lightning_cp.errors import CallFailedError, PeerMismatchError
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines import parallel_pipeline
 from lightning_cp.pipelines.lazy_tensor import LazyTensor
-from lightning_cp.pipelines.stage_results import StageResults
+from lightning_cp.pipelines.pipefusion.stage_results import StageResults
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.harness import RankPool
 

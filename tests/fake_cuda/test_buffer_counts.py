@@ -7,7 +7,7 @@ import torch
 
 from lightning_cp.compat.torch_names import fake_tensors
 from lightning_cp.nest import replace
-from lightning_cp.pipelines.buffer_memory import count_without_storage
+from lightning_cp.pipelines.pipefusion.buffer_memory import count_without_storage
 from tests.models import TINY
 
 

@@ -18,8 +18,8 @@ from lightning_cp.errors import CacheError, JobSecretError
 from lightning_cp.fabric import ContextParallelStrategy
 from lightning_cp.job_secret import SECRET
 from lightning_cp.mesh import groups_for
-from lightning_cp.pipelines.plain_data import PlainData, bytes_tensor
-from lightning_cp.pipelines.requests import Requests
+from lightning_cp.pipelines.serving.plain_data import PlainData, bytes_tensor
+from lightning_cp.pipelines.serving.requests import Requests
 from lightning_cp.precompute.run_state import RankError
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool

@@ -16,7 +16,7 @@ from lightning_cp.engine.apply import parallelize
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.mesh import SINGLE_RANK
 from lightning_cp.nest import replace
-from lightning_cp.pipelines.buffer_memory import count_without_storage
+from lightning_cp.pipelines.pipefusion.buffer_memory import count_without_storage
 from lightning_cp.plans import REGISTERED
 from tests.models import TINY
 

@@ -17,9 +17,9 @@ from lightning_cp.engine.check import KeepFloat64
 from lightning_cp.errors import GuidanceError, ShapeError
 from lightning_cp.nest import replace, tensors
 from lightning_cp.pipelines import cfg_merge, cfg_split, sampling_ranks
-from lightning_cp.pipelines.branches import BranchCalls
-from lightning_cp.pipelines.cfg_samples import is_repeated
-from lightning_cp.pipelines.samples import main_argument
+from lightning_cp.pipelines.guidance.branches import BranchCalls
+from lightning_cp.pipelines.guidance.cfg_samples import is_repeated
+from lightning_cp.pipelines.pipefusion.samples import main_argument
 from lightning_cp.plans import REGISTERED, patches
 from tests.harness import RankPool
 from tests.models import TINY

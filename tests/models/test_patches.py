@@ -27,7 +27,7 @@ from lightning_cp.engine.paths import expand, submodule
 from lightning_cp.errors import PlanError, ShapeError
 from lightning_cp.nest import tensors
 from lightning_cp.patching import undo_all
-from lightning_cp.pipelines.run_once import run_once
+from lightning_cp.pipelines.pipefusion.run_once import run_once
 from lightning_cp.plans import REGISTERED
 from tests.harness import RankPool
 from tests.models import FIRST, TINY

@@ -51,6 +51,7 @@ def test_the_reference_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
     assert built.returncode == 0, built.stdout + built.stderr
+    assert "Context parallelism for diffusion" in (tmp_path / "index.html").read_text(), "README is the home page"
     page = (tmp_path / "api" / "index.html").read_text()
     missing = [entry for entry in ENTRIES if f'id="{entry}"' not in page]
     assert not missing, f"without a docstring: {missing}"

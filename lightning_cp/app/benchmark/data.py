@@ -23,7 +23,7 @@ from lightning_cp.launch.scratch import temporary_folder
 from lightning_cp.media import find_sources
 from lightning_cp.objectives import objective_for
 from lightning_cp.patching import intercept_method
-from lightning_cp.pipelines.encoders import components_on
+from lightning_cp.pipelines.placement.encoders import components_on
 from lightning_cp.precompute import Loader, encode_captions, encode_sources
 
 _WARM_UPS = 2

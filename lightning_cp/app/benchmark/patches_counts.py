@@ -24,8 +24,8 @@ from lightning_cp.engine.meta import default_dtype
 from lightning_cp.engine.patches import Evaluation
 from lightning_cp.engine.paths import submodule
 from lightning_cp.nest import tensors
-from lightning_cp.pipelines.block_stages import blocks_of
-from lightning_cp.pipelines.buffer_memory import count_buffers
+from lightning_cp.pipelines.pipefusion.block_stages import blocks_of
+from lightning_cp.pipelines.pipefusion.buffer_memory import count_buffers
 
 DEVICES = (2, 4, 8)
 _PATCHES = 4  # neither the buffers nor the sent bytes depend on it

@@ -37,7 +37,7 @@ from lightning_cp.finetune.weight_files import local_pipeline
 from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
 from lightning_cp.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.objectives import Objective, objective_for
-from lightning_cp.pipelines.encoders import pipeline_class
+from lightning_cp.pipelines.placement.encoders import pipeline_class
 from lightning_cp.training.ranks import DataShard
 
 BEST = "best"  # folder of the export with the lowest validation loss

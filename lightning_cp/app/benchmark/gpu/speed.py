@@ -16,7 +16,7 @@ from lightning_cp.app.benchmark.subject import HEADS_CALL, QUERIES_CALL, modes
 from lightning_cp.app.benchmark.workloads import one_rank
 from lightning_cp.attention.merge import merge
 from lightning_cp.kernels import PartialAttention
-from lightning_cp.pipelines.buffer_memory import free_bytes
+from lightning_cp.pipelines.pipefusion.buffer_memory import free_bytes
 
 RATIO_GOAL, BANDWIDTH_GOAL = 1.03, 0.8
 _RING_MODES = ("ring allgather", "ring alltoall")

@@ -1,0 +1,105 @@
+"""Branches of guidance of a transformer that is computed in patches: each has keys of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_cp.engine.installed import Installed
+from lightning_cp.engine.patches import Evaluation
+from lightning_cp.patching import Undo, intercept_method
+from lightning_cp.pipelines.guidance.step_clock import StepClock
+
+
+@dataclass(eq=False)
+class PatchBranch:
+    """State of one branch of guidance: its buffers, the CFG rank that computes it, and its number of evaluations."""
+
+    evaluation: Evaluation
+    owner: int = 0
+    done: int = 0
+
+
+@dataclass(eq=False)
+class PatchBranches:
+    """The branches of guidance of one transformer.
+
+    Attributes:
+        patches: number of patches.
+        clock: distinguishes branches without names.
+        cfg: number of CFG branches that compute them.
+        experts: the branches of other transformers, if each transformer computes some of the steps (both of Wan): when
+            a branch of this one begins, their keys are no longer needed.
+        is_guided: returns True if the pipeline says that its current call has two branches of guidance.
+        known: state of each branch, by its name or index, and by the CFG branch if this is given; forgotten before each
+            call of the pipeline.
+    """
+
+    installed: Installed
+    patches: int
+    clock: StepClock
+    cfg: int = 1
+    experts: list[PatchBranches] = field(default_factory=list)
+    is_guided: Callable[[], bool] = lambda: False
+    known: dict[Any, PatchBranch] = field(default_factory=dict)
+    _context: str | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """True if only one branch has begun in this call of the pipeline, over all transformers."""
+        return self.clock.branches == 1
+
+    def follow_names(self) -> list[Undo]:
+        """Follow the names that a pipeline gives to the branches (`cache_context`)."""
+        module = self.installed.module
+        return [intercept_method(module, "cache_context", self._named)] if hasattr(module, "cache_context") else []
+
+    def forget(self) -> None:
+        """Forget all branches, and free their keys."""
+        self.known, self._context = {}, None
+        self.clock.reset()
+
+    def current(self, owner: int | None = None) -> PatchBranch:
+        """Return the branch of this call of the transformer. The same CFG branch computes it in all steps.
+
+        Args: owner: the CFG branch that computes the call; None: they take turns.
+        """
+        context: str | int | None = self._context
+        if context is None:  # all shares of a batch are one call
+            context = (self.clock.this_call if owner else self.clock.next_call)(self.installed.module)
+        name = (context, owner)  # two branches in one batch have the same context
+        if name not in self.known:
+            for other in self.experts:
+                other.known = {}
+            turn = self.clock.next_branch() % self.cfg
+            self.known[name] = PatchBranch(self.new_evaluation(), turn if owner is None else owner)
+        return self.known[name]
+
+    def expected(self) -> int:
+        """Return the number of branches, from the current one on, for which this rank needs memory, as far as known.
+
+        In pipelines of diffusers, a call named "cond" is followed by another one if there is guidance.
+        """
+        is_pair = self.is_first and self.cfg == 1 and self._context == "cond" and self.is_guided()
+        return 2 if is_pair else 1
+
+    def new_evaluation(self) -> Evaluation:
+        """Return an evaluation with empty buffers."""
+        plan = self.installed.rules.patches
+        assert plan is not None, "parallelize_pipeline refuses other classes"
+        return Evaluation(self.patches, plan.order)
+
+    def _named(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = args[0] if args else kwargs.get("name")
+        return self._in_context(call(*args, **kwargs), str(name))
+
+    @contextmanager
+    def _in_context(self, context: Any, name: str) -> Iterator[Any]:
+        before, self._context = self._context, name
+        try:
+            with context as entered:
+                yield entered
+        finally:
+            self._context = before

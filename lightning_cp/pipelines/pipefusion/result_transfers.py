@@ -1,0 +1,248 @@
+"""Transfers of results from the last stage to all other ranks, in pieces: one for each forward of a transformer call.
+
+A patch's piece is what this patch completes of the output, which is found out in the first call of a shape. Each piece
+ends with a mark: 1 if a stage has failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, takewhile
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp.comm.packet import Layout, Piece
+from lightning_cp.comm.transfer import Pending, exchange
+from lightning_cp.mesh import MeshGroups
+from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
+from lightning_cp.pipelines.pipefusion.marked_packets import empty_packet, failure_packet, packet_of, read_packet
+from lightning_cp.pipelines.pipefusion.result_pieces import Positions, parts_of_patches, parts_of_samples, positions_of
+from lightning_cp.pipelines.pipefusion.stage_links import check_same, receive_object, send_object
+from lightning_cp.pipelines.result_layout import Form, forget_oldest, form_and_tensors
+
+_MOST_BYTES = 2**27  # of all positions: 39 MB for a video of Wan at 720p
+
+
+@dataclass(eq=False)
+class StageResult:
+    """The result of one transformer call, on its way from the last stage to all other ranks.
+
+    Attributes:
+        stage: this rank's stage of the transformer.
+        key: identifies the transformer, and the shapes of the call.
+        owner: the CFG branch that computes the call.
+        pieces: the positions of each piece; empty: the result is sent whole.
+        forwards: number of forwards of the call, each of which gives a piece.
+        learns: True if the positions of its pieces are found out in this call.
+        tensors: the tensors of the whole result, filled piece by piece.
+        incoming: for each piece that this rank has started to receive, the packet and the transfer.
+        outgoing: transfers that this rank has started.
+        taken: number of received pieces in `tensors`.
+        failed: True if a stage has failed in this call, or in an earlier one.
+        known: on the last stage, while positions are found out: for each piece, where each tensor is not NaN.
+    """
+
+    stage: BlockStage
+    key: Hashable
+    owner: int
+    pieces: list[Positions]
+    forwards: int
+    learns: bool
+    tensors: list[Tensor] = field(default_factory=list)
+    incoming: list[tuple[Tensor, Pending]] = field(default_factory=list)
+    outgoing: list[Pending] = field(default_factory=list)
+    taken: int = 0
+    failed: bool = False
+    known: list[list[Tensor]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class ResultTransfers:
+    """Sends the results of the last stage to all stages, of all CFG branches.
+
+    All these ranks call the methods in order, except `take`.
+
+    Attributes:
+        groups: the ranks that hold the stages of this rank's branch, as a ring, in order.
+        results: for each branch, a process group of the stages of all branches. In each only one rank sends, so that no
+            send waits for another one (with NCCL, a rank sends and receives in order).
+        control: a gloo group that contains them, for forms and positions.
+        branch: this rank's CFG branch.
+    """
+
+    groups: MeshGroups
+    results: Sequence[dist.ProcessGroup]
+    control: dist.ProcessGroup
+    branch: int = 0
+    _forms: dict[Hashable, Form] = field(default_factory=dict)
+    _pieces: dict[Hashable, list[Positions]] = field(default_factory=dict)
+    _delayed: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def is_first(self) -> bool:
+        """True on the first stage."""
+        return self.groups.context_rank == 0
+
+    def is_source(self, result: StageResult) -> bool:
+        """Return True on the rank that computes a result: the last stage of its branch."""
+        return self.branch == result.owner and self.groups.context_rank == self.groups.context_size - 1
+
+    def _source(self, result: StageResult) -> int:
+        """Return the rank in `group` that computes a result."""
+        return (result.owner + 1) * self.groups.context_size - 1
+
+    def pieces_of(self, stage: BlockStage, key: Hashable) -> list[Positions]:
+        """Return the positions of each piece of a result; empty if they are not known."""
+        return self._pieces.get((id(stage), key), [])
+
+    def forget_oldest(self) -> None:
+        """Forget the shapes and positions of the oldest results. Ranks: see `forms.forget_oldest`."""
+        forget_oldest(self._forms)
+        self._pieces = {key: pieces for key, pieces in self._pieces.items() if key in self._forms}  # `put` needs both
+        sizes = [sum(x.nbytes for piece in pieces for x in piece) for pieces in self._pieces.values()]
+        newest = takewhile(lambda total: total <= _MOST_BYTES, accumulate(reversed(sizes)))
+        forget_oldest(self._pieces, max(sum(1 for _ in newest), 1))
+
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int, *, in_pieces: bool) -> StageResult:
+        """Begin a transformer call.
+
+        Args:
+            forwards: number of its forwards.
+            owner: the CFG branch that computes it.
+            in_pieces: send a piece after each forward, if its positions are known.
+        """
+        pieces = self.pieces_of(stage, key) if in_pieces else []
+        result = StageResult(
+            stage, (id(stage), key), owner, pieces, forwards, learns=in_pieces and forwards > 1 and not pieces
+        )
+        if result.key in self._forms:
+            result.tensors = [x.zero_() for x in self._forms[result.key].empty()]
+        return result
+
+    def put(self, result: StageResult, number: int, output: Any, *, is_whole: bool) -> None:
+        """Prepare to send the piece of a forward, or to receive it. `start` starts the transfer.
+
+        Args:
+            output: on the rank that computes it, the output of the forward; None: a stage has failed.
+            is_whole: the output has all elements; those that are not known yet are NaN.
+        """
+        tensors = [] if output is None else form_and_tensors(output)[1]
+        if result.learns and is_whole:
+            result.known.append([~x.isnan() for x in tensors])
+        if not result.pieces:
+            return
+        positions = result.pieces[number]
+        layout = [Piece(tuple(p.shape), x.dtype) for p, x in zip(positions, result.tensors, strict=True)]
+        if not self.is_source(result):
+            self._delayed.append(partial(self._start_receive, result, layout))
+            return
+        own = iter(tensors)
+        if not tensors:
+            values = []
+        elif is_whole:
+            values = [x.flatten()[p] for x, p in zip(tensors, positions, strict=True)]
+        else:
+            values = [next(own).flatten() if len(p) else x.new_empty(0) for x, p in zip(result.tensors, positions)]
+        self._delayed.append(partial(self._send, result, values, layout))
+
+    def start(self, *, newest: int = 0) -> None:
+        """Start the transfers of pieces, except the `newest` ones.
+
+        A piece is on its way when the later stages have computed its forward. If a rank started to receive it before
+        its own transfers to and from these stages, they could wait for each other.
+        """
+        while len(self._delayed) > newest:
+            self._delayed.pop(0)()
+
+    def reset(self) -> None:
+        """Forget the transfers that were not started, after a call that was interrupted."""
+        self._delayed = []
+
+    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Form | None:
+        """End a transformer call: send the result, if it is not sent in pieces.
+
+        Args:
+            output: on the rank that computes it, the whole output; None: a stage has failed.
+            samples: number of samples of each forward; None: all samples, of a patch.
+        Returns: form of the result; None if it is not known yet and a stage has failed.
+        """
+        self.start()
+        key, stage, is_source = result.key, result.stage, self.is_source(result)
+        if key not in self._forms:
+            found = form_and_tensors(output)[0] if is_source and stage.error is None else None
+            form = self._broadcast(found, result)
+            if form is None:
+                return None
+            self._forms[key] = form
+            result.tensors = [x.zero_() for x in form.empty()]
+        form = self._forms[key]
+        if is_source and stage.error is None:
+            own_form, tensors = form_and_tensors(output)
+            try:
+                check_same(own_form.layout, form.layout)
+                result.tensors = [x.contiguous() for x in tensors]
+            except Exception as error:
+                stage.error = error
+        if is_source:
+            result.failed = result.failed or stage.error is not None
+        if not result.pieces and is_source:
+            self._send(result, result.tensors, form.layout)
+        elif not result.pieces:
+            self._start_receive(result, form.layout)
+        if result.learns:
+            parts = (
+                parts_of_samples(form.layout, samples)
+                if samples
+                else self._broadcast(parts_of_patches(result.known), result)
+            )
+            if parts is not None:
+                self._pieces[key] = positions_of(parts, result.forwards, form.device)
+        return form
+
+    def take(self, result: StageResult, stop: int | None = None) -> bool:
+        """Put the received pieces before number `stop` (None: all) into the result. Returns: True if there were any."""
+        before = result.taken
+        while result.incoming and (stop is None or result.taken < stop):
+            packet, pending = result.incoming.pop(0)
+            pending.wait()
+            positions = result.pieces[result.taken] if result.pieces else None
+            shapes = [tuple(x.shape) for x in (result.tensors if positions is None else positions)]
+            layout = [Piece(shape, x.dtype) for shape, x in zip(shapes, result.tensors, strict=True)]
+            values, has_failed = read_packet(packet, layout)
+            result.failed = result.failed or has_failed
+            result.taken += 1
+            for i, value in enumerate([] if result.failed else values):
+                if positions is None:
+                    result.tensors[i].copy_(value)
+                else:
+                    result.tensors[i].view(-1)[positions[i]] = value
+        return result.taken > before
+
+    def _send(self, result: StageResult, tensors: Sequence[Tensor], layout: Layout) -> None:
+        """Send tensors to all other ranks, or only the mark if a stage has failed."""
+        result.failed = result.failed or result.stage.error is not None
+        device = self._forms[result.key].device
+        packet = failure_packet(layout, device) if result.failed else packet_of(tensors, device)
+        own, group = self._source(result), self.results[result.owner]
+        sends = [(peer, packet) for peer in range(group.size()) if peer != own]
+        result.outgoing.append(exchange(sends, [], group=group))
+
+    def _start_receive(self, result: StageResult, layout: Layout) -> None:
+        packet = empty_packet(layout, self._forms[result.key].device)
+        result.incoming.append(
+            (packet, exchange([], [(self._source(result), packet)], group=self.results[result.owner]))
+        )
+
+    def _broadcast(self, value: Any, result: StageResult) -> Any:
+        """Broadcast an object from the rank that computes a result."""
+        ranks = dist.get_process_group_ranks(self.results[result.owner])
+        source = ranks.pop(self._source(result))
+        if not self.is_source(result):
+            return receive_object(source, self.control)
+        for target in ranks:
+            send_object(value, target, self.control)
+        return value

@@ -1,0 +1,262 @@
+"""Results of the last stage for all other ranks: lazy tensors, so that no stage waits for the others between steps.
+
+The operators of guidance and of the scheduler are deferred until something reads a value. If each patch (or
+micro-batch) of a step depends on the same one of the step before (`step_overlap.py`), the first stage computes a patch
+when this piece of the results has arrived. The other stages do not need the latents: they get the outputs of the stage
+before. They complete the results of a step two steps later.
+
+With CFG parallelism, the ranks of a branch get the results of the other branches in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cp.comm.transfer import Pending
+from lightning_cp.compat.torch_names import aten, is_functional
+from lightning_cp.errors import CallFailedError
+from lightning_cp.nest import of_type
+from lightning_cp.pipelines.error_votes import Votes
+from lightning_cp.pipelines.lazy_tensor import Deferred, LazyResults, LazyTensor, compute
+from lightning_cp.pipelines.pipefusion.block_stages import BlockStage
+from lightning_cp.pipelines.pipefusion.result_transfers import ResultTransfers, StageResult
+from lightning_cp.pipelines.pipefusion.step_overlap import ComputeStart, describe, have_pieces, is_independent
+from lightning_cp.pipelines.result_layout import forget_oldest
+
+_aten = torch.ops.aten
+# Operators besides elementwise ones that schedulers and guidance use. (einsum is a bmm.) Modules use others, and wait.
+_COPIES = (aten("_to_copy"), _aten.clone, _aten.repeat, _aten.cat, _aten.stack, _aten.bmm)
+_REDUCTIONS = (_aten.sum, _aten.mean, _aten.std, _aten.var, _aten.amax, _aten.amin, _aten.linalg_vector_norm)
+_DEFERRED = frozenset((*_COPIES, *_REDUCTIONS))
+# Elementwise operators whose result may be a number if an argument is NaN: the trial of step_overlap.py looks for NaN.
+_HIDE_NAN = frozenset(
+    (_aten.copysign, _aten.fmax, _aten.fmin, _aten.heaviside, _aten.nan_to_num, _aten.sgn, _aten.sign)
+)
+
+
+@dataclass(eq=False)
+class _Step:
+    """Results of a denoising step, and the operators that were deferred since its first transformer call."""
+
+    results: list[StageResult] = field(default_factory=list)
+    later: list[Deferred] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class StageResults(LazyResults):
+    """The results of a pipeline's transformers on this stage.
+
+    Attributes:
+        transfers: sends the results to all stages, of all CFG branches.
+        votes: the pipeline's votes, through which a stage's error reaches the others.
+        on_step: called with the number of transformer calls of each step, or of each part of a step if the stages wait.
+        overlaps: True if the steps of the current pipeline call may overlap.
+        waits: number of times that all stages have waited for each other.
+        steps: the steps with results that are not complete on all stages.
+        count: number of results since the pipeline is parallel.
+        started: their number when the current step began. complete: their number that are complete.
+    """
+
+    transfers: ResultTransfers
+    votes: Votes
+    on_step: Callable[[int], None] = lambda calls: None
+    overlaps: bool = False
+    waits: int = 0
+    steps: list[_Step] = field(default_factory=lambda: [_Step()])
+    count: int = 0
+    started: int = 0
+    complete: int = 0
+    _independent: dict[Hashable, bool] = field(default_factory=dict)
+    _stages: list[BlockStage] = field(default_factory=list)
+    _unread: list[Pending] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.votes.has_pending = self.is_waiting
+        self.votes.progress = lambda: self.count
+
+    @override
+    def is_waiting(self) -> bool:
+        return any(step.results for step in self.steps)
+
+    @override
+    def is_computed(self, lazy: Sequence[LazyTensor]) -> bool:
+        return all(x.after <= self.complete for x in lazy)
+
+    @override
+    def can_defer(self, function: Any, lazy: Sequence[LazyTensor]) -> bool:
+        packet = function.overloadpacket
+        is_pointwise = torch.Tag.pointwise in function.tags and packet not in _HIDE_NAN
+        return is_functional(function) and (is_pointwise or packet in _DEFERRED)
+
+    @override
+    def defer(self, held: Tensor, function: partial[Tensor]) -> None:
+        self.steps[-1].later.append((held, function))
+
+    @override
+    def flush(self) -> None:
+        if self.is_waiting():
+            self._wait()
+
+    def check(self, stage: BlockStage) -> None:
+        """Check, before the first transformer call of a pipeline call, that no stage has an error. Ranks: all stages.
+
+        Raises: the error of this stage. CallFailedError: another stage has one.
+        """
+        if not self.votes.agree(stage.error is None):
+            self._stages = [stage]
+            self._raise_error()
+
+    def begin(self, stage: BlockStage, key: Hashable, forwards: int, owner: int) -> StageResult:
+        """Begin a transformer call of so many forwards, which the branch `owner` computes. Ranks: all stages."""
+        if stage not in self._stages:
+            self._stages.append(stage)
+        result = self.transfers.begin(stage, key, forwards, owner, in_pieces=self.overlaps)
+        self.steps[-1].results.append(result)
+        self.count += 1
+        return result
+
+    def finish(self, result: StageResult, output: Any, samples: Sequence[int] | None) -> Any:
+        """Return the result of a transformer call as lazy tensors. Ranks: all stages.
+
+        Args: output, samples: see `ResultTransfers.finish`.
+        Raises: the error of this stage. CallFailedError: another stage has failed.
+        """
+        form = self.transfers.finish(result, output, samples)
+        if form is None:
+            self._raise_error()
+        return form.filled([LazyTensor(x, self, self.count) for x in result.tensors])
+
+    def receive(
+        self, stage: BlockStage, key: Hashable, forwards: int, owner: int, samples: Sequence[int] | None
+    ) -> Any:
+        """Return the result of a transformer call that another branch computes, as lazy tensors."""
+        result = self.begin(stage, key, forwards, owner)
+        for number in range(forwards):
+            self.transfers.put(result, number, None, is_whole=samples is None)
+        return self.finish(result, None, samples)
+
+    def enter(self, stage: BlockStage, key: Hashable, owner: int, values: Any, compute_start: ComputeStart) -> None:
+        """Wait for the results that a transformer call depends on, unless this step can overlap with the step before.
+
+        Args:
+            key: identifies the shapes of the arguments.
+            owner: the branch that computes the call.
+            values: the arguments, a nest with lazy tensors.
+            compute_start: see `step_overlap.is_independent`.
+        Ranks: all stages.
+        """
+        lazy = list(of_type(LazyTensor, values))
+        after = max((x.after for x in lazy), default=0)
+        if after <= self.complete:
+            return
+        is_new_step, pieces = after > self.started, self.transfers.pieces_of(stage, key)
+        steps = self.steps[-1:] if is_new_step else self.steps[-2:]
+        results, later = steps[0].results, [x for step in steps for x in step.later]
+        if not self.overlaps or not pieces or not have_pieces(results, later, len(pieces)):
+            self.flush()
+            return
+        transition = (id(stage), key, owner, describe(lazy, results, later))
+        if transition not in self._independent:
+            first = self.transfers.is_first
+            trial = partial(is_independent, results, later, pieces, compute_start, is_first=first)
+            self._independent[transition] = self._wait(trial)
+        elif not self._independent[transition]:
+            self.flush()
+        elif is_new_step:
+            self._begin_step(len(pieces))
+
+    def prepare(self, number: int) -> bool:
+        """On the first stage: wait for a piece of the step before, and compute what the next forward needs of it.
+
+        Returns: False if another stage has failed.
+        """
+        if len(self.steps) < 2 or not self.transfers.is_first:
+            return True
+        before, current = self.steps[-2:]
+        is_new = False
+        for result in before.results:
+            is_new |= self.transfers.take(result, number + 1)
+        if is_new:
+            compute(before.later)
+        if is_new or not number:
+            compute(current.later)
+        return not any(x.failed for x in before.results)
+
+    def start(self, *, overlaps: bool) -> None:
+        """Start a call of the pipeline. Ranks: all stages."""
+        self.reset()
+        self.transfers.forget_oldest()
+        forget_oldest(self._independent)
+        for pending in self._unread:  # of a call that failed on all stages
+            pending.wait()
+        self._unread, self.overlaps = [], overlaps
+
+    def reset(self) -> None:
+        """Forget the results of a call of the pipeline, also if it failed."""
+        for result in (x for step in self.steps for x in step.results):
+            self._unread += [*(pending for _, pending in result.incoming), *result.outgoing]
+        self.transfers.reset()
+        self._stages, self.steps = [], [_Step()]
+        self.started = self.complete = self.count
+
+    def _begin_step(self, pieces: int) -> None:
+        """Begin a step while the results of the step before arrive, and complete those of the step before that."""
+        if len(self.steps) > 1:
+            self._complete([self.steps.pop(0)])
+            compute(self.steps[0].later)  # some may depend on this step only
+            for stage in self._stages:
+                stage.links.finish(newest=2 * pieces)
+        calls = len(self.steps[-1].results)
+        self.steps.append(_Step())
+        self.started = self.count
+        self.on_step(calls)
+
+    def _wait(self, trial: Callable[[], bool] | None = None) -> bool:
+        """Complete all results. Ranks: all stages.
+
+        Args: trial: called before the operators since the results are forgotten.
+        Returns: True if the trial has succeeded on all ranks.
+        """
+        self.votes.check()
+        self._complete(self.steps)
+        succeeded = trial is not None and self.votes.agree(trial())
+        for stage in self._stages:
+            stage.links.finish()
+        calls = len(self.steps[-1].results)
+        self._stages, self.steps = [], [_Step()]
+        self.started = self.complete = self.count
+        self.waits += 1
+        self.votes.end_exchanges()
+        self.on_step(calls)
+        return succeeded
+
+    def _complete(self, steps: Sequence[_Step]) -> None:
+        """Complete the results of some steps, and compute what was deferred.
+
+        Raises: the error of this stage. CallFailedError: another stage has failed.
+        """
+        results = [x for step in steps for x in step.results]
+        for result in results:
+            self.transfers.take(result)
+            for pending in result.outgoing:
+                pending.wait()
+        if any(x.failed for x in results):
+            self._raise_error()
+        for step in steps:
+            compute(step.later)
+        self.complete += len(results)
+
+    def _raise_error(self) -> NoReturn:
+        """Raise the error of this stage, or a CallFailedError if another stage has failed."""
+        for stage in self._stages:
+            if stage.error is not None and not stage.error_of_others:
+                raise stage.error
+        self.votes.check()  # raises the error of the other stage by name, inside a call of the pipeline
+        raise CallFailedError("another stage of blocks has failed in this transformer call")
