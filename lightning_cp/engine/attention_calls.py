@@ -102,6 +102,21 @@ def _attributes(owner: Any, names: frozenset[str]) -> Iterator[object]:
         yield from (vars(kind).get(name) for kind in kinds for name in names)
 
 
+def methods_called(kind: type) -> list[str]:
+    """List the names of `forward` and `__call__` of a class, and of the methods that these call on the object."""
+    found: dict[str, None] = {}
+    left = list(_CALLS)
+    while left:
+        name = left.pop()
+        function = inspect.unwrap(x) if callable(x := getattr(kind, name, None)) else None
+        if name in found or not isinstance(function, types.FunctionType):
+            continue
+        found[name] = None
+        if not f"{function.__module__ or ''}.".startswith(_FOREIGN):
+            left += [name for name in _names(function.__code__) if hasattr(kind, name)]
+    return list(found)
+
+
 def attends(module: nn.Module) -> bool:
     """Return True if the code of a module's forward, or of its processor, makes attention calls."""
     return makes_attention_call(own_function(module), module) or _attends(attending_processor(module))

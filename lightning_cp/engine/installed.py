@@ -144,6 +144,8 @@ class Installed(ForwardWrapper):
                 f"{type(self.module).__name__} was changed after apply_context_parallel, and its plan no longer fits: "
                 "call it once without torch.compile (`with torch.compiler.set_stance('force_eager')`) to see why"
             )
+        if self._structure is not None and not self._structure.has_functions():
+            self._forget_compiled()
         reinstall = self._reinstall_eagerly
         if dynamo_is_imported():  # else there is nothing that could trace it
             reinstall = torch.compiler.disable(reinstall)  # type: ignore[no-untyped-call]

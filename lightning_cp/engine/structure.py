@@ -11,27 +11,27 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
+from lightning_cp.engine.attention_calls import methods_called
 from lightning_cp.engine.forwards import decorated_function, own_forward
 from lightning_cp.engine.paths import submodule, unwrapped
 from lightning_cp.engine.rules import Rules
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _MODULES = itemgetter("_modules")
-_CALLS = ("forward", "__call__")
 _STRUCTURES: WeakValueDictionary[str, Structure] = WeakValueDictionary()  # traced code passes names, not objects
 _NUMBERS = count()
 
 
 class Structure:
-    """The modules of a model, and the classes, processors and forwards of the planned ones, by identity.
+    """The modules of a model, the functions of classes, and the processors and forwards of planned ones, by identity.
 
     `is_unchanged` compares them before each forward, because hooks are on the modules that the plan was installed on. A
     new wrapper around a planned module or its forward counts as a change. `_parts` leaves wrappers out: only if it
-    differs is the plan installed again. Functions and objects that modules call are not compared: the attention scope
-    holds for all code that runs inside a module.
+    differs is the plan installed again. Objects that modules call are not compared: the attention scope holds for all
+    code that runs inside a module.
 
-    torch.compile traces only the comparison of planned modules and of the functions of their classes. It also guards on
-    the class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again,
+    torch.compile traces only the comparison of planned modules and of the functions of classes. It also guards on the
+    class and the forward of every module in the graph. If one of these guards fails, torch.compile traces again,
     and compares all modules at that time.
     """
 
@@ -48,7 +48,8 @@ class Structure:
         self._processors = [(where, where["processor"]) for module in modules for where in _holding_processor(module)]
         self._objects: list[object] = [*planned, *(processor for _, processor in self._processors)]
         self._kinds = [type(x) for x in self._objects]
-        self._functions = [x for kind in dict.fromkeys(self._kinds) for x in _functions(kind)]
+        kinds = dict.fromkeys([*map(type, modules), *self._kinds])
+        self._functions = [x for kind in kinds for x in _functions(kind)]
         self._holders: list[dict[str, Any]] = []  # attributes of modules and wrappers with a forward
         self._names: list[str] = []
         self._values: list[object] = []
@@ -77,9 +78,8 @@ class Structure:
 
     def is_unchanged_eagerly(self) -> bool:
         """Return True if everything is unchanged, outside of tracing. Loops over all modules run in C, for speed."""
-        for kind, name, function in self._functions:
-            if getattr(kind, name, None) is not function:
-                return False
+        if not self.has_functions():
+            return False
         for attributes, processor in self._processors:
             if attributes.get("processor") is not processor:
                 return False
@@ -88,6 +88,10 @@ class Structure:
         if list(map(_MODULES, self._parents)) != self._children or list(map(type, self._objects)) != self._kinds:
             return False
         return all(map(is_, map(dict.get, self._holders, self._names), self._values))
+
+    def has_functions(self) -> bool:
+        """Return True if all classes have the same functions, which torch.compile does not guard on."""
+        return all(getattr(kind, name, None) is function for kind, name, function in self._functions)
 
     def has_parts_of(self, other: Structure) -> bool:
         """Return True if both hold the same modules, processors and functions, apart from wrappers."""
@@ -136,12 +140,13 @@ def _parts(model: nn.Module, planned: list[nn.Module]) -> Iterator[object]:
             yield from (function for _, _, function in _functions(type(where["processor"])))
     for module in planned:
         yield None if module is model else decorated_function(module)
-        yield from (function for _, _, function in _functions(type(module)))
+    for kind in dict.fromkeys(map(type, map(unwrapped, model.modules()))):
+        yield from (function for _, _, function in _functions(kind))
 
 
 def _functions(kind: type) -> Iterator[tuple[type, str, object]]:
     """Yield the class, name and function of each method that a call of an object of this class runs."""
-    for name in _CALLS:
+    for name in methods_called(kind):
         function = getattr(kind, name, None)
         if function is getattr(kind, name, None):  # not for descriptors that return a new object each time
             yield kind, name, function
