@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from lightning_cp.engine.attention_dispatch import AttentionDispatcher
-from lightning_cp.engine.paths import submodule, unwrapped
+from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import AttentionSpecs, Rules
 from lightning_cp.engine.scope import Scope, ScopedAttention
 from lightning_cp.engine.scope_hooks import BypassHook, ScopeHook
@@ -42,11 +42,15 @@ class Scopes:
         across = {path for path in rules.blocks if any(f"{at}.".startswith(f"{path}.") for at in rules.attention)}
         hooked = {*rules.blocks, *(x for path in rules.attention for x in (*_parents(path), path))}
         scopes: dict[str, Scope] = {"": self.of_model(rules)}
+        seen: set[nn.Module] = set()  # one module may have several paths, through wrappers for example
         for path in sorted({*own, *hooked} - {""}, key=lambda path: path.count(".")):
             around = _around(path, scopes)
             scopes[path] = own.get(path, around)
-            module = unwrapped(submodule(model, path))
-            if not isinstance(module, nn.ModuleList) and (path in hooked or scopes[path] is not around):
+            module = submodule(model, path)
+            if module in seen or isinstance(module, nn.ModuleList):
+                continue
+            if path in hooked or scopes[path] is not around:
+                seen.add(module)
                 yield module, self._hook(scopes[path], around, path in across or path in rules.unproven)
         for path, module in model.named_modules():
             if isinstance(module, nn.MultiheadAttention):
@@ -55,7 +59,7 @@ class Scopes:
     def _own(self, rules: Rules) -> dict[str, Scope]:
         """Return the scopes that the plan defines, by path."""
         model = self._model
-        whole = {path for rule in rules.arguments if rule.gathers for path in rule.paths if path}
+        whole = {_canonical(model, path) for rule in rules.arguments if rule.gathers for path in rule.paths if path}
         own = {
             path: self._scope(kinds, drops=True) for path, kinds in (*rules.scopes.items(), *rules.attention.items())
         }
@@ -89,6 +93,15 @@ def _parents(path: str) -> list[str]:
     """List the paths of the modules around a module, outer ones first, from the model itself on."""
     atoms = path.split(".")
     return [".".join(atoms[:i]) for i in range(len(atoms))]
+
+
+def _canonical(module: nn.Module, path: str) -> str:
+    """Return a path with the index of a module in place of "-1", the last module of a list."""
+    atoms: list[str] = []
+    for atom in path.split("."):
+        children = submodule(module, ".".join(atoms))._modules
+        atoms.append(str(len(children) + int(atom)) if atom.startswith("-") else atom)
+    return ".".join(atoms)
 
 
 def _around(path: str, scopes: Mapping[str, Scope]) -> Scope:
