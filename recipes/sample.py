@@ -160,7 +160,7 @@ def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) ->
 
 def call_arguments(config: DictConfig) -> dict[str, Any]:
     """Return the arguments of the pipeline's call from the settings."""
-    from lightning_cp.media.images import open_image
+    from lightning_cp.finetune.media.images import open_image
 
     names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
     given = {name: config[name] for name in names if config[name] is not None}
