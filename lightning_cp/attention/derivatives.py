@@ -54,8 +54,8 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
     """Save tensors for the derivatives.
 
-    Returns: q, k, v, out, lse and mask after the Ulysses exchange, lengths, and the result lse. Autograd finds through
-        it that a gradient depends on the inputs: with Ulysses no other saved tensor has a graph.
+    Returns: q, k, v, out, lse and mask after the Ulysses exchange, lengths, and with Ulysses the result lse. Autograd
+        finds through it that a gradient depends on the inputs: no other saved tensor has a graph then.
     """
     query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
     out, lse, *ring_tensors, encoded_lengths = output
@@ -63,7 +63,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
         q, k, v, m, part_out, part_lse = ring_tensors
         saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths, lse)
     else:
-        saved = (query, key, value, out, lse, mask, encoded_lengths, lse)
+        saved = (query, key, value, out, lse, mask, encoded_lengths, None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
@@ -177,7 +177,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(lse: object, grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Args: lse: result of the forward. It is not read; gradients depend on the forward's inputs through it."""
+        """Args: lse: see `_save`. It is not read."""
         grads: tuple[Tensor, Tensor, Tensor] = attention_backward(grad_out, grad_lse, list(rest[:5]), *rest[5:])
         return grads
 
