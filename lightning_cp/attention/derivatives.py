@@ -59,6 +59,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
     """
     query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
     out, lse, *ring_tensors, encoded_lengths = output
+    saved: tuple[Tensor | None, ...]
     if ring_tensors[0].ndim == 4:
         q, k, v, m, part_out, part_lse = ring_tensors
         saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths, lse)
