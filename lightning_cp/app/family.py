@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_cp.families import (
+from lightning_cp.finetune.families import (
     Components,
     Facts,
     Family,

@@ -52,14 +52,19 @@ def call_attention(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Tensor | None, ...]:
-    """Save tensors for the derivatives. Returns: q, k, v, out, lse and mask after the Ulysses exchange, and lengths."""
+    """Save tensors for the derivatives.
+
+    Returns: q, k, v, out, lse and mask after the Ulysses exchange, lengths, and with Ulysses the result lse. Autograd
+        finds through it that a gradient depends on the inputs: no other saved tensor has a graph then.
+    """
     query, key, value, mask, causal, scale, _, _, _, groups, rotate_method, accumulate_fp32, kernel, with_lse = inputs
     out, lse, *ring_tensors, encoded_lengths = output
+    saved: tuple[Tensor | None, ...]
     if ring_tensors[0].ndim == 4:
         q, k, v, m, part_out, part_lse = ring_tensors
-        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths)
+        saved = (q, k, v, part_out, part_lse, m if m.ndim == 4 else None, encoded_lengths, lse)
     else:
-        saved = (query, key, value, out, lse, mask, encoded_lengths)
+        saved = (query, key, value, out, lse, mask, encoded_lengths, None)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*saved)
     ctx.key_shape, ctx.out_shape, ctx.with_lse = list(key.shape), list(out.shape), with_lse
@@ -69,13 +74,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: ForwardResults) -> tuple[Te
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: object) -> tuple[Tensor | None, ...]:
-    *saved, mask, encoded_lengths = ctx.saved_tensors
+    *saved, mask, encoded_lengths, lse = ctx.saved_tensors
     if grad_out is None:
         grad_out = saved[0].new_zeros(ctx.out_shape)
     with STATS.inside_module(ctx.module):
-        if transforms_are_on():
+        if torch.is_grad_enabled() or transforms_are_on():
             grads = _AttentionBackward.apply(
-                grad_out, grad_lse, *saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings
+                lse, grad_out, grad_lse, *saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings
             )  # type: ignore[no-untyped-call]
         else:
             grads = attention_backward(grad_out, grad_lse, saved, mask, encoded_lengths, ctx.key_shape, *ctx.settings)
@@ -115,14 +120,17 @@ def _backward_autograd(keys: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tens
     grad_out, grad_lse, saved, *rest = arguments
     grads: tuple[Tensor, Tensor, Tensor]
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (grad_out, grad_lse, *saved)):
-        grads = _AttentionBackward.apply(grad_out, grad_lse, *saved, *rest)  # type: ignore[no-untyped-call]
+        grads = _AttentionBackward.apply(None, grad_out, grad_lse, *saved, *rest)  # type: ignore[no-untyped-call]
     else:
         grads = _without_autograd(attention_backward, run_attention_backward, keys, arguments)
     return grads
 
 
 def _without_autograd(operator: Any, body: Callable[..., Any], keys: Any, arguments: tuple[Any, ...]) -> Any:
-    """Run an operator below autograd: call its body, unless a mode or subclass of Tensor handles it."""
+    """Run an operator below autograd: call its body, unless a mode or subclass of Tensor handles it.
+
+    Also below autograd's notes of views: it does not let callers change a result in place that is noted as one.
+    """
     keys = keys & below_autograd_keys
     with below_autograd():
         if keys.highestPriorityTypeId() in _DEVICES:
@@ -155,7 +163,7 @@ class _Attention(torch.autograd.Function):
         if mask is not None:
             raise NotImplementedError("attn_mask has a tangent, but its forward derivative is not computed: detach it")
         choose_tangent_kernel(ctx.settings[-1])
-        saved = [None if x is None else primal_of(x) for x in ctx.saved_tensors]
+        saved = [None if x is None else primal_of(x) for x in ctx.saved_tensors[:-1]]
         arguments = (ctx.out_shape, ctx.key_shape, ctx.with_lse, *ctx.settings)
         out, lse = _Tangents.apply(query, key, value, *saved, *arguments)  # type: ignore[no-untyped-call]
         return out, lse, *[None] * 7
@@ -169,7 +177,8 @@ class _AttentionBackward(torch.autograd.Function):
     """`operator.attention_backward` with each saved tensor as an argument. Its derivatives raise."""
 
     @staticmethod
-    def forward(grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(lse: object, grad_out: Tensor, grad_lse: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Args: lse: see `_save`. It is not read."""
         grads: tuple[Tensor, Tensor, Tensor] = attention_backward(grad_out, grad_lse, list(rest[:5]), *rest[5:])
         return grads
 

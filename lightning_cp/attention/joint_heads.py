@@ -68,7 +68,7 @@ class JointHeads:
         """
         x, s, own, ranks = tensors[0], self.lengths[self.rank], self.widths[self.rank], len(self.lengths)
         (b, s_group, _, d), dtype, sizes = x.shape, x.dtype, self._sizes_bytes(x)
-        item, new_empty = b * d * x.element_size(), x.new_empty
+        item = b * d * x.element_size()
         sent = BUFFERS.take(s_group * own * item, x)
         torch.cat([tokens_first(y) for y in tensors], 2, out=sent.view(dtype).view(s_group, b, own, d))
         tensors.clear()
@@ -84,7 +84,9 @@ class JointHeads:
                 part.clone(memory_format=torch.contiguous_format).view(b, s, ranks * part.shape[3], d) for part in parts
             ]
         else:
-            results = [new_empty(b, s, heads, d) for heads in map(sum, zip(*self.heads, strict=True))]
+            results = [
+                received.new_empty(b, s, heads, d, dtype=dtype) for heads in map(sum, zip(*self.heads, strict=True))
+            ]
             for rank, piece in enumerate(torch.split(received, sizes[0])):
                 part = tokens_first(piece.view(dtype).view(s, b, self.widths[rank], d))
                 for target, y in zip(self._of(results, rank), part.split_with_sizes(self.heads[rank], 2), strict=True):

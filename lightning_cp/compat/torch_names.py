@@ -19,9 +19,9 @@ from lightning_cp.compat.versions import incompatible, private_names
 
 with private_names("torch"):
     from torch._C import DispatchKey
-    from torch._C import _after_autograd_keyset as below_autograd_keys
+    from torch._C import _after_ADInplaceOrView_keyset as below_autograd_keys
     from torch._C import _are_functorch_transforms_active as torch_func_is_active
-    from torch._C import _AutoDispatchBelowAutograd as below_autograd
+    from torch._C import _AutoDispatchBelowADInplaceOrView as below_autograd
     from torch._C import _current_graph_task_id as graph_task_id
     from torch._C import _disabled_torch_dispatch_impl as no_torch_dispatch
     from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy

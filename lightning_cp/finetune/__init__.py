@@ -1,13 +1,19 @@
 """Fine-tune pretrained diffusers transformers: load them, add adapters, train, validate."""
 
-from lightning_cp.finetune.card import ModelCard
-from lightning_cp.finetune.data import hold_out
-from lightning_cp.finetune.load import load_transformer, meta_transformer
-from lightning_cp.finetune.lora import LoraSettings, add_lora
-from lightning_cp.finetune.module import FineTuning
-from lightning_cp.finetune.prompt_samples import PromptSampler
-from lightning_cp.finetune.quantize import quantize_base
-from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_cp.finetune.card import ModelCard
+    from lightning_cp.finetune.data import hold_out
+    from lightning_cp.finetune.load import load_transformer, meta_transformer
+    from lightning_cp.finetune.lora import LoraSettings, add_lora
+    from lightning_cp.finetune.module import FineTuning
+    from lightning_cp.finetune.prompt_samples import PromptSampler
+    from lightning_cp.finetune.quantize import quantize_base
+    from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
 
 __all__ = [
     "FineTuning",
@@ -24,3 +30,26 @@ __all__ = [
     "quantize_base",
     "split_validation",
 ]
+
+# Imported at first use: pipelines import `finetune.families`, and the modules below import pipelines.
+_HOMES = {
+    "FineTuning": "module",
+    "HeldOutData": "validation",
+    "LoraSettings": "lora",
+    "ModelCard": "card",
+    "PromptSampler": "prompt_samples",
+    "Validation": "validation",
+    "ValidationResult": "validation",
+    "add_lora": "lora",
+    "hold_out": "data",
+    "load_transformer": "load",
+    "meta_transformer": "load",
+    "quantize_base": "quantize",
+    "split_validation": "validation",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils.data import Subset
 
-from lightning_cp.families import Sample
+from lightning_cp.finetune.families import Sample
+from lightning_cp.finetune.latent_cache import LatentData
 from lightning_cp.finetune.validation import HeldOutData, split_validation
-from lightning_cp.latent_cache import LatentData
 
 
 class LatentSubset(Subset[Sample]):

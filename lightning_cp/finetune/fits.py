@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.families import Family
-from lightning_cp.families.schedule import diffusion_facts
-from lightning_cp.families.shift import shift_facts
 from lightning_cp.files import read_json
+from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.families.schedule import diffusion_facts
+from lightning_cp.finetune.families.shift import shift_facts
 
 
 @dataclass(frozen=True)

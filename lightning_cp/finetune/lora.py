@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.families import Family
+from lightning_cp.finetune.families import Family
 from lightning_cp.finetune.lora_file import LoraFile, read_lora
 from lightning_cp.training.ema import full_tensor
 

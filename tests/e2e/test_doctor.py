@@ -32,12 +32,21 @@ def test_the_doctor_tries_every_mode_and_is_content(cold: bool) -> None:
         assert word in told.stdout
 
 
+def _changed(folder: Path, text: str, other: str) -> Path:
+    """A doctor with another text in its code, as a script."""
+    script = folder / "doctor.py"
+    code = (ROOT / "lightning_cp" / "app" / "commands" / "doctor.py").read_text()
+    for old, new in ((text, other), ("{__name__}:", f"{script}:")):
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    script.write_text(f'{code}\n\nif __name__ == "__main__":\n    sys.exit(main())\n')
+    return script
+
+
 def _sleepy(folder: Path, addition: str = "") -> Path:
     """A doctor; all its ranks but the first sleep."""
-    script = folder / "doctor.py"
-    sleepy = f"if rank:\n        time.sleep(60)\n    {addition}\n    generator = torch.Generator()"
-    script.write_text(DOCTOR.read_text().replace("generator = torch.Generator()", sleepy))
-    return script
+    text = "generator = torch.Generator()"
+    return _changed(folder, text, f"if rank:\n        time.sleep(60)\n    {addition}\n    {text}")
 
 
 def test_a_doctor_whose_time_runs_out_gives_no_verdict(tmp_path: Path) -> None:
@@ -69,10 +78,8 @@ def test_a_bad_argument_is_one_line(given: str) -> None:
 
 @pytest.mark.full
 def test_the_doctor_finds_what_is_wrong(tmp_path: Path) -> None:
-    ill = tmp_path / "doctor.py"
-    ill.write_text(
-        DOCTOR.read_text().replace("out = attend(*inputs)", "out = attend(*inputs) * (1 + (not transposed))")
-    )
+    text = "out = attend(*inputs)"
+    ill = _changed(tmp_path, text, f"{text} * (1 + (not transposed))")
     told = _ran(ill, "timeout=120")
     assert told.returncode == 1
     assert told.stdout.count("problem:") == 6

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
-from lightning_cp.families import registry
+from lightning_cp.finetune.families import registry
 from tests.pipelines import table
 
 _PAGE = Path(__file__).parents[2] / "docs" / "families.md"

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_cp.families.encode import decode_latents
+from lightning_cp.finetune.families.encode import decode_latents
 from lightning_cp.latent_cache import LatentCache
 from tests.e2e.recipe import ROOT, Finished, error_of, started
 from tests.families.cases import made
-from tests.unit.precompute.made import clips, contents, pictures, pipeline
+from tests.unit.finetune.precompute.made import clips, contents, pictures, pipeline
 
 RECIPE = ROOT / "recipes" / "precompute.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")

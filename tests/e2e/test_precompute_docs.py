@@ -13,7 +13,7 @@ from lightning.pytorch import Trainer
 from lightning_cp.latent_cache import LatentCache
 from lightning_cp.media import find_sources
 from tests.families.cases import made
-from tests.unit.precompute.made import clips, pictures, pipeline
+from tests.unit.finetune.precompute.made import clips, pictures, pipeline
 
 _PAGE = (Path(__file__).parents[2] / "docs" / "precompute.md").read_text(encoding="utf-8")
 

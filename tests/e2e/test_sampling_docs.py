@@ -58,7 +58,7 @@ seeds = [torch.Generator().manual_seed(seed) for seed in range(4)]
 alone = [made("a cat", height=48, width=80, num_inference_steps=2, generator=seed).frames[0] for seed in seeds]
 import torch.distributed as dist
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from lightning_cp.pipelines.serving import follow
+from lightning_cp.pipelines import follow
 
 dist.init_process_group("gloo")
 pipe = made

@@ -15,7 +15,7 @@ import traceback
 from pathlib import Path
 
 from lightning_cp.latent_cache import CacheWriter, prepare_cache
-from tests.unit.latent_cache.made import CAPTIONS, add, check, index, make
+from tests.unit.finetune.latent_cache.made import CAPTIONS, add, check, index, make
 
 RANKS, SAMPLES = 2, 3000
 

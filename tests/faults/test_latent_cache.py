@@ -18,9 +18,9 @@ import pytest
 from safetensors.torch import save_file
 
 from lightning_cp.errors import CacheError
-from lightning_cp.latent_cache import CacheWriter, locks, prepare_cache
+from lightning_cp.finetune.latent_cache import CacheWriter, locks, prepare_cache
 from tests.harness import warm
-from tests.unit.latent_cache.made import add, check, index, make
+from tests.unit.finetune.latent_cache.made import add, check, index, make
 
 
 class _KilledError(BaseException):
@@ -34,7 +34,7 @@ class _Steps:
         self.count, self.at, self.error = 0, at, error
         for name in ("rename", "fsync", "ftruncate", "write"):
             patch.setattr(os, name, self._step(getattr(os, name)))
-        patch.setattr("lightning_cp.latent_cache.shards.save_file", self._step(save_file))
+        patch.setattr("lightning_cp.finetune.latent_cache.shards.save_file", self._step(save_file))
         for name in ("unlink", "chmod"):
             patch.setattr(Path, name, self._step(getattr(Path, name)))
 
@@ -155,7 +155,7 @@ def test_a_full_disk_is_named_and_what_was_stored_before_is_kept(tmp_path: Path)
 
 
 _LIMITED = (
-    "import resource, sys, traceback; from tests.unit.latent_cache.made import *\n"
+    "import resource, sys, traceback; from tests.unit.finetune.latent_cache.made import *\n"
     "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     "for bytes in (300, 100_000):\n"
     "    try:\n"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from lightning_cp.errors import CacheError
 from lightning_cp.latent_cache import CacheWriter, LatentCache, prepare_cache
-from tests.unit.latent_cache.made import check, index, make
+from tests.unit.finetune.latent_cache.made import check, index, make
 
 SHARD, TEXTS, ROWS = "media-00000-000001.safetensors", "text-00000-000000.safetensors", "rows-00000-media.jsonl"
 

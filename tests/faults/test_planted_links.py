@@ -12,7 +12,7 @@ from lightning_cp import files
 from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.errors import CacheError
 from lightning_cp.files import PRIVATE, new_file, no_link, writing_new
-from lightning_cp.latent_cache.locks import lock_file
+from lightning_cp.finetune.latent_cache.locks import lock_file
 from tests.faults.writers import TEXT, WRITERS, outcome, prepare, settings, write_atomically
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from lightning_cp.latent_cache import LatentCache
 from tests.harness import warm
-from tests.unit.precompute.made import PICTURES, contents, encoded, pictures, pipeline
+from tests.unit.finetune.precompute.made import PICTURES, contents, encoded, pictures, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 _RANKS = """
@@ -22,11 +22,11 @@ import sys, warnings
 warnings.filterwarnings("ignore")
 import torch, torch.distributed as dist
 from pathlib import Path
-import lightning_cp.precompute.run, diffusers, transformers
-from lightning_cp.precompute import EncodingRanks, encode
-from lightning_cp.families.flux import Flux
+import lightning_cp.finetune.precompute.run, diffusers, transformers
+from lightning_cp.finetune.precompute import EncodingRanks, encode
+from lightning_cp.finetune.families.flux import Flux
 from tests.harness import warm
-from tests.unit.precompute.made import PICTURES, encoded
+from tests.unit.finetune.precompute.made import PICTURES, encoded
 import os, time
 torch.set_num_threads(1)
 pipe, data, out = map(Path, sys.argv[1:4])

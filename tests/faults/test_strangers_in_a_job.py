@@ -16,11 +16,11 @@ from lightning_cp.comm.loopback import JobStore
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.errors import CacheError, JobSecretError
 from lightning_cp.fabric import ContextParallelStrategy
+from lightning_cp.finetune.precompute.run_state import RankError
 from lightning_cp.job_secret import SECRET
 from lightning_cp.mesh import groups_for
 from lightning_cp.pipelines.serving.plain_data import PlainData, bytes_tensor
 from lightning_cp.pipelines.serving.requests import Requests
-from lightning_cp.precompute.run_state import RankError
 from tests.dist.lightning_ranks import fabric_of
 from tests.harness import RankPool
 from tests.pipelines import table

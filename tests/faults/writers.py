@@ -25,12 +25,12 @@ from lightning_cp.app.training.records import COLUMNS, MetricsFile, draw_loss_cu
 from lightning_cp.checkpoint.folder import atomic_file, atomic_folder
 from lightning_cp.checkpoint.manifest import MANIFEST, Manifest
 from lightning_cp.files import new_file, writing_new
-from lightning_cp.latent_cache.index import write_json
-from lightning_cp.latent_cache.locks import FolderLock
-from lightning_cp.latent_cache.shards import write_shard
+from lightning_cp.finetune.latent_cache.index import write_json
+from lightning_cp.finetune.latent_cache.locks import FolderLock
+from lightning_cp.finetune.latent_cache.shards import write_shard
+from lightning_cp.finetune.precompute.run import _complete
+from lightning_cp.finetune.precompute.settings import Precomputed
 from lightning_cp.media import Skipped
-from lightning_cp.precompute.run import _complete
-from lightning_cp.precompute.settings import Precomputed
 from lightning_cp.sampling.tiles import write_png
 
 TEXT = "new " * 20

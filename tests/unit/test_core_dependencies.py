@@ -16,8 +16,8 @@ OPTIONAL = {
     "export.py": {"peft"},
     "finetune/lora.py": {"peft"},
     "finetune/quantize.py": {"optimum"},
-    "media/decoder.py": {"av"},
-    "precompute/terminal.py": {"transformers"},
+    "finetune/media/decoder.py": {"av"},
+    "finetune/precompute/terminal.py": {"transformers"},
 }
 # Imported as another name than their distribution's, or required by a core dependency (diffusers, lightning).
 BROUGHT_ALONG = {"PIL", "hydra", "huggingface_hub", "lightning_utilities", "torchmetrics", "tqdm", "typing_extensions"}

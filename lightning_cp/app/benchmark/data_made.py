@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from omegaconf import DictConfig
 from torch.nn import functional as F
 
-from lightning_cp.families import Family, family_for
-from lightning_cp.latent_cache import (
+from lightning_cp.finetune.families import Family, family_for
+from lightning_cp.finetune.latent_cache import (
     CacheIndex,
     CacheWriter,
     LatentCache,
@@ -24,7 +24,7 @@ from lightning_cp.latent_cache import (
     caption_hash,
     prepare_cache,
 )
-from lightning_cp.media import Bucket
+from lightning_cp.finetune.media import Bucket
 
 _CHARACTERS = [character for character in string.printable if not character.isspace()]
 _VOCABULARY = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0), *((c, -2.0) for c in _CHARACTERS)]

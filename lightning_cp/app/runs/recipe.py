@@ -22,7 +22,6 @@ from lightning_cp.app.runs.saved_settings import save_settings
 from lightning_cp.app.settings.certify import check_certify
 from lightning_cp.app.settings.consistency import check_consistency, check_trainer
 from lightning_cp.app.settings.finetune import check_groups, is_finetuning
-from lightning_cp.app.settings.renamed import refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read
 from lightning_cp.app.settings.world import World, resolve_world
 from lightning_cp.app.terminal import print_error, printable
@@ -40,16 +39,14 @@ _RANK_ZERO_REPORTS_S = 30.0  # rank 0 reports a configuration error within this 
 _SHOW_CURSOR = "\x1b[?25h"
 
 
-def conf_dir(recipe: str, *, part: str = "") -> str:
-    """Return Hydra's configuration path: `conf` next to the recipe's folder (a clone), otherwise the installed package.
+def conf_dir(part: str = "") -> str:
+    """Return Hydra's configuration path: `conf` next to the package (in a clone), otherwise the installed one.
 
-    Args:
-        recipe: the recipe's `__file__`.
-        part: subfolder of `conf`; "" for `conf` itself.
+    Args: part: subfolder of `conf`; "" for `conf` itself.
     """
-    clone_conf = Path(recipe).resolve().parent.parent / "conf"
-    if (clone_conf / "train.yaml").is_file():
-        return str(clone_conf / part)
+    root = Path(__file__).resolve().parents[3]
+    if all((root / name).is_file() for name in ("conf/train.yaml", "recipes/train.py")):
+        return str(root / "conf" / part)
     return f"pkg://lightning_cp.conf.{part}".rstrip(".")
 
 
@@ -70,7 +67,6 @@ def check_config(config: DictConfig, machine: Machine, env: LauncherEnv | None) 
 
     Raises: SettingsError, CheckpointError: the first error found.
     """
-    refuse_earlier_names(config)
     if is_finetuning(config):
         check_groups(config)
     check_values(config)

@@ -15,7 +15,6 @@ from lightning_cp.app.runs.recipe import CheckedRun, resolve
 from lightning_cp.app.sampling.formats import check_format
 from lightning_cp.app.settings.consistency import check_device, check_model, check_trainer
 from lightning_cp.app.settings.foreign import read_foreign_run
-from lightning_cp.app.settings.renamed import RENAMED_IN_SAMPLING, refuse_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values, read, show
 from lightning_cp.app.settings.world import is_single, resolve_world
 from lightning_cp.checkpoint import CheckpointError, find_checkpoint
@@ -41,7 +40,6 @@ def check_sampling(config: DictConfig, machine: Machine, env: LauncherEnv | None
 
     Raises: SettingsError, CheckpointError: the first error found.
     """
-    refuse_earlier_names(config, RENAMED_IN_SAMPLING)
     check_values(config)
     world = resolve_world(config, machine, env)
     check_device(config, world.accelerator)

@@ -18,9 +18,9 @@ from lightning_cp.app.training.run import Run
 from lightning_cp.data.random_state import get_random_state, set_random_state
 from lightning_cp.files import writing_new
 from lightning_cp.finetune.card import CARD
+from lightning_cp.finetune.latent_cache import LatentCache
+from lightning_cp.finetune.media.images import open_image
 from lightning_cp.finetune.prompt_samples import PromptSampler
-from lightning_cp.latent_cache import LatentCache
-from lightning_cp.media.images import open_image
 from lightning_cp.sampling.draw import gather_shares
 from lightning_cp.training.loggers import log_picture
 from lightning_cp.training.modes import evaluating

@@ -11,7 +11,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_cp.app.settings.renamed import replace_earlier_names
 from lightning_cp.app.settings.table import SettingsError, check_values
 from lightning_cp.files import open_regular
 
@@ -63,7 +62,6 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     config = _load(path)
     _refuse_finetuning(config, path.parent.parent)
     _rename_classes(config.get("model"))
-    replace_earlier_names(config)
     if not trust:
         _check_no_interpolations(config, "", path)
         check_model_classes(config.get("model"), path)

@@ -28,10 +28,10 @@ from lightning_cp.checkpoint.writer import CheckpointWriter
 from lightning_cp.data import EndlessBatches, EndlessLoader, worker_init_fn
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.engine.recompute import selective_checkpoint
-from lightning_cp.families import Family, StoredBatch
+from lightning_cp.finetune.families import Family, StoredBatch
 from lightning_cp.finetune.module import FineTuning
+from lightning_cp.finetune.objectives import Objective
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import Objective
 from lightning_cp.training.ema import WeightAverage
 from lightning_cp.training.finite import StepGuard
 from lightning_cp.training.ranks import DataShard, Ranks

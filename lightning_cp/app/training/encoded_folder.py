@@ -45,8 +45,8 @@ def encoded_folder(config: DictConfig) -> Path:
         while not (folder / "complete.json").is_file():
             time.sleep(_POLL_S)
         return folder
-    from lightning_cp.precompute import PrecomputeSettings, precompute
-    from lightning_cp.precompute.run import SKIPPED
+    from lightning_cp.finetune.precompute import PrecomputeSettings, precompute
+    from lightning_cp.finetune.precompute.run import SKIPPED
 
     sizes = None if config.data.sizes is None else OmegaConf.to_container(config.data.sizes)
     frames = OmegaConf.to_container(config.data.frames) if OmegaConf.is_list(config.data.frames) else config.data.frames

@@ -23,20 +23,20 @@ from lightning_cp.data import BucketBatchSampler
 from lightning_cp.data.sampler import OrderSampler
 from lightning_cp.errors import DataError, FamilyError
 from lightning_cp.export import on_rank_zero, unwrapped
-from lightning_cp.families import Family
-from lightning_cp.families.registry import family_class
 from lightning_cp.files import read_json
 from lightning_cp.finetune.card import ModelCard
 from lightning_cp.finetune.data import hold_out
+from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.fits import check_cache, check_fits, pipeline_facts
+from lightning_cp.finetune.latent_cache import LatentCache, LatentData, text_lengths
+from lightning_cp.finetune.latent_cache.pipeline_files import check_made_by, describe_files
 from lightning_cp.finetune.load import load_transformer, meta_transformer
 from lightning_cp.finetune.lora import LoraSettings, add_lora
+from lightning_cp.finetune.objectives import Objective, objective_for
 from lightning_cp.finetune.quantize import quantize_base
 from lightning_cp.finetune.validation import HeldOutData
 from lightning_cp.finetune.weight_files import local_pipeline
-from lightning_cp.latent_cache import LatentCache, LatentData, text_lengths
-from lightning_cp.latent_cache.pipeline_files import check_made_by, describe_files
-from lightning_cp.objectives import Objective, objective_for
 from lightning_cp.pipelines.placement.encoders import pipeline_class
 from lightning_cp.training.ranks import DataShard
 

@@ -16,8 +16,8 @@ from lightning_cp.app.settings.consistency import sequence_length
 from lightning_cp.app.training.assemble import TrainingSetup
 from lightning_cp.data import GlobalBatchSampler
 from lightning_cp.data.sampler import OrderSampler
-from lightning_cp.families import StoredBatch
-from lightning_cp.objectives import FlowMatching
+from lightning_cp.finetune.families import StoredBatch
+from lightning_cp.finetune.objectives import FlowMatching
 from lightning_cp.training.ranks import DataShard
 
 

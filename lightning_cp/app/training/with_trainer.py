@@ -20,10 +20,10 @@ from lightning_cp.app.training.loop import Steps
 from lightning_cp.app.training.precision import WithPrecision
 from lightning_cp.app.training.run import Run, check_is_done, quiet_lightning
 from lightning_cp.checkpoint import parse_manifest
-from lightning_cp.families import StoredBatch
+from lightning_cp.finetune.families import StoredBatch
 from lightning_cp.finetune.module import FineTuning
+from lightning_cp.finetune.objectives import MicroBatch
 from lightning_cp.launch.stopping import StopRequest
-from lightning_cp.objectives import MicroBatch
 from lightning_cp.training.ranks import DataShard, TrainerRanks
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lightning_cp.errors import FamilyError
-from lightning_cp.families.registry import family_class
+from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.pipelines.components import load_pipeline
 
 _CODE = "contains Python code, which is not run: use a pipeline with classes from diffusers and transformers only"

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from lightning_cp.app.denoisers import CONDITIONING_FILE, WanDenoiser, save_conditioning
 from lightning_cp.app.digits import Digits, are_digits, load_scans
 from lightning_cp.export import save_lora
-from lightning_cp.families import InputOptions, family_for, load_family, registry
 from lightning_cp.finetune import LoraSettings, add_lora
+from lightning_cp.finetune.families import InputOptions, family_for, load_family, registry
 from lightning_cp.objectives import objective_for
 from tests.e2e.test_docs_pages import write_files
 

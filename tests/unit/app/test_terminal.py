@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_cp import latent_cache
+from lightning_cp.app.commands.precompute import report
 from lightning_cp.app.terminal import console, print_error, printable, rich_text
+from lightning_cp.finetune import latent_cache
 from lightning_cp.media import Skipped
 from lightning_cp.precompute import Precomputed
 
@@ -32,19 +32,12 @@ def test_characters_that_the_terminal_does_not_have(monkeypatch: pytest.MonkeyPa
 
 
 def test_precompute_reports_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    path = Path(__file__).parents[3] / "recipes" / "precompute.py"
-    spec = importlib.util.spec_from_file_location("precompute_recipe", path)
-    assert spec is not None
-    recipe: Any = importlib.util.module_from_spec(spec)
-    assert spec.loader is not None
-    spec.loader.exec_module(recipe)
-
     class Cache(list[Any]):
         rows = ()
 
     monkeypatch.setattr(latent_cache, "LatentCache", lambda _: Cache())
     skipped = (Skipped(Path(NAME), f"{NAME}: no caption"),) * 11
-    recipe.report(Precomputed(11, 0, 0, 1, skipped), Path(f"/tmp/{NAME}"))
+    report(Precomputed(11, 0, 0, 1, skipped), Path(f"/tmp/{NAME}"))
     shown = capsys.readouterr().out
     assert shown.startswith(f"/tmp/{SHOWN}: 0 samples")
     assert shown.count(f"skipped: {SHOWN}: no caption\n") == 10

@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.commands.console import COMMANDS
 from lightning_cp.app.runs.recipe import check_config, conf_dir
 from lightning_cp.app.sampling.step_cache import enable_cache
 from lightning_cp.app.settings.table import SettingsError
@@ -162,9 +163,8 @@ def run_recipe(*arguments: str, recipe: Path = ROOT / "recipes" / "train.py", cw
     )
 
 
-def test_the_recipe_finds_its_settings_in_a_clone_and_else_in_the_package(tmp_path: Path) -> None:
-    assert conf_dir(str(ROOT / "recipes" / "train.py")) == str(CONF)
-    assert conf_dir(str(tmp_path / "train.py")) == "pkg://lightning_cp.conf"
+def test_the_recipe_finds_its_settings_in_a_clone() -> None:
+    assert conf_dir() == str(CONF)
 
 
 @pytest.fixture
@@ -206,6 +206,25 @@ def test_a_copied_recipe_runs_on_the_installed_settings(foreign_project: Path) -
     recipe = shutil.copy(ROOT / "recipes" / "train.py", foreign_project / "mine.py")
     printed = run_in(foreign_project, str(recipe), "--cfg", "job", "experiment=unified")
     assert OmegaConf.create(printed).ulysses == 2
+
+
+@pytest.mark.parametrize("command", ["train", "sample", "precompute", "check", "check-family", "bench"])
+def test_an_installed_command_prints_its_settings(command: str, foreign_project: Path) -> None:
+    """A stranger's folder `conf` beside the package is not used."""
+    (foreign_project / "site" / "conf").mkdir()
+    (foreign_project / "site" / "conf" / "train.yaml").write_text("wrong: true\n")
+    printed = run_in(foreign_project, "-m", "lightning_cp.app.commands.console", command, "--cfg", "job")
+    assert "wrong" not in printed
+    assert len(OmegaConf.create(printed)) > 3
+
+
+def test_the_console_lists_its_commands_and_refuses_others() -> None:
+    start = [sys.executable, "-m", "lightning_cp.app.commands.console"]
+    listed = subprocess.run([*start, "--help"], capture_output=True, text=True, timeout=60, check=True)
+    assert all(f"  {command} " in listed.stdout for command in COMMANDS)
+    refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=60)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: 'fly' is no command of lightning-cp: use one of train, sample")
 
 
 def run_in(project: Path, *arguments: str) -> str:

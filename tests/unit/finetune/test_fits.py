@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from lightning_cp.errors import FamilyError
 from lightning_cp.families import load_family
-from lightning_cp.families.schedule import diffusion_facts
+from lightning_cp.finetune.families.schedule import diffusion_facts
 from lightning_cp.finetune.fits import check_cache, pipeline_facts
 from lightning_cp.finetune.lora_file import load_lora, read_lora
 

@@ -15,7 +15,7 @@ from lightning_cp.families import ObjectiveDefaults, Sample, Stored, StoredBatch
 from lightning_cp.finetune.validation import HeldOutData, Validation, ValidationResult, split_validation
 from lightning_cp.objectives import FlowMatching
 from lightning_cp.training.ranks import DataShard
-from tests.unit.latent_cache.made import CAPTIONS, bits, make, media, text
+from tests.unit.finetune.latent_cache.made import CAPTIONS, bits, make, media, text
 
 
 class Clips(LabelledClips):

@@ -1,0 +1,124 @@
+"""Check a model family: prove that training feeds the transformer as the pipeline does when it samples.
+
+    python recipes/check_family.py pretrained=my-pipeline
+
+docs/families.md explains the four proofs. `--help` lists the settings. The exit code is 1 if a proof fails.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.table import Table
+
+from lightning_cp.app import terminal
+from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.terminal import print_error, rich_text
+from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.scratch import temporary_folder
+
+_DTYPES = ("float32", "bfloat16")
+
+
+def topology(config: DictConfig) -> None:
+    """Run the topology proof on every rank; rank 0 writes the result."""
+    import torch.distributed as dist
+
+    from lightning_cp.config import ContextParallelConfig
+    from lightning_cp.finetune.families import collate
+    from lightning_cp.finetune.family_check import store, topology_proof, transformers_of
+
+    dist.init_process_group("gloo")
+    pipe, family, media = _prepare(config)
+    stored = collate(store(family, pipe, list(config.captions), media), family.text)
+    ring = ContextParallelConfig(ring_degree=dist.get_world_size())
+    proofs = [topology_proof(x, family, stored, ring) for x in transformers_of(pipe, family.components)]
+    if dist.get_rank() == 0:
+        worst = max(proofs, key=lambda proof: proof.error)
+        Path(config.result).write_text(json.dumps(asdict(worst)), encoding="utf-8")
+
+
+def run(config: DictConfig) -> int:
+    """Run all proofs and print a table. Returns: the exit code."""
+    problem = _problem(config)
+    if problem is not None:
+        print_error(problem)
+        return 2
+    from lightning_cp.finetune.family_check import Proof, check_family
+
+    try:
+        pipe, family, media = _prepare(config)
+        report = check_family(pipe, list(config.captions), media, family=family, negative=config.negative)
+    except ValueError as error:
+        print_error(" ".join(str(error).split()))
+        return 2
+    proofs, name = list(report.proofs), f"{report.pipeline}: family {report.family}"
+    del pipe
+    if config.ranks > 1:
+        with temporary_folder() as folder:
+            result, settings = folder / "result.json", folder / "settings.yaml"
+            OmegaConf.save({**config, "result": str(result)}, settings)
+            job = Job(f"{__name__}:topology", settings, config.ranks, folder / "logs")
+            done = LocalLauncher(limit_s=config.limit_s).launch(job)
+            if done.failure is not None:
+                print_error(done.failure.describe())
+                return done.exit_code
+            proofs.append(Proof(**json.loads(result.read_text(encoding="utf-8"))))
+    _show(name, proofs)
+    return 0 if all(proof.passed for proof in proofs) else 1
+
+
+def _prepare(config: DictConfig) -> tuple[Any, Any, dict[str, Any]]:
+    """Load the pipeline and make random media of the configured size, on the 8-bit grid."""
+    import torch
+
+    from lightning_cp.finetune.families import family_for
+    from lightning_cp.pipelines.components import load_pipeline
+
+    pipe = load_pipeline(str(config.pretrained), getattr(torch, config.dtype), setting="pretrained")
+    pipe.set_progress_bar_config(disable=True)
+    family = family_for(pipe)
+    grid = family.grid
+    height, width = (config[name] or 8 * grid.pixels for name in ("height", "width"))
+    frames = config.frames or (2 * grid.frame_step + 1 if grid.frame_step else 1)
+    grid.check(height=height, width=width, frames=frames)
+    generator = torch.Generator().manual_seed(0)
+    size = (len(config.captions), 3, frames, height, width)
+    pixels = torch.randint(256, size, generator=generator).float() / 255 * 2 - 1
+    return pipe, family, {"pixels": pixels, "reference": pixels[:, :, :1].flip(-1)}
+
+
+def _problem(config: DictConfig) -> str | None:
+    """Return what is wrong with the settings; None if nothing is."""
+    if OmegaConf.is_missing(config, "pretrained"):
+        return "pretrained=<folder of a pipeline> must be given, see --help"
+    if config.dtype not in _DTYPES:
+        return f"dtype={config.dtype} must be one of {', '.join(_DTYPES)}"
+    if not isinstance(config.ranks, int) or config.ranks < 1:
+        return f"ranks={config.ranks} must be 1 or more"
+    if not OmegaConf.is_list(config.captions) or len(config.captions) < 2:
+        return f"captions={config.captions} must be a list of two captions or more"
+    return None
+
+
+def _show(title: str, proofs: list[Any]) -> None:
+    console = terminal.console()
+    table = Table(title=rich_text(title), title_justify="left")
+    for column in ("proof", "error", "tolerance", "result", "largest difference"):
+        table.add_column(column, justify="right" if column in ("error", "tolerance") else "left")
+    for proof in proofs:
+        result = "passed" if proof.passed else "[red]failed[/]"
+        table.add_row(proof.name, f"{proof.error:.1e}", f"{proof.tolerance:.0e}", result, rich_text(proof.found))
+    console.print(table)
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir("check_family"), config_name="check_family")
+def main(config: DictConfig) -> None:
+    """Check the settings, run the proofs, and exit with their result."""
+    code = run(config)
+    if code:
+        sys.exit(code)

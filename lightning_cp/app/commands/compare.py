@@ -1,0 +1,148 @@
+"""Compare the exactness of diffusers' own context parallelism and of ours on 3 CPU ranks in float64.
+
+    python recipes/compare.py
+
+Prints the table in README. diffusers has no CPU kernel for its ring, so it uses ours here; the rest of it runs
+unchanged. An entry is the largest error relative to one process's largest value, or the exception that was raised.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from omegaconf import DictConfig
+
+from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.scratch import temporary_folder
+
+RANKS = 3
+HEADS, HEAD_DIM = 6, 8
+
+
+def measure(config: DictConfig) -> None:
+    """Compare on every rank; rank 0 prints."""
+    import warnings
+
+    import diffusers
+    import torch.distributed as dist
+
+    from lightning_cp.plans import REGISTERED
+
+    warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
+    diffusers.logging.set_verbosity_error()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    even, uneven = [16] * RANKS, [17, 16, 14]
+    uneven_ulysses = {"ulysses": RANKS, "anything": "ulysses_anything"}
+    rows = [
+        ("ring, gradients", {"lengths": even, "ring": RANKS}),
+        ("ring with padded keys, output", {"lengths": even, "ring": RANKS, "masked": True, "gradients": False}),
+        ("ring, uneven lengths, gradients", {"lengths": uneven, "ring": RANKS, "anything": "ring_anything"}),
+        ("Ulysses, gradients", {"lengths": even, "ulysses": RANKS}),
+        ("Ulysses with padded keys, gradients", {"lengths": even, "ulysses": RANKS, "masked": True}),
+        ("Ulysses, uneven lengths, gradients", {"lengths": uneven, **uneven_ulysses}),
+        (
+            "Ulysses, 5 heads, gradients",
+            {"lengths": even, "heads": 5, **uneven_ulysses},
+        ),
+        ("ring, causal, gradients", {"lengths": even, "ring": RANKS, "causal": True}),
+        ("ring, 2 key heads for 6, gradients", {"lengths": even, "ring": RANKS, "kv_heads": 2}),
+    ]
+    table = [(name, _describe(_diffusers, case), _describe(_lightning_cp, case)) for name, case in rows]
+    table.append(("a model on CPU", _describe(_model_on_cpu, {}), "works"))
+    plans = [getattr(getattr(diffusers, name), "_cp_plan", None) for name in dir(diffusers) if "Transformer" in name]
+    table.append(("model classes with a plan", str(sum(plan is not None for plan in plans)), str(len(REGISTERED))))
+    dist.destroy_process_group()
+    if rank == 0:
+        print(f"| {RANKS} ranks, float64 | diffusers {diffusers.__version__} | lightning_cp |\n|---|---|---|")
+        for row in table:
+            print(f"| {' | '.join(row)} |")
+
+
+def _describe(measured: Callable[..., float], case: dict[str, Any]) -> str:
+    """Return the largest error of all ranks as text, or the name of the exception that a rank raised."""
+    import torch.distributed as dist
+
+    try:
+        outcome: Any = measured(**case)
+    except Exception as error:
+        outcome = type(error).__name__
+    outcomes: list[Any] = [None] * RANKS
+    dist.all_gather_object(outcomes, outcome)
+    raised = [x for x in outcomes if isinstance(x, str)]
+    return f"{raised[0]}" if raised else f"{max(outcomes):.0e}"
+
+
+def _compare(attend: Callable[..., Any], lengths: list[int], **case: Any) -> float:
+    """Return the largest relative error of `attend` on this rank's tokens, compared with plain attention."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn import functional as F
+
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads = case.get("heads", HEADS), case.get("kv_heads", case.get("heads", HEADS))
+    full = [
+        torch.randn(2, sum(lengths), h, HEAD_DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+        for h in (heads, kv_heads, kv_heads)
+    ]
+    grad_out = torch.randn(2, sum(lengths), heads, HEAD_DIM, generator=generator, dtype=torch.float64)
+    mask = torch.ones(2, sum(lengths), dtype=torch.bool)
+    if case.get("masked"):
+        mask[1, sum(lengths) // 2 :] = False
+    q, k, v = (x.transpose(1, 2) for x in full)
+    settings = {"is_causal": case.get("causal", False), "enable_gqa": heads != kv_heads}
+    out = F.scaled_dot_product_attention(q, k, v, mask[:, None, None] if case.get("masked") else None, **settings)
+    expected = [out.transpose(1, 2), *torch.autograd.grad(out, full, grad_out.transpose(1, 2), retain_graph=True)]
+    local_slice = slice(sum(lengths[: dist.get_rank()]), sum(lengths[: dist.get_rank() + 1]))
+    local = [x.detach()[:, local_slice].clone().requires_grad_() for x in full]
+    result = attend(*local, mask[:, None, None, local_slice] if case.get("masked") else None, **settings)
+    results = [result]
+    if case.get("gradients", True):
+        results += torch.autograd.grad(result, local, grad_out[:, local_slice])
+    pairs = list(zip(results, expected))[case.get("gradients", True) :]
+    return max(float((a - b[:, local_slice]).detach().abs().max() / b.detach().abs().max()) for a, b in pairs)
+
+
+def _lightning_cp(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
+    from lightning_cp.attention import context_parallel_attention
+    from lightning_cp.config import ContextParallelConfig
+
+    config = ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses)
+
+    def attend(q: Any, k: Any, v: Any, mask: Any, **settings: Any) -> Any:
+        return context_parallel_attention(q, k, v, mask, parallel_config=config, **settings)
+
+    return _compare(attend, lengths, **case)
+
+
+def _diffusers(*, lengths: list[int], ring: int = 1, ulysses: int = 1, anything: str = "", **case: Any) -> float:
+    import torch
+
+    from lightning_cp.app.benchmark.peers import diffusers_attention
+
+    flags = {anything: True} if anything else {}
+    attend = diffusers_attention(torch.device("cpu"), ring=ring, ulysses=ulysses, convert_to_fp32=False, **flags)
+    return _compare(attend, lengths, **case)
+
+
+def _model_on_cpu() -> float:
+    import diffusers
+
+    model = diffusers.WanTransformer3DModel(num_attention_heads=2, attention_head_dim=12, num_layers=1, ffn_dim=8)
+    model.enable_parallelism(config=diffusers.ContextParallelConfig(ulysses_degree=RANKS))
+    return 0.0
+
+
+def main() -> int:
+    """Start the ranks."""
+    # Where diffusers raises, it leaves collectives without a wait; torch would warn of them when the ranks end.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    with temporary_folder() as folder:
+        settings = folder / "settings.yaml"
+        settings.write_text("{}")
+        target = f"{__name__}:measure"
+        result = LocalLauncher().launch(Job(target, settings, RANKS, folder / "logs", threads=1))
+    if result.failure is not None:
+        print(f"error: {result.failure.describe()}", file=sys.stderr)
+    return result.exit_code

@@ -1,0 +1,38 @@
+"""The console command `lightning-cp COMMAND setting=value …`: the recipes of an installed package."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+COMMANDS = {
+    "train": "train a small transformer on digits, or fine-tune a pretrained one",
+    "sample": "sample from a checkpoint of train, or with a diffusers pipeline",
+    "precompute": "encode pictures, clips and captions once, into a latent cache",
+    "check": "check a plan: run a model alone and in every mode",
+    "check-family": "check that a family feeds its transformer as the pipeline does",
+    "doctor": "show this machine's devices and kernels, and test every mode",
+    "bench": "measure attention, a training step and sampling",
+    "compare": "compare the exactness of diffusers' context parallelism and of ours",
+}
+
+
+def main() -> int | None:
+    """Run the command that the first argument names. Returns: the exit code; None: 0."""
+    given = sys.argv[1:2]
+    name = given[0] if given else "--help"
+    if name in COMMANDS:
+        sys.argv = [f"lightning-cp {name}", *sys.argv[2:]]
+        code: int | float | None = import_module(f"lightning_cp.app.commands.{name.replace('-', '_')}").main()
+        return code if isinstance(code, int) else None  # in a sweep, train returns a loss
+    if name in ("-h", "--help"):
+        width = max(map(len, COMMANDS))
+        print("usage: lightning-cp COMMAND [setting=value …]; `lightning-cp COMMAND --help` lists its settings\n")
+        print("\n".join(f"  {name:{width}}  {what}" for name, what in COMMANDS.items()))
+        return 0
+    print(f"error: {name!r} is no command of lightning-cp: use one of {', '.join(COMMANDS)}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

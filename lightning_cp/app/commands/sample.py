@@ -1,0 +1,191 @@
+"""Sample from a checkpoint of recipes/train.py, or with a diffusers pipeline, on one rank or several.
+
+    python recipes/sample.py                                     the newest checkpoint under outputs
+    python recipes/sample.py strategy=cp ring=2 cfg=2            on four ranks
+    python recipes/sample.py source=my/pipeline "prompts=[a cat]"  a pipeline's folder, or its id on the Hub
+    python recipes/sample.py cache=first_block cache.threshold=0.1  with a step cache
+
+It starts the ranks itself. `--help` lists the settings.
+"""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.table import Table
+
+from lightning_cp.app import terminal
+from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.runs.sampling import check_sampling
+from lightning_cp.app.terminal import rich_text
+from lightning_cp.files import writing_new
+
+
+def sample(config: DictConfig) -> None:
+    """Load, sample, write and report on every rank. (The launching process needs none of these imports.)"""
+    from hydra.utils import instantiate
+
+    from lightning_cp.app.sampling.album import Album
+    from lightning_cp.app.training.run import quiet_lightning
+    from lightning_cp.config import ContextParallelConfig
+
+    fabric: Any = instantiate(config.trainer)
+    with quiet_lightning():
+        fabric.launch()
+    folder = Path(fabric.broadcast(config.run_dir))
+    album = Album(folder / "samples", config.format, config.fps)
+    context = getattr(fabric.strategy, "context", None)
+    parallel = ContextParallelConfig() if context is None else context.config
+    seconds = (from_pipeline if config.trained is None else from_checkpoint)(config, fabric, album, parallel)
+    has_sheet = album.draw_sheet(folder / "contact_sheet.png")
+    if fabric.is_global_zero:
+        summarise(folder, seconds, config, has_sheet=has_sheet)
+
+
+def from_checkpoint(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
+    """Sample the classes of a run with its EMA weights. Returns: seconds per stage."""
+    import torch
+    from tqdm import tqdm
+
+    from lightning_cp.app.digits import are_digits
+    from lightning_cp.app.sampling.recognise import recognise_digits
+    from lightning_cp.app.sampling.step_cache import CachedSteps, enable_cache, skipped_fraction
+    from lightning_cp.app.sampling.trained import SharedGuidance, load_denoiser
+    from lightning_cp.app.training.precision import WithPrecision
+    from lightning_cp.engine import apply_context_parallel
+    from lightning_cp.pipelines import sampling_ranks
+    from lightning_cp.sampling import SamplingSettings, draw_samples
+    from lightning_cp.training.ranks import DataShard
+
+    started, trained, data = time.perf_counter(), config.trained, config.trained.data
+    ranks = sampling_ranks(parallel, cfg=config.cfg, shares=config.shares)
+    checkpoint = Path(config.checkpoint)
+    module: Any = load_denoiser(trained, checkpoint, trust=config.trust, verify=False, lora=config.lora)
+    module = module.to(fabric.device)
+    of_run = trained.sampling
+    num_steps = config.num_inference_steps or of_run.num_inference_steps
+    if ranks.context.context_size > 1 or config.get("cache") is not None:
+        apply_context_parallel(module.transformer, parallel, shares=config.shares)
+    steps = None
+    if config.get("cache") is not None:
+        steps = CachedSteps(module.transformer, ranks, calls=2 * num_steps)
+        enable_cache(config.cache, [module.transformer], lambda: 1000 * steps.time)
+    guidance = of_run.guidance_scale if config.guidance_scale is None else config.guidance_scale
+    labels = [c for c in config.prompts or () for _ in range(config.num_samples or 1)]
+    count = len(labels) or config.num_samples or of_run.num_samples
+    precision, loaded = fabric.strategy.precision, time.perf_counter()
+    bar = tqdm(total=num_steps, desc="steps", disable=not (config.progress and fabric.is_global_zero))
+    drawn = draw_samples(
+        fabric,
+        SharedGuidance(WithPrecision(precision.convert_module(module), precision), ranks, around=steps),
+        (data.channels, data.frames, data.height, data.width),
+        settings=SamplingSettings(count, num_steps, guidance, seed=config.seed),
+        num_classes=data.num_classes,
+        data_shard=DataShard(ranks.data_rank, ranks.data_size),
+        labels=torch.tensor(labels) if labels else None,
+        between=bar.update,
+    )
+    bar.close()
+    sampled = time.perf_counter()
+    if fabric.is_global_zero:
+        for number, pixels in enumerate((drawn.pixels.movedim(1, -1) + 1) / 2):  # [f, h, w, c]
+            album.add(number, pixels)
+        if are_digits(data):
+            recognition = recognise_digits(drawn.pixels, drawn.labels)
+            print(f"A classifier of the real digits recognises {recognition.fraction:.1%} of {count} samples.")
+        if config.get("cache") is not None:
+            print(
+                f"The step cache skipped {skipped_fraction([module.transformer]):.1%} of the calls of cached modules."
+            )
+    return {"load": loaded - started, "denoise": sampled - loaded, "write": time.perf_counter() - sampled}
+
+
+def from_pipeline(config: DictConfig, fabric: Any, album: Any, parallel: Any) -> dict[str, float]:
+    """Sample with a pipeline; each data group samples its share of the prompts. Returns: seconds per stage."""
+    import torch
+
+    from lightning_cp.app.sampling.formats import check_clip_format
+    from lightning_cp.app.sampling.step_cache import enable_cache, skipped_fraction
+    from lightning_cp.finetune.load import meta_transformers
+    from lightning_cp.finetune.lora_file import load_lora
+    from lightning_cp.pipelines import StageTimes, load_pipeline, parallelize_pipeline, read_prompts, sample_prompts
+    from lightning_cp.pipelines.components import components_of, transformers_of
+
+    started = time.perf_counter()
+    precisions = {"32-true": torch.float32, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+    dtype = precisions[config.precision]
+    given = meta_transformers(config.pipeline, dtype) if config.pipe > 1 and config.lora is None else {}
+    pipe: Any = load_pipeline(config.pipeline, dtype, given=given)
+    if config.lora is not None:
+        load_lora(pipe, Path(config.lora))
+    inputs = call_arguments(config)
+    check_clip_format(config.format, type(pipe).__call__, inputs)
+    pipe.set_progress_bar_config(disable=not config.progress)
+    if config.stages == "together" and not given:
+        pipe.to(fabric.device)
+    transformers = transformers_of(pipe, components_of(pipe)).values()
+    if config.get("cache") is not None:
+        enable_cache(config.cache, transformers, lambda: float(pipe.current_timestep))
+    names = ("cfg", "pipe", "patches", "warmup", "vae", "stages", "kernel", "shares")
+    overrides = {name: config[name] for name in names}
+    stall_s = OmegaConf.select(config, "strategy.stall_s", default=None)
+    parallelize_pipeline(pipe, parallel, shard=list(config.shard), stall_s=stall_s, **overrides)
+    if config.stages == "together" and given:  # each rank has loaded its stage
+        pipe.to(fabric.device)
+    album.rate_hz = int(getattr(getattr(pipe, "vae", None), "sampling_rate", album.rate_hz))
+    times, loaded = StageTimes(), time.perf_counter()
+    times.watch(pipe)
+    sample_prompts(
+        pipe,
+        [text for text in read_prompts(config.prompts) for _ in range(config.num_samples or 1)],
+        seed=config.seed,
+        per_call=config.per_call,
+        write=album.add,
+        collect=False,
+        sound=True,
+        **inputs,
+    )
+    if config.get("cache") is not None and fabric.is_global_zero:
+        print(f"The step cache skipped {skipped_fraction(transformers):.1%} of the calls of cached modules.")
+    sampling = times.encode_s + times.denoise_s + times.decode_s
+    stages = {"encode": times.encode_s, "denoise": times.denoise_s, "decode": times.decode_s}
+    return {"load": loaded - started, **stages, "write": time.perf_counter() - loaded - sampling}
+
+
+def call_arguments(config: DictConfig) -> dict[str, Any]:
+    """Return the arguments of the pipeline's call from the settings."""
+    from lightning_cp.finetune.media.images import open_image
+
+    names = ("num_inference_steps", "guidance_scale", "negative_prompt", "image")
+    given = {name: config[name] for name in names if config[name] is not None}
+    given |= dict(OmegaConf.to_container(config.call))  # type: ignore[arg-type]
+    if "image" in given:
+        with open_image(given["image"]) as image:
+            given["image"] = image.convert("RGB")
+    return given
+
+
+def summarise(folder: Path, seconds: dict[str, float], config: DictConfig, *, has_sheet: bool) -> None:
+    """Print the duration of each stage and the paths of the results."""
+    with writing_new(folder / "timings.json", "The samples are kept") as path:
+        path.write_text(json.dumps({name: round(s, 4) for name, s in seconds.items()}) + "\n")
+    stages = f"pipe {config.pipe} × " if config.pipe > 1 else ""
+    ranks = f"data {config.data_parallel} × cfg {config.cfg} × {stages}ring {config.ring} × ulysses {config.ulysses}"
+    table = Table()
+    for name in seconds:
+        table.add_column(name, justify="right")
+    table.add_row(*(f"{s:.2f} s" for s in seconds.values()))
+    console = terminal.console()
+    console.print(f"{rich_text(config.checkpoint or config.pipeline)}\non {ranks}", highlight=False, soft_wrap=True)
+    console.print(table)
+    sheet = "  contact_sheet.png" if has_sheet else ""
+    console.print(f"{rich_text(folder)}\n  samples/{sheet}  timings.json", highlight=False, soft_wrap=True)
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="sample")
+def main(config: DictConfig) -> float | None:
+    """Check the settings and start the ranks."""
+    return run_recipe(config, target=f"{__name__}:sample", check=check_sampling)

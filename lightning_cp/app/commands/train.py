@@ -1,0 +1,110 @@
+"""Train a small diffusers transformer on real digits, sample from it, and show the result.
+
+    python recipes/train.py                       one process
+    python recipes/train.py strategy=cp ring=2    two ranks share the tokens of each sample
+
+It needs no launcher, no download and no GPU: it starts the ranks itself. `--help` lists the settings.
+"""
+
+import time
+from functools import partial
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig
+
+from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.settings.finetune import is_finetuning
+from lightning_cp.app.terminal import printable
+
+
+def train(config: DictConfig) -> None:
+    """Build, train, sample and report on every rank. (The launching process needs none of these imports.)"""
+    if is_finetuning(config):
+        fine_tune(config)
+        return
+    from lightning_cp.app.denoisers import save_conditioning
+    from lightning_cp.app.digits import are_digits
+    from lightning_cp.app.sampling.show import SamplePictures
+    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.records import draw_loss_curve
+    from lightning_cp.app.training.run import Run
+    from lightning_cp.export import save_pretrained
+    from lightning_cp.sampling import SamplingSettings
+
+    started = time.perf_counter()
+    sampling, data = config.sampling, config.data
+    settings = SamplingSettings(
+        count=sampling.num_samples,
+        num_steps=sampling.num_inference_steps,
+        guidance=sampling.guidance_scale,
+        seed=config.seed,
+    )
+    size = (data.channels, data.frames, data.height, data.width)
+    pictures = SamplePictures(size, data.num_classes, settings, are_digits(data))
+
+    def draw_sometimes(run: Run) -> None:
+        step = run.state.step
+        if sampling.every is not None and step % sampling.every == 0 and step < config.max_steps:
+            pictures.make(run, f"step_{step:08d}")
+
+    def finish(run: Run) -> None:
+        recognised = pictures.make(run, "final")
+        if config.export:
+            with run.state.average.swapped_in(run.state.module):
+                save_pretrained(run.state.module.get_submodule("transformer"), run.folder.path / "transformer")
+                save_conditioning(run.state.module, run.folder.path, writes=run.is_first)
+        if run.is_first:
+            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            summarise(config, run, recognised=recognised, seconds=time.perf_counter() - started)
+
+    train_run(config, after_step=draw_sometimes, at_end=finish)
+
+
+def fine_tune(config: DictConfig) -> None:
+    """Fine-tune a pretrained transformer on every rank."""
+    from lightning_cp.app.sampling.prompts import PromptPictures
+    from lightning_cp.app.training.assemble import train_run
+    from lightning_cp.app.training.records import draw_loss_curve
+    from lightning_cp.app.training.run import Run
+    from lightning_cp.export import on_rank_zero
+
+    started = time.perf_counter()
+    pictures = PromptPictures(config) if config.sampling.every is not None else None
+
+    def draw_sometimes(run: Run) -> None:
+        if pictures is not None:
+            pictures.after_step(run)
+
+    def finish(run: Run) -> None:
+        trained = config.model.component if config.lora is None else "lora"
+        if pictures is not None:
+            pictures.make(run, "final")
+            on_rank_zero(partial(pictures.add_to_card, run, run.folder.path / trained))
+        if run.is_first:
+            draw_loss_curve(run.folder.metrics, run.folder.loss_curve)
+            summarise(config, run, seconds=time.perf_counter() - started, files=f"{trained}/")
+
+    train_run(config, after_step=draw_sometimes, at_end=finish)
+
+
+def summarise(
+    config: DictConfig, run: Any, *, seconds: float, recognised: float | None = None, files: str = "samples/final.png"
+) -> None:
+    """Print in a few lines what was done and where the files are."""
+    state = run.state
+    ranks = config.data_parallel * config.ring * config.ulysses
+    spread = f"data {config.data_parallel} × ring {config.ring} × ulysses {config.ulysses}"
+    print(f"Trained {state.step} steps in {seconds:.0f} s on {ranks} {config.accelerator} rank(s) = {spread}.")
+    if state.skipped:
+        print(f"{state.skipped} of these steps were skipped, because their loss or gradient was not finite.")
+    if recognised is not None:
+        print(f"A classifier of the real digits recognises {recognised:.1%} of {config.sampling.num_samples} samples.")
+    print(printable(run.folder.path))
+    print(f"  {files}  loss.png  metrics.csv  checkpoints/  .hydra/", flush=True)
+
+
+@hydra.main(version_base="1.3", config_path=conf_dir(), config_name="train")
+def main(config: DictConfig) -> float | None:
+    """Check the settings and start the ranks. Returns: in a sweep the objective, the mean of the last losses."""
+    return run_recipe(config, target=f"{__name__}:train")

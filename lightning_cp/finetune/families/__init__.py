@@ -1,0 +1,37 @@
+"""Model families for fine-tuning: how each family encodes data, and what its transformer takes and returns."""
+
+from lightning_cp.finetune.families.family import (
+    Components,
+    Facts,
+    Family,
+    Grid,
+    InputOptions,
+    Media,
+    ObjectiveDefaults,
+    Sample,
+    Stored,
+    TextStorage,
+)
+from lightning_cp.finetune.families.registry import family_for, load_family, pipelines, register_family
+from lightning_cp.finetune.families.shift import ResolutionShift
+from lightning_cp.finetune.families.stored import StoredBatch, collate
+
+__all__ = [
+    "Components",
+    "Facts",
+    "Family",
+    "Grid",
+    "InputOptions",
+    "Media",
+    "ObjectiveDefaults",
+    "ResolutionShift",
+    "Sample",
+    "Stored",
+    "StoredBatch",
+    "TextStorage",
+    "collate",
+    "family_for",
+    "load_family",
+    "pipelines",
+    "register_family",
+]

@@ -1,0 +1,277 @@
+"""Define the interface of a model family: how its pipelines encode data, and what its transformer takes and returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.errors import FamilyError
+from lightning_cp.finetune.families.encode import latent_moments
+from lightning_cp.finetune.families.shift import ResolutionShift
+
+Sample = dict[str, Tensor]  # what is stored for one sample: tensors by name, without a batch dim
+Facts = dict[str, Any]  # plain numbers, strings and lists, read from a pipeline's configs; can be written as JSON
+Media = Mapping[str, Tensor]
+
+
+class Stored(Protocol):
+    """A batch of stored samples: tensors with a batch dim, by name. `StoredBatch`, or a dict."""
+
+    def __getitem__(self, name: str, /) -> Tensor:
+        """Return a tensor."""
+        ...
+
+    def get(self, name: str, /) -> Tensor | None:
+        """Return a tensor; None if the batch has none of this name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Components:
+    """Names of the pipeline's components that each phase needs. Parts of a pipeline may be missing (None)."""
+
+    text: tuple[str, ...]
+    media: tuple[str, ...] = ("vae",)
+    train: tuple[str, ...] = ("transformer",)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes that a family accepts, and its tokens.
+
+    Args:
+        pixels: height and width must be multiples of it.
+        frame_step: k, if the number of frames must be k·n + 1; 0 for images, which have one frame.
+        patch: (frames, height, width) of the latents in one token.
+        frames_first: True if latents are [frames, channels, height, width], False for channels first.
+    """
+
+    pixels: int
+    frame_step: int
+    patch: tuple[int, int, int]
+    frames_first: bool = False
+
+    def check(self, *, height: int, width: int, frames: int = 1) -> None:
+        """Raise FamilyError if media of this size cannot be encoded without cropping."""
+        for name, value in (("height", height), ("width", width)):
+            if value <= 0 or value % self.pixels:
+                raise FamilyError(f"{name}={value} must be a multiple of {self.pixels}")
+        step = self.frame_step
+        if step == 0 and frames != 1:
+            raise FamilyError(f"frames={frames} must be 1: this family trains on images")
+        if step and (frames < 1 or (frames - 1) % step):
+            raise FamilyError(f"frames={frames} must be {step}·n + 1, such as 1 or {4 * step + 1}")
+
+    def tokens(self, latents: Sequence[int]) -> int:
+        """Return the number of tokens of one sample.
+
+        Args: latents: shape [c, h, w] or [c, f, h, w] (frames and channels exchanged with `frames_first`).
+        """
+        *_, height, width = latents
+        frames = 1 if len(latents) == 3 else latents[0 if self.frames_first else 1]
+        f, h, w = self.patch
+        return -(-frames // f) * (height // h) * (width // w)
+
+
+@dataclass(frozen=True)
+class TextStorage:
+    """Rules for storing and batching text.
+
+    Args:
+        form: `padded`: all positions as the encoder returns them. `zeros`: cut at the true length, and filled with
+            zeros up to `length` in a batch. `masked`: cut at the true length, filled up to the longest text of the
+            batch, and masked.
+        length: number of positions with padding.
+        sequences: names of the stored tensors with a position dim, [length, dim].
+        others: names of the stored tensors without one (pooled embeddings), [dim].
+        mask: name of the mask that `masked` text gets in a batch, bool [b, length]; a batch without padding has none.
+        sees_media: True if the text encoder also sees the sample's media. A text then belongs to one sample, and
+            captions cannot be dropped, because the text of the empty caption would depend on the sample.
+    """
+
+    form: Literal["padded", "zeros", "masked"]
+    length: int
+    sequences: tuple[str, ...] = ("prompt_embeds",)
+    others: tuple[str, ...] = ()
+    mask: str = "prompt_mask"
+    sees_media: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all stored tensors that depend on the text."""
+        return (*self.sequences, *self.others)
+
+
+@dataclass(frozen=True)
+class ObjectiveDefaults:
+    """Training objective that fits a family's pretrained weights.
+
+    Args:
+        prediction: `flow`: the transformer predicts noise minus data on a straight path; `v_prediction` and `epsilon`
+            as in diffusers' schedulers.
+        shift: shift of the flow times: a factor, or a rule that depends on the number of tokens.
+        alphas_cumprod: cumulative signal level of each integer time, for `v_prediction` and `epsilon`.
+        guidance: value of the guidance embedding in training; None if the transformer has none.
+        posterior: `mode` or `sample` of the VAE's latent distribution.
+    """
+
+    prediction: Literal["flow", "v_prediction", "epsilon"] = "flow"
+    shift: float | ResolutionShift = 1.0
+    alphas_cumprod: tuple[float, ...] = field(default=(), repr=False)
+    guidance: float | None = None
+    posterior: Literal["mode", "sample"] = "mode"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """Options of `Family.inputs`.
+
+    Args:
+        dtype: dtype of the activations that enter the transformer.
+        guidance: value of the guidance embedding; ignored by transformers without one.
+    """
+
+    dtype: torch.dtype = torch.float32
+    guidance: float = 1.0
+
+
+class Family(ABC):
+    """Properties of a model family: encodings, the transformer's arguments, and its output. No random numbers.
+
+    An object is bound to one pipeline's configs by `facts`, which can be written to a file: training then needs
+    neither the VAE nor the text encoders. `stored` below is a batch, see `StoredBatch`. `encode_text` and
+    `encode_media` of every subclass run without gradients.
+
+    Attributes:
+        name: name under which `load_family` finds the class.
+        pipelines: class names of the diffusers pipelines.
+        components: components that each phase needs.
+        takes_video: True if the VAE takes pixels with a frame dim, also for pictures.
+        lora_targets: default `target_modules` of a LoRA.
+    """
+
+    name: ClassVar[str]
+    pipelines: ClassVar[tuple[str, ...]]
+    components: ClassVar[Components]
+    takes_video: ClassVar[bool] = False
+    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in ("encode_text", "encode_media"):  # stored tensors must not keep the encoders' graphs
+            if name in cls.__dict__:
+                setattr(cls, name, torch.no_grad()(cls.__dict__[name]))
+
+    def __init__(self, facts: Facts) -> None:
+        self.facts = facts
+
+    @classmethod
+    @abstractmethod
+    def read_facts(cls, pipe: Any) -> Facts:
+        """Read everything from a pipeline's configs that training needs."""
+
+    @property
+    @abstractmethod
+    def grid(self) -> Grid:
+        """Sizes that the family accepts."""
+
+    @property
+    @abstractmethod
+    def objective(self) -> ObjectiveDefaults:
+        """Training objective of the pretrained weights."""
+
+    @property
+    @abstractmethod
+    def text(self) -> TextStorage:
+        """Return the rules for storing and batching text."""
+
+    @abstractmethod
+    def encode_text(self, pipe: Any, captions: Sequence[str], media: Media | None = None) -> list[Sample]:
+        """Encode captions with the pipeline's text encoders. Returns: one stored sample per caption.
+
+        Args: media: pictures that belong to the text, if the text encoder sees them.
+        """
+
+    def encode_media(self, pipe: Any, media: Media) -> list[Sample]:
+        """Encode pictures or clips with the pipeline's VAE. Returns: one stored sample per picture or clip.
+
+        A sample has "latents", not normalised, and "latents_std" if the objective draws from the VAE's distribution.
+
+        Args: media: "pixels" [b, 3, f, h, w] in [-1, 1], f = 1 for pictures. Also conditions of this family.
+        Raises: FamilyError: the model does not take this size, see `check_size`.
+        """
+        pixels = media["pixels"]
+        self.check_size(height=pixels.shape[-2], width=pixels.shape[-1], frames=pixels.shape[2])
+        mean, std = latent_moments(pipe.vae, pixels if self.takes_video else pixels[:, :, 0])
+        if self.objective.posterior == "mode":
+            return [{"latents": x} for x in mean]
+        return [{"latents": x, "latents_std": y} for x, y in zip(mean, std, strict=True)]
+
+    @abstractmethod
+    def clean(self, stored: Stored, noise: Tensor | None = None) -> Tensor:
+        """Return the normalised clean latents x0, float32 with a batch dim.
+
+        Args: noise: standard normal, to sample from the VAE's distribution; None: its mode.
+        """
+
+    @abstractmethod
+    def inputs(self, noisy: Tensor, times: Tensor, stored: Stored, options: InputOptions) -> dict[str, Any]:
+        """Build the transformer's keyword arguments, whole on every rank (with `return_dict=False`).
+
+        Args:
+            noisy: noisy latents in x0's layout.
+            times: [b], float sigma in [0, 1] for `flow`, otherwise int64.
+        """
+
+    def prediction(self, output: Tensor, noisy: Tensor) -> Tensor:
+        """Convert the transformer's output to x0's layout and the sign of `ObjectiveDefaults.prediction`."""
+        return output
+
+    def check_size(self, *, height: int, width: int, frames: int = 1) -> None:
+        """Raise FamilyError if the model cannot train on media of this size (pixels, frames). Default: check `grid`."""
+        self.grid.check(height=height, width=width, frames=frames)
+
+    def reference_size(self, *, height: int, width: int) -> tuple[int, int]:
+        """Return height and width that references of samples of this size are loaded with. Default: the same."""
+        return height, width
+
+    def given_mask(self, stored: Stored, clean: Tensor) -> Tensor | None:
+        """Return which latents are given, not generated: bool, broadcastable to x0; None if there are none.
+
+        Given latents enter the transformer clean, and have no loss.
+        """
+        return None
+
+    def call_arguments(self, media: Media) -> dict[str, Any]:
+        """Return the pipeline's call arguments that pass the conditions in `media` (a first frame, a reference)."""
+        return {}
+
+    def sigma_range(self, component: str) -> tuple[float, float]:
+        """Return (lowest, highest) sigma at which the pipeline uses a transformer. Default: all.
+
+        Args: component: name of the transformer in the pipeline.
+        """
+        return 0.0, 1.0
+
+    def shift_for(self, latents: Sequence[int]) -> float | ResolutionShift:
+        """Return the shift of flow times. Args: latents: shape of one sample's x0."""
+        return self.objective.shift
+
+
+def stored_latents(stored: Stored, noise: Tensor | None) -> Tensor:
+    """Return the stored latents in float32, or a draw from their distribution. Args: noise: like "latents", or None."""
+    latents = stored["latents"].float()
+    return latents if noise is None else latents + stored["latents_std"].float() * noise
+
+
+def per_channel(values: Sequence[float], like: Tensor, *, dim: int = 1) -> Tensor:
+    """Return float32 values of the channels, shaped to broadcast along `dim` of `like`."""
+    shape = [1] * like.dim()
+    shape[dim] = len(values)
+    return numbers_on(like.device, values, torch.float32).view(shape)

@@ -1,0 +1,73 @@
+"""Topology: loss and gradients on several ranks must be those of one process."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_cp.config import ContextParallelConfig
+from lightning_cp.engine.apply import apply_context_parallel, installed_on
+from lightning_cp.engine.check import average_in_place
+from lightning_cp.finetune.families import Family, StoredBatch
+from lightning_cp.finetune.family_check.proof import Proof
+from lightning_cp.finetune.objectives.objective import Objective, activation_dtype, objective_for
+
+_EXACT, _TOLERANCE = torch.float32, 1e-4
+_FLOOR = 1e-4  # relative to the largest gradient: some gradients are 0 up to rounding, such as the one of a key bias
+
+
+def topology_proof(
+    transformer: nn.Module, family: Family, stored: StoredBatch, config: ContextParallelConfig, *, step: int = 3
+) -> Proof:
+    """Compare the loss and every parameter's gradient of the context-parallel transformer with one process.
+
+    Args:
+        transformer: not context-parallel; it is copied. Weights in half precision are compared in float32.
+        stored: the same batch on every rank.
+        config: degrees; all ranks of the world are one context group.
+    Ranks: all of the world. Returns: the same result on every rank.
+    """
+    objective, alone = objective_for(family, seed=0), transformer
+    if activation_dtype(transformer).itemsize < _EXACT.itemsize:
+        alone = copy.deepcopy(transformer).to(_EXACT)
+    parallel = copy.deepcopy(alone)
+    loss, gradients = _gradients(objective, alone, family, stored, step)
+    apply_context_parallel(parallel, config)
+    installed = installed_on(parallel)
+    assert installed is not None, "it was applied"
+    assert installed.session.groups.data_size == 1, "all ranks are one context group"
+    loss_here, gradients_here = _gradients(objective, parallel, family, stored, step)
+    errors = {"loss": _relative(loss_here, loss, least=0.0)}
+    least = _FLOOR * max(float(x.abs().max()) for x in gradients.values() if x is not None)
+    context = installed.session.groups.context
+    if context is not None:
+        average_in_place([x for x in gradients_here.values() if x is not None], context)
+    for name, expected in gradients.items():
+        mean = gradients_here[name]
+        if (mean is None) != (expected is None):
+            errors[f"gradient {name}"] = float("inf")
+        elif mean is not None and expected is not None:
+            errors[f"gradient {name}"] = _relative(mean, expected, least=least)
+    values = torch.tensor(list(errors.values()), dtype=torch.float64)
+    dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    worst = int(values.argmax())
+    name = f"topology ring={config.ring_degree or 1} ulysses={config.ulysses_degree or 1}"
+    return Proof(name, float(values[worst]), _TOLERANCE, list(errors)[worst])
+
+
+def _gradients(
+    objective: Objective, model: nn.Module, family: Family, stored: StoredBatch, step: int
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Return the loss, and the gradient of each parameter by name."""
+    model.zero_grad()
+    loss = objective.loss(model, family, stored, step=step, first_index=0)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _relative(x: Tensor, expected: Tensor, *, least: float) -> float:
+    scale = max(float(expected.abs().max()), least) or 1.0
+    return float((x.double() - expected.double()).abs().max()) / scale

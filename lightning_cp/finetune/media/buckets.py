@@ -1,0 +1,146 @@
+"""Choose the sizes that training media are cropped to, so that batches have equal shapes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from lightning_cp.errors import FamilyError, MediaError
+from lightning_cp.finetune.families.family import Grid
+
+MAX_UPSCALE = 1.5  # larger factors teach the model visible blur
+ASPECTS = (1.0, 4 / 3, 3 / 2, 16 / 9, 2.0)  # width / height; their inverses are added
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """Size of media in a batch: frames, and height and width in pixels. Ordered by these."""
+
+    frames: int
+    height: int
+    width: int
+
+
+def default_buckets(
+    grid: Grid,
+    *,
+    height: int,
+    width: int,
+    frames: int | Sequence[int] = 1,
+    aspects: Sequence[float] = ASPECTS,
+) -> tuple[Bucket, ...]:
+    """Return buckets of the usual aspect ratios with the area of a given size or a little less, on the family's grid.
+
+    No bucket has more pixels than `height` x `width`, so that all fit the memory that this size needs.
+
+    Args:
+        height, width: size with the largest area, in pixels; it is a bucket, too.
+        frames: number of frames, or several: each bucket exists once for each. Add 1 to train on images, too.
+        aspects: width / height of the buckets; the inverse of each is added.
+    Raises: FamilyError: sizes that are not on the grid; names the nearest that are.
+    """
+    every = [ratio for aspect in aspects for ratio in (aspect, 1 / aspect)]
+    sizes = {(height, width), *(_size(grid.pixels, height * width, ratio) for ratio in every)}
+    return explicit_buckets(grid, sizes=sorted(sizes), frames=frames)
+
+
+def explicit_buckets(
+    grid: Grid, *, sizes: Iterable[Sequence[int]], frames: int | Sequence[int] = 1
+) -> tuple[Bucket, ...]:
+    """Return a bucket for each size and number of frames, in ascending order.
+
+    Args: sizes: pairs (height, width).
+    Raises: FamilyError: sizes that are not on the grid; names the nearest that are.
+    """
+    counts = (frames,) if isinstance(frames, int) else tuple(frames)
+    pairs = [tuple(size) for size in sizes]
+    for pair in pairs:
+        if len(pair) != 2:
+            raise FamilyError(f"sizes must be pairs [height, width], got {list(pair)}")
+        for name, value in zip(("height", "width"), pair, strict=True):
+            _check(name, value, step=grid.pixels, offset=0, rule=f"a multiple of {grid.pixels}")
+    if not (pairs and counts):
+        raise FamilyError("at least one size and one number of frames must be given")
+    for count in counts:
+        if grid.frame_step:
+            rule = f"{grid.frame_step}·n + 1"
+            _check("frames", count, step=grid.frame_step, offset=1, rule=rule)
+        else:
+            grid.check(height=pairs[0][0], width=pairs[0][1], frames=count)
+    return tuple(sorted({Bucket(count, h, w) for count, (h, w) in product(counts, pairs)}))
+
+
+def nearest_bucket(
+    buckets: Sequence[Bucket],
+    frames_available: int,
+    height: int,
+    width: int,
+    *,
+    max_upscale: float = MAX_UPSCALE,
+) -> Bucket:
+    """Return the bucket with the nearest aspect ratio (by its logarithm), then with the most frames that are available.
+
+    Of buckets that differ in their area only, it is the largest that needs no enlargement. A bucket that needs more
+    than `max_upscale` is chosen only if all do; `fit` then refuses it.
+
+    Args:
+        frames_available: number of frames of the video at the wanted rate; 1 for images.
+        height, width: size of the video or image, in pixels.
+    Raises: MediaError: all buckets have more frames.
+    """
+    fitting = [bucket for bucket in buckets if bucket.frames <= frames_available]
+    if not fitting:
+        least = min(bucket.frames for bucket in buckets)
+        raise MediaError(f"has {_count(frames_available)}, but the shortest bucket has {least}")
+    scales = {bucket: max(bucket.height / height, bucket.width / width) for bucket in fitting}
+    fitting = [bucket for bucket in fitting if scales[bucket] <= max_upscale] or fitting
+
+    def preference(bucket: Bucket) -> tuple[float, ...]:
+        distance = abs(math.log(bucket.width / bucket.height) - math.log(width / height))
+        area = bucket.height * bucket.width
+        enlarged = scales[bucket] > 1
+        return round(distance, 9), -bucket.frames, enlarged, area if enlarged else -area
+
+    return min(fitting, key=preference)
+
+
+def _size(step: int, area: int, aspect: float) -> tuple[int, int]:
+    """Return (height, width) in multiples of `step`, with at most `area` pixels, near to an aspect ratio and the area.
+
+    Of the four sizes around the exact one, take the one with the least sum of relative errors of ratio and side.
+    """
+    exact_h, exact_w = math.sqrt(area / aspect), math.sqrt(area * aspect)
+    sizes = [
+        (h * step, w * step)
+        for h, w in product(_around(exact_h / step), _around(exact_w / step))
+        if h * w * step * step <= area
+    ]
+
+    def error(size: tuple[int, int]) -> float:
+        h, w = size
+        return abs(math.log(w / h / aspect)) + 0.5 * math.log(area / (h * w))
+
+    return min(sizes, key=error) if sizes else (step, step)
+
+
+def _around(value: float) -> tuple[int, int]:
+    floor = max(1, math.floor(value + 1e-9))
+    return floor, floor + 1
+
+
+def _check(name: str, value: object, *, step: int, offset: int, rule: str) -> None:
+    """Raise FamilyError unless value = offset + n·step, n >= 0 (n >= 1 without an offset); name the nearest values."""
+    least = offset or step
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise FamilyError(f"{name}={value!r} must be a whole number, {rule}")
+    if value >= least and (value - offset) % step == 0:
+        return
+    below = offset + (value - offset) // step * step
+    near = [n for n in (below, below + step) if n >= least] or [least]
+    raise FamilyError(f"{name}={value} must be {rule}: the nearest are {' and '.join(map(str, near))}")
+
+
+def _count(frames: int) -> str:
+    return "1 frame" if frames == 1 else f"{frames} frames"

@@ -1,0 +1,120 @@
+"""Read a folder of images and videos, with captions in text files."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from lightning_cp.errors import DataError
+from lightning_cp.finetune.media.limits import CAPTION_BYTES
+from lightning_cp.finetune.media.source import ONE_REFERENCE, Entry, Skipped, Source, is_image, is_video
+from lightning_cp.finetune.media.table import TABLE_SUFFIXES
+from lightning_cp.finetune.media.text import is_unicode, lines_of, read_text
+
+_REFERENCE = ".reference"  # end of a reference's name, before the suffix
+_NUMBERED = re.compile(r"(?P<name>.+)\.reference[-_. ]?\d+")  # names of several references, which are refused
+
+
+def read_folder(folder: Path) -> tuple[list[Entry], list[Skipped]]:
+    """Find the images and videos in a folder and below it, sorted by path; hidden files are left out.
+
+    `a.reference.png` is the reference of `a.png`.
+
+    Raises: DataError: a folder or a caption file cannot be read, or a file has several references.
+    """
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    for files in _walk(folder, skipped):
+        references = _references([file for file in files if is_image(file) or is_video(file)])
+        referenced = set(references.values())
+        files = [file for file in files if file not in referenced]
+        media = {file for file in files if is_image(file) or is_video(file)}
+        stems = {file.stem for file in media}
+        for name, file in references.items():
+            if name not in stems:
+                skipped.append(Skipped(file, f"a reference, but no image or video is called {name}"))
+        texts = {file.stem: file for file in files if file.suffix.lower() == ".txt"}
+        for file in files:
+            reason = _refusal(file, stems)
+            if reason:
+                skipped.append(Skipped(file, reason))
+            elif file in media:
+                captions = _captions(texts[file.stem]) if file.stem in texts else ()
+                path = file.relative_to(folder).as_posix()
+                source = Source(path, file, captions, reference=references.get(file.stem))
+                entries.append(Entry(source, path, where=str(file)))
+    return sorted(entries, key=lambda entry: entry.source.file.parts), skipped
+
+
+def _walk(folder: Path, skipped: list[Skipped]) -> Iterator[list[Path]]:
+    """Yield the files of a folder, and of all folders below it.
+
+    Each folder is read once, by its path without links if it has one below `folder`: links that lead to a folder
+    several times, or back, cannot multiply its files.
+    """
+    waiting, links, seen = [folder], deque[Path](), dict[tuple[int, int], Path]()
+    while waiting or links:
+        path = waiting.pop() if waiting else links.popleft()
+        try:
+            status = path.stat()
+            first = seen.setdefault((status.st_dev, status.st_ino), path)
+            if first is not path:
+                skipped.append(Skipped(path, f"a link to a folder that is read already, as {first}"))
+                continue
+            with os.scandir(path) as found:
+                inside = sorted((one for one in found if not one.name.startswith(".")), key=lambda one: one.name)
+        except OSError as error:
+            raise DataError(f"the folder {path} cannot be read: {error.strerror}") from error
+        yield [path / one.name for one in inside if not _is_folder(one)]
+        folders = [one for one in inside if _is_folder(one)]
+        links.extend(path / one.name for one in folders if one.is_symlink())
+        waiting.extend(path / one.name for one in reversed(folders) if not one.is_symlink())
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    """Return True for a folder or a link to one; False also for a link to itself."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def _references(media: list[Path]) -> dict[str, Path]:
+    """Return the references of a folder by the name of the media. Raises: DataError: several are of the same media."""
+    found: dict[str, Path] = {}
+    stems = {file.stem for file in media}
+    for file in filter(is_image, media):
+        numbered = _NUMBERED.fullmatch(file.stem)
+        if numbered is not None and numbered["name"] in stems:
+            raise DataError(f"{file} is one of several references of {numbered['name']}: {ONE_REFERENCE}")
+        name = file.stem.removesuffix(_REFERENCE)
+        if name == file.stem:
+            continue
+        if name in found:
+            raise DataError(f"{file} and {found[name].name} are both references of {name}: {ONE_REFERENCE}")
+        found[name] = file
+    return found
+
+
+def _refusal(file: Path, stems: set[str]) -> str | None:
+    """Return why a file is not used; None for images, videos and their captions. Args: stems: names of the media."""
+    if not is_unicode(str(file)):
+        return "its name is not UTF-8: rename it"
+    suffix = file.suffix.lower()
+    if suffix == ".txt":
+        return None if file.stem in stems else "no image or video has this name"
+    if suffix in TABLE_SUFFIXES:
+        return "a table: give its path instead of the folder's to use it"
+    if not (is_image(file) or is_video(file)):
+        return f"files with the suffix {suffix} are not used" if suffix else "files without a suffix are not used"
+    if not os.path.exists(file):
+        return "a link to a file that does not exist"
+    return None if os.path.isfile(file) else "not a regular file"
+
+
+def _captions(file: Path) -> tuple[str, ...]:
+    lines = (line.strip() for line in lines_of(read_text(file, limit_bytes=CAPTION_BYTES)))
+    return tuple(line for line in lines if line)

@@ -1,0 +1,94 @@
+"""Load a source as the pixels of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_cp.finetune.media.buckets import MAX_UPSCALE, Bucket, nearest_bucket
+from lightning_cp.finetune.media.failures import failures_of
+from lightning_cp.finetune.media.fit import Crop, centre_crop, fit
+from lightning_cp.finetune.media.images import WHITE, Color, read_image
+from lightning_cp.finetune.media.source import Source
+from lightning_cp.finetune.media.videos import ShortClipError, probe, read_clip, resampled_frames
+
+
+@dataclass(frozen=True)
+class LoadedMedia:
+    """Pixels of a source.
+
+    Args:
+        pixels: float32 [3, f, h, w] in [-1, 1], f = 1 for images.
+        bucket: their size.
+        crop: the part of the image or video that they show.
+        fps: frames per second; None for images.
+        reference: float32 [3, 1, h, w] in [-1, 1]; None if the source has none.
+    """
+
+    pixels: Tensor
+    bucket: Bucket
+    crop: Crop
+    fps: float | None
+    reference: Tensor | None
+
+
+def load_media(
+    source: Source,
+    buckets: Sequence[Bucket],
+    *,
+    fps: float | None = None,
+    max_upscale: float = MAX_UPSCALE,
+    background: Color = WHITE,
+    reference_size: Callable[..., tuple[int, int]] | None = None,
+) -> LoadedMedia:
+    """Read a source, choose its bucket with `nearest_bucket`, and crop and resize it with `fit`.
+
+    The reference is cropped and resized, too.
+
+    Args:
+        buckets: one, or several to choose from.
+        fps: frames per second of clips; None: the rate of the video.
+        max_upscale: largest factor of enlargement.
+        background: colour behind transparent pixels of images, 0 to 255.
+        reference_size: returns height and width of the reference from those of the bucket (`Family.reference_size`);
+            None: the same.
+    Raises: MediaError: the file, or its reference, cannot be used; names the file and the reason. No other exception
+        leaves this function but MemoryError.
+    """
+    with failures_of(source.file):
+        if source.is_video:
+            pixels, bucket, rate = _read_video(source, buckets, fps, max_upscale)
+        else:
+            pixels, rate = read_image(source.file, background=background).unsqueeze(1), None
+            bucket = nearest_bucket(buckets, 1, *pixels.shape[-2:], max_upscale=max_upscale)
+        fitted, crop = fit(pixels, bucket, max_upscale=max_upscale)
+        reference = None
+        if source.reference is not None:
+            with failures_of(source.reference):
+                image = read_image(source.reference, background=background).unsqueeze(1)
+                height, width = bucket.height, bucket.width
+                if reference_size is not None:
+                    height, width = reference_size(height=height, width=width)
+                reference, _ = fit(image, Bucket(1, height, width), max_upscale=max_upscale)
+    return LoadedMedia(fitted, bucket, crop, rate, reference)
+
+
+def _read_video(
+    source: Source, buckets: Sequence[Bucket], fps: float | None, max_upscale: float
+) -> tuple[Tensor, Bucket, float]:
+    """Return the clip, its bucket, and frames per second."""
+    info = probe(source.file)
+    available = resampled_frames(info, fps=fps, start_s=source.start_s, end_s=source.end_s)
+    while True:
+        bucket = nearest_bucket(buckets, available, info.height, info.width, max_upscale=max_upscale)
+        centre_crop(info.height, info.width, bucket, max_upscale=max_upscale)  # refuse before decoding
+        try:
+            clip = read_clip(source.file, frames=bucket.frames, fps=fps, start_s=source.start_s, end_s=source.end_s)
+        except ShortClipError as error:  # files often say that they are a few frames longer than they are
+            if not any(other.frames <= error.available for other in buckets):
+                raise
+            available = error.available
+            continue
+        return clip, bucket, info.fps if fps is None else fps

@@ -1,0 +1,139 @@
+"""Find the images, videos and captions of a training set."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from lightning_cp.errors import DataError, MediaError
+from lightning_cp.finetune.media.clips import cut_clips
+from lightning_cp.finetune.media.decoder import require_pyav
+from lightning_cp.finetune.media.folder import read_folder
+from lightning_cp.finetune.media.source import Entry, Skipped, Source, Sources, accepted_suffixes, first_reasons
+from lightning_cp.finetune.media.table import TABLE_SUFFIXES, read_table
+
+CaptionRule = Literal["required", "optional"]
+ClipRule = Literal["first", "all"]
+
+
+def find_sources(
+    path: str | Path,
+    *,
+    captions: CaptionRule = "required",
+    clips: ClipRule = "first",
+    clip_frames: int | None = None,
+    fps: float | None = None,
+) -> Sources:
+    """Find the images and videos of a folder or table, with their captions.
+
+    Folder: all images and videos in it and below it, without hidden files. The captions of `a/b.mp4` are the non-empty
+    lines of `a/b.txt`, and `a/b.reference.png` is its reference. Links to folders are followed, but each
+    folder is read once.
+
+    Table: a `.csv` file with a header, or a `.jsonl` file with one object per line. Columns or keys: `file`, relative
+    to the table's folder; `caption`, or `captions`, a JSON list; optional `repeats`, `reference`, and the range of a
+    clip: `start_s` and `end_s`, or `start_frame` and `frames`.
+
+    Args:
+        path: a folder, or a table.
+        captions: `required`: skip files without a caption; `optional`: give them the empty caption.
+        clips: `first`: one source per video, or per range in the table. `all`: cut each into as many consecutive clips
+            of `clip_frames` as it has, without the frames that remain at the end. Videos are then opened to read their
+            duration.
+        clip_frames: frames of a clip with `clips=all`.
+        fps: frames per second of a clip with `clips=all`; None: the video's rate.
+    Raises:
+        DataError: `path` is missing or has no usable file or no caption, a row or a caption file is invalid, or two
+            rows describe the same clip.
+        MediaError: there are videos, but PyAV is not installed.
+    """
+    _check_options(captions, clips, clip_frames, fps)
+    path = Path(path).expanduser()
+    entries, skipped = _read(path)
+    if not entries:
+        raise DataError(f"{path} has no usable file{_first_reasons(skipped)}. Usable are {accepted_suffixes()}")
+    _check_unique([(entry.source.id, entry.where) for entry in entries])
+    entries = _with_captions(path, entries, skipped, captions)
+    if any(entry.source.is_video for entry in entries):
+        require_pyav()
+    found: list[tuple[Source, str]] = []
+    for entry in entries:
+        if not entry.source.is_video or (clips == "first" and entry.frame_range is None):
+            found.append((entry.source, entry.where))
+            continue
+        try:
+            clip_sources = cut_clips(entry, clip_frames=clip_frames if clips == "all" else None, fps=fps)
+        except MediaError as error:
+            skipped.append(Skipped(entry.source.file, str(error)))
+            continue
+        found.extend((source, entry.where) for source in clip_sources)
+    if not found:
+        raise DataError(f"{path} has no usable file{_first_reasons(skipped)}")
+    _check_unique([(source.id, where) for source, where in found])
+    return Sources(tuple(source for source, _ in found), tuple(skipped))
+
+
+def _check_options(captions: str, clips: str, clip_frames: int | None, fps: float | None) -> None:
+    for name, value, valid in (("captions", captions, get_args(CaptionRule)), ("clips", clips, get_args(ClipRule))):
+        if value not in valid:
+            raise DataError(f"{name}={value} must be {' or '.join(valid)}")
+    if clips == "all" and (clip_frames is None or clip_frames < 1):
+        raise DataError(f"clips=all needs the length of a clip: set clip_frames to 1 or more, got {clip_frames}")
+    if fps is not None and not (fps > 0 and math.isfinite(fps)):
+        raise DataError(f"fps={fps} must be a positive number, or null for the rate of each video")
+
+
+def _read(path: Path) -> tuple[list[Entry], list[Skipped]]:
+    if path.is_dir():
+        return read_folder(path)
+    expected = f"expected a folder or a table ({', '.join(TABLE_SUFFIXES)})"
+    if not path.exists():
+        raise DataError(f"{path} does not exist: {expected}")
+    if path.suffix.lower() not in TABLE_SUFFIXES:
+        raise DataError(f"{path} is neither a folder nor a table: {expected}")
+    return read_table(path)
+
+
+def _with_captions(path: Path, entries: list[Entry], skipped: list[Skipped], rule: str) -> list[Entry]:
+    """Return the entries to use. Args: skipped: gets the others."""
+    kept = []
+    for entry in entries:
+        if entry.source.captions:
+            kept.append(entry)
+        elif rule == "optional":
+            kept.append(replace(entry, source=replace(entry.source, captions=("",))))
+        else:
+            skipped.append(Skipped(entry.source.file, _no_caption(path, entry)))
+    if not kept:
+        raise DataError(
+            f"{path}: none of the {len(entries)} files has a caption ({_no_caption(path, entries[0])}). "
+            "Write captions, or set captions=optional to train with the empty caption"
+        )
+    return kept
+
+
+def _no_caption(path: Path, entry: Entry) -> str:
+    if path.is_dir():
+        return f"no caption: {entry.source.file.with_suffix('.txt').name} is missing or empty"
+    return f"no caption in {entry.where}"
+
+
+def _check_unique(found: Sequence[tuple[str, str]]) -> None:
+    """Raise DataError if two sources have one id. Args: found: pairs (id, where it was found)."""
+    seen: dict[str, str] = {}
+    for id, where in found:
+        if id in seen:
+            raise DataError(
+                f"{where}: {id} was already given in {seen[id]}. A file, or clip of a video, may occur once: give "
+                "several captions as a list (captions), and use repeats to train on it more often"
+            )
+        seen[id] = where
+
+
+def _first_reasons(skipped: Sequence[Skipped]) -> str:
+    if not skipped:
+        return ""
+    return f" ({len(skipped)} skipped, such as {first_reasons(skipped)})"

@@ -1,0 +1,106 @@
+"""Flow matching with straight paths (Lipman et al., arXiv:2210.02747; Liu et al., arXiv:2209.03003)."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_cp.comm.to_device import numbers_on
+from lightning_cp.data import RandomStream, keyed_generator
+from lightning_cp.finetune.families import Family, ResolutionShift
+from lightning_cp.finetune.objectives.density import Density, LogitNormal, shifted, unshifted
+from lightning_cp.finetune.objectives.objective import Objective
+
+_log = logging.getLogger(__name__)
+_MOST_DRAWS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowMatching(Objective):
+    """Train the velocity `noise - x0` at `x = (1 - sigma)·x0 + sigma·noise`.
+
+    Args:
+        density: distribution of sigma before the shift.
+        shift: factor or rule of the shift; None: the family's, from the pretrained scheduler.
+        sigma_range: train only on lowest < sigma <= highest, after the shift. For models with two transformers.
+    """
+
+    density: Density = field(default_factory=LogitNormal)
+    shift: float | ResolutionShift | None = None
+    sigma_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        low, high = self.sigma_range
+        if not 0 <= low < high <= 1:
+            raise ValueError(f"sigma_range={self.sigma_range} must be (lowest, highest) within (0, 1)")
+        if isinstance(self.shift, (int, float)) and not self.shift > 0:
+            raise ValueError(f"shift={self.shift} must be positive")
+
+    @override
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+        factor = self._factor(family, clean)
+        drawn = [self._draw(factor, step=step, index=first_index + i) for i in range(len(clean))]
+        return numbers_on(clean.device, drawn, torch.float32)
+
+    @override
+    def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
+        factor = self._factor(family, clean)
+        below, up_to = (self.density.cdf(unshifted(sigma, factor)) for sigma in self.sigma_range)
+        if up_to - below < 1 / _MOST_DRAWS:
+            raise self._empty_range(f"fewer than 1 of {_MOST_DRAWS} times is", factor)
+        within = min(below + p * (up_to - below), math.nextafter(1.0, 0.0))  # the sum may be rounded to 1
+        sigma = shifted(self.density.quantile(within), factor)
+        return torch.full((len(clean),), sigma, dtype=torch.float32, device=clean.device)
+
+    @override
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        return times
+
+    @override
+    def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        if family.objective.prediction != "flow":
+            raise ValueError(f"{family.name} predicts {family.objective.prediction}: train it with Diffusion")
+        sigma = times.to(clean.dtype).view(-1, *[1] * (clean.dim() - 1))
+        return (1 - sigma) * clean + sigma * noise, noise - clean
+
+    def _draw(self, factor: float, *, step: int, index: int) -> float:
+        generator = keyed_generator(self.seed, RandomStream.TIME, step=step, index=index)
+        low, high = self.sigma_range
+        for _ in range(_MOST_DRAWS):
+            sigma = shifted(self.density.draw(generator), factor)
+            if low < sigma <= high:
+                return sigma
+        raise self._empty_range(f"none of {_MOST_DRAWS} drawn times is", factor)
+
+    def _empty_range(self, found: str, factor: float) -> ValueError:
+        return ValueError(
+            f"{found} in sigma_range={self.sigma_range}: widen it, or change the density "
+            f"({self.density}) or the shift ({factor:.3g})"
+        )
+
+    def _factor(self, family: Family, clean: Tensor) -> float:
+        rule = family.shift_for(clean.shape[1:]) if self.shift is None else self.shift
+        if not isinstance(rule, ResolutionShift):
+            return float(rule)
+        tokens = family.grid.tokens(clean.shape[1:])
+        if rule.is_clamped(tokens):
+            _log_clamp(tokens, rule)
+        return rule.factor(tokens)
+
+
+_logged: set[tuple[int, ResolutionShift]] = set()
+
+
+def _log_clamp(tokens: int, rule: ResolutionShift) -> None:
+    if (tokens, rule) not in _logged:
+        _logged.add((tokens, rule))
+        _log.warning(
+            f"the timestep shift of {tokens} tokens is clamped to that of {rule.max_tokens} tokens "
+            f"({rule.factor(tokens):.2f}); set clamp=False in the ResolutionShift to extrapolate"
+        )

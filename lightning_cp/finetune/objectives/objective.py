@@ -1,0 +1,204 @@
+"""The steps that all objectives share: draw noise and times, drop captions, compute the loss in float32."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.wrappers import is_wrapped
+from torch import Tensor, nn
+
+from lightning_cp.data import RandomStream
+from lightning_cp.engine.apply import installed_on
+from lightning_cp.errors import FamilyError
+from lightning_cp.finetune.families import Family, InputOptions, StoredBatch
+from lightning_cp.finetune.objectives.fabric_call import call_unrounded
+from lightning_cp.training.noise import sample_dropped, sample_noise
+
+
+@dataclass(frozen=True)
+class Noised:
+    """A batch between data and noise.
+
+    Attributes:
+        noisy: noisy latents, float32 [b, ...].
+        times: [b]; float32 sigma for flow matching, otherwise int64.
+        target: target of the transformer's prediction, float32 [b, ...].
+        loss_mask: weight of each element in the loss, broadcastable to the target; None: 1 everywhere.
+        stored: the stored batch, with dropped captions replaced.
+    """
+
+    noisy: Tensor
+    times: Tensor
+    target: Tensor
+    loss_mask: Tensor | None
+    stored: StoredBatch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective(ABC):
+    """A training objective for any `Family`.
+
+    All random draws depend only on (seed, step, index of the sample in the global batch), so the loss does not depend
+    on the number of ranks. x0, noise, target and loss are float32; only the transformer's arguments have its dtype.
+
+    Args:
+        seed: seed of the run.
+        cond_dropout: probability of training a sample with the empty caption, for CFG.
+        guidance: value of the guidance embedding; None: the family's.
+        sample_posterior: draw latents from the VAE's distribution; False: use its mode; None: the family's default.
+        dtype: dtype of the transformer's activations; None: the dtype of its parameters.
+    """
+
+    seed: int
+    cond_dropout: float = 0.0
+    guidance: float | None = None
+    sample_posterior: bool | None = None
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cond_dropout <= 1:
+            raise ValueError(f"cond_dropout={self.cond_dropout} must be at least 0 and at most 1")
+
+    def loss(
+        self, transformer: nn.Module, family: Family, stored: StoredBatch, *, step: int, first_index: int | None = None
+    ) -> Tensor:
+        """Return the loss of a batch, a float32 scalar: the mean over samples of `sample_losses`.
+
+        Args:
+            transformer: diffusers transformer, context-parallel or not.
+            family: from `family_for` or `load_family`.
+            stored: batch of this data rank, from `collate`.
+            step: training step.
+            first_index: index of the batch's first sample in the global batch; None: data rank times batch size.
+        Ranks: all ranks of a context group, with the same batch; each returns the same loss.
+        """
+        return self.sample_losses(transformer, family, stored, step=step, first_index=first_index).mean()
+
+    def sample_losses(
+        self,
+        transformer: nn.Module,
+        family: Family,
+        stored: StoredBatch,
+        *,
+        step: int,
+        first_index: int | None = None,
+        times: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of each sample, float32 [b]: the mean over its elements, weighted by the loss mask.
+
+        The mask is the stored tensor "loss_mask", if there is one, without the latents that are given. A sample with
+        mask 0 everywhere has loss 0.
+
+        Args:
+            times: time of each sample, as `times_at` returns them; None: drawn.
+        Other arguments: see `loss`.
+        """
+        first = self.first_index(transformer, stored) if first_index is None else first_index
+        noised = self.noised(family, stored, step=step, first_index=first, times=times)
+        guidances = (self.guidance, family.objective.guidance, 1.0)
+        guidance = next(value for value in guidances if value is not None)
+        options = InputOptions(dtype=self.dtype or activation_dtype(transformer), guidance=guidance)
+        arguments = family.inputs(noised.noisy, noised.times, noised.stored, options)
+        output = first_output(call_unrounded(transformer, arguments))
+        error = (family.prediction(output, noised.noisy).to(noised.target.dtype) - noised.target).square()
+        if noised.loss_mask is None:
+            return error.flatten(1).mean(dim=1)
+        weights = noised.loss_mask.to(error.dtype).expand_as(error).flatten(1)
+        total = weights.sum(dim=1)
+        return (error.flatten(1) * weights).sum(dim=1) / torch.where(total > 0, total, 1.0)
+
+    def noised(
+        self, family: Family, stored: StoredBatch, *, step: int, first_index: int = 0, times: Tensor | None = None
+    ) -> Noised:
+        """Draw noise and times for a batch, without running the transformer.
+
+        Args: times: time of each sample, as `times_at` returns them; None: drawn.
+        """
+        key: dict[str, Any] = {"seed": self.seed, "step": step, "first_index": first_index}
+        clean = family.clean(stored)
+        sampled = family.objective.posterior == "sample" if self.sample_posterior is None else self.sample_posterior
+        if sampled and family.objective.posterior == "mode":
+            raise FamilyError(f"sample_posterior=True, but {family.name} stores only the mode of its latents")
+        if sampled:
+            drawn = sample_noise(
+                clean.shape, **key, stream=RandomStream.POSTERIOR, device=clean.device, dtype=clean.dtype
+            )
+            clean = family.clean(stored, drawn)
+        noise = sample_noise(clean.shape, **key, device=clean.device, dtype=clean.dtype)
+        if times is None:
+            times = self.times(family, clean, step=step, first_index=first_index)
+        noisy, target = self.mix(family, clean, noise, times)
+        given, loss_mask = family.given_mask(stored, clean), stored.get("loss_mask")
+        if given is not None:
+            noisy = torch.where(given, clean, noisy)
+            loss_mask = ~given if loss_mask is None else torch.where(given, 0.0, loss_mask)
+        if self.cond_dropout:
+            dropped = sample_dropped(len(stored), self.cond_dropout, **key, device=clean.device)
+            stored = stored.without_text(dropped, family.text)
+        return Noised(noisy, times, target, loss_mask, stored)
+
+    @abstractmethod
+    def times(self, family: Family, clean: Tensor, *, step: int, first_index: int) -> Tensor:
+        """Draw the time of each sample, [b]."""
+
+    @abstractmethod
+    def times_at(self, family: Family, clean: Tensor, p: float) -> Tensor:
+        """Return the p-quantile of the times that `times` draws, once for each sample, [b].
+
+        Args:
+            clean: x0 [b, ...]; the shift of flow times may depend on its size.
+            p: in (0, 1); 0.5 is the median.
+        """
+
+    @abstractmethod
+    def sigma(self, family: Family, times: Tensor) -> Tensor:
+        """Return sigma, the factor of the noise in the noisy latents, at each time: float32 [b], from 0 to 1."""
+
+    @abstractmethod
+    def mix(self, family: Family, clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the noisy latents and the target, both like `clean`."""
+
+    @staticmethod
+    def first_index(transformer: nn.Module, stored: StoredBatch) -> int:
+        """Return the index of a batch's first sample in the global batch: data rank times batch size."""
+        for module in transformer.modules():  # it may be inside DDP, peft, Fabric or a compiler's wrapper
+            installed = installed_on(module)
+            if installed is not None:
+                return installed.session.groups.data_rank * len(stored)
+        return dist.get_rank() * len(stored) if dist.is_available() and dist.is_initialized() else 0
+
+
+def first_output(output: Any) -> Tensor:
+    """Return the prediction in a transformer's output: a tensor, a tuple, or diffusers' output class."""
+    first = output if isinstance(output, Tensor) else output[0]
+    assert isinstance(first, Tensor), f"{type(first).__name__} is no prediction"
+    return first
+
+
+def activation_dtype(transformer: nn.Module) -> torch.dtype:
+    """Return the dtype in which a transformer takes its inputs: that of its frozen or trained base weights."""
+    inner: Any = transformer.module if is_wrapped(transformer) else transformer  # Fabric's own module is float32
+    dtype = getattr(inner, "dtype", None)  # diffusers models
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    return next((p.dtype for p in inner.parameters() if p.is_floating_point()), torch.float32)
+
+
+def objective_for(family: Family, *, seed: int, component: str = "transformer", **settings: Any) -> Objective:
+    """Return the objective that fits a family's pretrained weights.
+
+    Args:
+        component: name of the trained transformer in its pipeline. One of two experts (Wan 2.2) is trained on the noise
+            levels at which the pipeline uses it, unless `sigma_range` is given.
+        settings: other arguments of `FlowMatching` or `Diffusion`.
+    """
+    from lightning_cp.finetune.objectives.diffusion import Diffusion
+    from lightning_cp.finetune.objectives.flow import FlowMatching
+
+    if family.objective.prediction != "flow":
+        return Diffusion(seed=seed, **settings)
+    return FlowMatching(seed=seed, **{"sigma_range": family.sigma_range(component), **settings})

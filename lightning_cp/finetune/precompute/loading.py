@@ -1,0 +1,135 @@
+"""Read and decode the media of one rank in threads, ahead of the VAE."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from lightning_cp.errors import MediaError
+from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.latent_cache import caption_hash
+from lightning_cp.finetune.media import Bucket, LoadedMedia, Source, load_media
+from lightning_cp.finetune.precompute.hashes import FileHashes, state_of
+from lightning_cp.finetune.precompute.ranks import EncodingRanks
+from lightning_cp.finetune.precompute.usable import buckets_for
+
+Loaded = tuple[LoadedMedia, dict[str, Any]] | MediaError | None
+"""Pixels of a source and the fields of its row; or why it cannot be used; or None: it is stored."""
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Load media with their rows.
+
+    Args:
+        root: folder that the rows' `source` is relative to.
+        buckets: sizes to choose from.
+        done: ids of the samples that are stored.
+        fps: frames per second of clips; None: the file's.
+        max_upscale: largest factor of enlargement.
+        family: family of the pipeline; None: a family with texts that do not depend on the media, and with
+            references of the samples' size.
+    """
+
+    root: Path
+    buckets: Sequence[Bucket]
+    done: Container[str]
+    fps: float | None = None
+    max_upscale: float = 1.5
+    family: Family | None = None
+    hashes: FileHashes = field(default_factory=FileHashes)
+
+    def load(self, source: Source) -> Loaded:
+        """Load one source, unless it is stored."""
+        if source.id in self.done:
+            return None
+        try:
+            before = state_of(source)
+            row = self._row(source)
+            media = load_media(
+                source,
+                buckets_for(source, self.buckets),
+                fps=self.fps,
+                max_upscale=self.max_upscale,
+                reference_size=None if self.family is None else self.family.reference_size,
+            )
+            if state_of(source) != before:
+                raise MediaError(f"{source.file}: changed while it was read")
+        except MediaError as error:
+            return MediaError(str(error))  # without a traceback: it is sent to the other ranks of the group
+        size, crop = media.bucket, media.crop
+        row |= {"frames": size.frames, "height": size.height, "width": size.width, "fps": media.fps}
+        return media, {**row, "crop": (crop.top, crop.left, crop.height, crop.width)}
+
+    def _row(self, source: Source) -> dict[str, Any]:
+        """Return what a row says about a source before it is decoded. Raises: MediaError: a file cannot be read."""
+        inside, contents = source.file.is_relative_to(self.root), self.hashes.of(source)
+        return {
+            "id": source.id,
+            "source": str(source.file.relative_to(self.root) if inside else source.file),
+            "source_hash": contents,
+            **caption_fields(source, contents, self.family),
+        }
+
+
+def load_all(
+    sources: Sequence[Source], loader: Loader, ranks: EncodingRanks, *, workers: int
+) -> Iterator[tuple[Source, Loaded]]:
+    """Yield each source as `Loader.load` returns it, on all ranks of a group; the first rank reads.
+
+    Args: workers: threads; as many sources and one more are kept in memory.
+    """
+    if not ranks.writes_media:
+        for source in sources:
+            yield source, _result_or_raise(ranks.from_writer(None))
+        return
+    with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
+        ahead: deque[tuple[Source, Future[Loaded]]] = deque()
+        waiting = iter(sources)
+        try:
+            while True:
+                for source in islice(waiting, workers + 1 - len(ahead)):
+                    ahead.append((source, pool.submit(loader.load, source)))
+                if not ahead:
+                    return
+                source, future = ahead.popleft()
+                yield source, _result_or_raise(ranks.from_writer(_outcome_of(future, ranks)))
+        finally:
+            for _, future in ahead:
+                future.cancel()
+
+
+def caption_fields(source: Source, contents: str, family: Family | None) -> dict[str, Any]:
+    """Return the fields of a row that hold captions. Args: contents: the row's `source_hash`."""
+    seen = media_id(source, contents) if family is not None and family.text.sees_media else None
+    return {"captions": tuple(caption_hash(caption, seen) for caption in source.captions), "repeats": source.repeats}
+
+
+def media_id(source: Source, contents: str) -> str:
+    """Return the name of a source's media in `caption_hash`; other contents have another name."""
+    return f"{source.id} {contents}"
+
+
+def _outcome_of(future: Future[Loaded], ranks: EncodingRanks) -> Loaded | _Raised:
+    """Return the result, or the exception that ends the run, to be sent to the other ranks of the group."""
+    try:
+        ranks.check()
+        return future.result()
+    except Exception as error:
+        return _Raised(error)
+
+
+@dataclass(frozen=True)
+class _Raised:
+    error: Exception
+
+
+def _result_or_raise(outcome: Loaded | _Raised) -> Loaded:
+    if isinstance(outcome, _Raised):
+        raise outcome.error
+    return outcome

@@ -1,0 +1,248 @@
+"""Precompute a data set: find the media, encode captions and media on all ranks, and complete the cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_cp.errors import CacheError, DataError
+from lightning_cp.files import writing, writing_new
+from lightning_cp.finetune.families import Family, family_for
+from lightning_cp.finetune.latent_cache import (
+    CacheIndex,
+    CacheWriter,
+    LatentCache,
+    PreparedCache,
+    fingerprint_of,
+    prepare_cache,
+)
+from lightning_cp.finetune.latent_cache.pipeline_files import SETTING, describe_files
+from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources, find_sources
+from lightning_cp.finetune.media.source import first_reasons
+from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.finetune.precompute.encode import captions_of, encode_captions, encode_sources
+from lightning_cp.finetune.precompute.hashes import FileHashes
+from lightning_cp.finetune.precompute.loading import Loader
+from lightning_cp.finetune.precompute.ranks import EncodingRanks, Report
+from lightning_cp.finetune.precompute.seen_texts import encode_seen_captions
+from lightning_cp.finetune.precompute.settings import Precomputed, PrecomputeSettings
+from lightning_cp.finetune.precompute.sizes import buckets_of
+from lightning_cp.finetune.precompute.stored import update_stored
+from lightning_cp.finetune.precompute.terminal import progress_bar, quiet_packages
+from lightning_cp.finetune.precompute.usable import SHEET, check_none_skipped, check_output, usable
+from lightning_cp.pipelines.placement.encoders import components_on, load_encoders, release
+from lightning_cp.vae import parallelize_vae
+
+SKIPPED = "skipped.jsonl"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Objects that all phases of a run use."""
+
+    pretrained: str
+    data: Path
+    output: Path
+    settings: PrecomputeSettings
+    device: torch.device
+    ranks: EncodingRanks
+    progress: bool
+    hashes: FileHashes = field(default_factory=FileHashes)
+
+    @contextmanager
+    def phase(self, name: str, total: int, pipe: Any, parts: Sequence[str]) -> Iterator[tuple[CacheWriter, Report]]:
+        """Open a writer, put parts of the pipeline on the device, and show progress. Ranks: the whole world."""
+        rank, shard_bytes = self.ranks.rank, self.settings.shard_bytes
+        with (
+            progress_bar(name, total, self.progress and rank == 0) as bar,
+            self.ranks.phase(bar) as report,
+            _disk_errors(self.output),
+            CacheWriter(self.output, rank=rank, shard_bytes=shard_bytes) as writer,
+            components_on(pipe, parts, self.device),
+        ):
+            yield writer, report
+
+
+def precompute(
+    pretrained: str,
+    data: Path,
+    output: Path,
+    *,
+    settings: PrecomputeSettings,
+    device: torch.device,
+    ranks: EncodingRanks | None = None,
+    progress: bool = False,
+) -> Precomputed:
+    """Encode a data set into the cache `output`, or continue a run that was interrupted.
+
+    Args:
+        pretrained: folder of a pipeline, or its name on the Hub.
+        data: folder or table of media, see `find_sources`.
+        device: device of this rank's encoders.
+        ranks: from `EncodingRanks.of_world`; None: one process.
+        progress: show progress bars on rank 0.
+    Ranks: the whole world; the media must be readable and the cache writable on every rank. An exception on one rank
+        is raised on all of them.
+    Raises: ValueError (MediaError, FamilyError, CacheError), DataError: the data, the pipeline or the cache.
+    """
+    run = _Run(pretrained, data, output, settings, device, ranks or EncodingRanks(), progress)
+    found = run.ranks.on_first(lambda: _find(run))
+    with quiet_packages(progress):
+        with run.ranks.phase():
+            pipe = load_encoders(pretrained, settings.dtype, vae_dtype=settings.vae_dtype)
+            if settings.tiling:
+                pipe.vae.enable_tiling()
+            family = family_for(pipe)
+            kinds = {"video" if source.is_video else "image" for source in found.sources}
+            buckets = buckets_of(pipe, family, sizes=settings.sizes, frames=settings.frames, kinds=kinds)
+            found = usable(found, family, buckets)
+            if settings.on_bad == "error":
+                check_none_skipped(found.skipped)
+        with _prepared(run, pipe, family, found.sources) as prepared:
+            with _disk_errors(output):
+                changed, dropped = update_stored(
+                    prepared,
+                    found.sources,
+                    family,
+                    hashes=run.hashes,
+                    workers=settings.workers,
+                    ranks=run.ranks,
+                    progress=progress,
+                )
+            result = replace(_encode(run, pipe, family, found, buckets), changed=changed, dropped=dropped)
+            run.ranks.on_first(lambda: _complete(prepared, output, result))
+        if settings.sheet:
+            with components_on(pipe, family.components.media, device):
+                run.ranks.on_first(
+                    lambda: draw_contact_sheet(pipe.vae, LatentCache(output), output / SHEET, settings.sheet)
+                )
+    return result
+
+
+def _find(run: _Run) -> Sources:
+    check_output(run.output, run.data)
+    frames, settings = run.settings.frames, run.settings
+    return find_sources(
+        run.data,
+        captions=settings.captions,
+        clips=settings.clips,
+        clip_frames=frames if isinstance(frames, int) else None,
+        fps=settings.fps,
+    )
+
+
+def _encode(run: _Run, pipe: Any, family: Family, found: Sources, buckets: Sequence[Bucket]) -> Precomputed:
+    """Encode what the cache does not have. Ranks: the whole world."""
+    settings, ranks = run.settings, run.ranks
+    root = run.data if run.data.is_dir() else run.data.parent
+    loader = Loader(root, buckets, (), settings.fps, settings.max_upscale, family, run.hashes)
+    captions = _encode_texts(run, pipe, family, found, loader)
+    release(pipe, [name for name in family.components.text if name not in family.components.media])
+    result: tuple[int, list[Skipped]] = 0, []
+    with (
+        run.phase("samples", len(found.sources), pipe, family.components.media) as (writer, report),
+        ExitStack() as stack,
+    ):
+        if ranks.groups is not None:
+            stack.callback(parallelize_vae(pipe.vae, ranks.groups))
+        result = encode_sources(
+            pipe,
+            family,
+            found.sources[ranks.data_rank :: ranks.data_size],
+            writer,
+            loader=replace(loader, done=writer.done_ids()),
+            workers=settings.workers,
+            stop_on_bad=settings.on_bad == "error",
+            ranks=ranks,
+            report=report,
+        )
+    return _result(found, captions, ranks.gather(result if ranks.writes_media else (0, [])))
+
+
+def _encode_texts(run: _Run, pipe: Any, family: Family, found: Sources, loader: Loader) -> int:
+    """Encode the texts that the cache does not have. Ranks: the whole world. Returns: number of distinct texts."""
+    settings, ranks, encoding = run.settings, run.ranks, family.components.text
+    if family.text.sees_media:
+        with run.phase("captions", len(found.sources), pipe, encoding) as (writer, report):
+            encode_seen_captions(
+                pipe,
+                family,
+                found.sources[ranks.rank :: ranks.size],
+                writer,
+                loader=loader,
+                stop_on_bad=settings.on_bad == "error",
+                ranks=ranks,
+                report=report,
+            )
+        return sum(len(set(source.captions)) for source in found.sources)
+    captions = captions_of(found.sources)
+    with run.phase("captions", len(captions), pipe, encoding) as (writer, report):
+        mine = captions[ranks.rank :: ranks.size]
+        encode_captions(pipe, family, mine, writer, batch_size=settings.text_batch, ranks=ranks, report=report)
+    return len(captions)
+
+
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
+    """Raise CacheError instead of OSError."""
+    try:
+        with writing(folder):
+            yield
+    except OSError as error:
+        raise CacheError(str(error)) from error
+
+
+@contextmanager
+def _prepared(run: _Run, pipe: Any, family: Family, sources: Sequence[Source]) -> Iterator[PreparedCache | None]:
+    """Lock the cache on rank 0 while all ranks write."""
+    made: list[PreparedCache] = []
+    names = dict.fromkeys((*family.components.text, *family.components.media))
+
+    def prepare() -> None:
+        fingerprint = fingerprint_of(pipe, names, run.settings.identity())
+        values = {**run.settings.plain(), SETTING: describe_files(run.pretrained, names)}
+        index = CacheIndex(family.name, family.facts, fingerprint, settings=values, planned_samples=len(sources))
+        if family.text.sees_media:
+            index = replace(index, empty_caption=None)
+        with _disk_errors(run.output):
+            made.append(prepare_cache(run.output, index))
+
+    try:
+        run.ranks.on_first(prepare)
+        yield made[0] if made else None
+    finally:
+        for prepared in made:
+            prepared.release()
+
+
+def _result(found: Sources, captions: int, parts: Sequence[tuple[int, list[Skipped]]]) -> Precomputed:
+    encoded = sum(count for count, _ in parts)
+    skipped = (*found.skipped, *(one for _, some in parts for one in some))
+    number = len(found.sources) + len(found.skipped)
+    return Precomputed(number, encoded, number - encoded - len(skipped), captions, skipped)
+
+
+def _complete(prepared: PreparedCache | None, output: Path, result: Precomputed) -> None:
+    """Write what was skipped, and complete the cache. Raises: DataError: no file could be used."""
+    assert prepared is not None, "rank 0 has prepared it"
+    with _disk_errors(output):
+        rows = [json.dumps(_skipped_row(one), ensure_ascii=False) for one in result.skipped]
+        text = "".join(f"{row}\n" for row in rows)
+        with writing_new(output / SKIPPED) as path:
+            path.write_text(text, encoding="utf-8", errors="surrogateescape")
+        if result.encoded + result.stored == 0:
+            raise DataError(
+                f"none of the {result.found} files could be used: {first_reasons(result.skipped)}. "
+                f"{output / SKIPPED} has all reasons"
+            )
+        prepared.finish()
+
+
+def _skipped_row(one: Skipped) -> Mapping[str, str]:
+    return {"file": str(one.file), "reason": one.reason}

@@ -1,0 +1,72 @@
+"""Decide which sources a family can train on, before any of them is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from lightning_cp.errors import DataError, MediaError
+from lightning_cp.finetune.families import Family
+from lightning_cp.finetune.latent_cache.index import INDEX
+from lightning_cp.finetune.media import Bucket, Skipped, Source, Sources
+from lightning_cp.finetune.media.source import first_reasons, is_image, is_video
+
+SHEET = "contact_sheet.png"
+
+
+def check_output(output: Path, data: Path) -> None:
+    """Raise DataError if the cache would lie in the data folder: its files would be found as data by the next run."""
+    if data.is_dir() and output.resolve().is_relative_to(data.resolve()):
+        raise DataError(
+            f"output={output} is the data folder {data} or lies in it: choose a folder outside, because the pictures "
+            "of the cache would become training data of the next run"
+        )
+
+
+def usable(found: Sources, family: Family, buckets: Sequence[Bucket]) -> Sources:
+    """Return the sources without those that the family or the buckets exclude, which are skipped with the reason.
+
+    Raises: DataError: no source is left.
+    """
+    kept, skipped = list[Source](), list(found.skipped)
+    for source in found.sources:
+        reason = _reason(source, family, buckets)
+        if reason is None:
+            kept.append(source)
+        else:
+            skipped.append(Skipped(source.file, reason))
+    if not kept:
+        raise DataError(f"none of the {len(found.sources)} pictures and videos can be used: {first_reasons(skipped)}")
+    return Sources(tuple(kept), tuple(skipped))
+
+
+def check_none_skipped(skipped: Iterable[Skipped]) -> None:
+    """Raise MediaError for the first picture or video that is skipped; other files, such as a README, may be."""
+    for one in skipped:
+        if is_image(one.file) or is_video(one.file):
+            raise MediaError(str(one))
+
+
+def buckets_for(source: Source, buckets: Sequence[Bucket]) -> Sequence[Bucket]:
+    """Return the buckets that a source may be cropped to: pictures never become clips.
+
+    A video becomes a picture, its first frame, only if all buckets have one frame.
+    """
+    if source.is_video:
+        return [bucket for bucket in buckets if bucket.frames > 1] or buckets
+    return [bucket for bucket in buckets if bucket.frames == 1]
+
+
+def _reason(source: Source, family: Family, buckets: Sequence[Bucket]) -> str | None:
+    """Return why a source cannot be used; None if it can."""
+    if source.file.name == SHEET and (source.file.parent / INDEX).is_file():
+        return "is the contact sheet of a latent cache"
+    if source.is_video and not family.grid.frame_step:
+        return f"is a video, but {family.name} trains on pictures"
+    if not buckets_for(source, buckets):
+        least = min(bucket.frames for bucket in buckets)
+        return (
+            f"is a picture, but the shortest clips have {least} frames: to train on pictures, too, add 1 to "
+            "precompute.frames"
+        )
+    return None

@@ -1,0 +1,112 @@
+"""What autograd finds out about attention over several ranks: second derivatives, changes in place, memory."""
+
+from __future__ import annotations
+
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp import ContextParallelConfig, context_parallel_attention
+from lightning_cp.attention import joint_heads
+from lightning_cp.attention.joint_heads import JointHeads
+from lightning_cp.comm.transfer import exchange_flat
+from lightning_cp.mesh import groups_for
+from tests.harness import RankPool
+from tests.reference import max_error
+
+CONFIGS = {
+    "ring": {"ring_degree": 2},
+    "ring, alltoall": {"ring_degree": 2, "rotate_method": "alltoall"},
+    "ulysses": {"ulysses_degree": 2},
+}
+
+
+def _inputs(rank: int, *, requires_grad: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(1, 3, 4, 8, generator=generator, dtype=torch.float64) for _ in range(3)]
+    return [x.requires_grad_(requires_grad) for x in inputs]
+
+
+def _attend(config: dict[str, object], *inputs: Tensor) -> Tensor:
+    return context_parallel_attention(
+        *inputs, parallel_config=ContextParallelConfig(**config), q_lengths=[3, 3], kv_lengths=[3, 3]
+    )
+
+
+def _second_derivatives(rank: int, world: int, config: dict[str, object]) -> None:
+    message = "a second derivative of context-parallel attention"
+
+    def loss(q: Tensor) -> Tensor:
+        return _attend(config, q, *inputs[1:]).sum()  # linear in out: the gradient of out depends on no input
+
+    for index in range(3):
+        inputs = _inputs(rank, requires_grad=True)
+        (first,) = torch.autograd.grad(loss(inputs[0]), inputs[index], create_graph=True)
+        with pytest.raises(NotImplementedError, match=message):
+            (first.square().sum() + inputs[index].sum()).backward()
+    inputs = _inputs(rank, requires_grad=False)
+    q, *_ = inputs
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(q)
+    with pytest.raises(NotImplementedError, match=message):
+        torch.func.jvp(torch.func.grad(loss), (q,), (q,))
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_second_derivatives_of_losses_linear_in_out_are_refused(run_ranks: RankPool, config: dict[str, object]) -> None:
+    run_ranks(2, _second_derivatives, config)
+
+
+def _changes(rank: int, world: int, config: dict[str, object]) -> None:
+    factor = torch.full((), 2.0, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        out = _attend(config, *_inputs(rank, requires_grad=True))
+        expected = out.sum()
+    out.mul_(factor).sum().backward()  # under no_grad, out is no view of another tensor for autograd
+    assert factor.grad is not None
+    assert max_error(factor.grad, expected) < 1e-12
+    inputs, others = (_inputs(rank, requires_grad=True) for _ in range(2))
+    out = _attend(config, *inputs)
+    out *= 2
+    if "ring_degree" in config:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # backward needs out
+            out.sum().backward()
+        return
+    out.sum().backward()
+    (2 * _attend(config, *others)).sum().backward()
+    for x, y in zip(inputs, others, strict=True):
+        assert x.grad is not None
+        assert y.grad is not None
+        assert max_error(x.grad, y.grad) < 1e-12
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_results_may_be_changed_in_place_unless_backward_needs_them(
+    run_ranks: RankPool, config: dict[str, object]
+) -> None:
+    run_ranks(2, _changes, config)
+
+
+def _memory(rank: int, world: int, heads: tuple[tuple[int, ...], ...]) -> None:
+    groups = groups_for(ContextParallelConfig(ulysses_degree=2))
+    assert groups.ulysses is not None
+    joint = JointHeads(groups.ulysses, rank, (3, 3), heads)
+    tensors = [torch.randn(1, 6, n, 8) for n in heads[rank]]
+    alive = [weakref.ref(x) for x in tensors]
+
+    def exchange(*args: object, **kwargs: object) -> object:
+        assert [x() for x in alive] == [None] * 3
+        return exchange_flat(*args, **kwargs)  # type: ignore[arg-type]
+
+    with mock.patch.object(joint_heads, "exchange_flat", exchange):
+        joint.to_tokens(tensors)
+
+
+@pytest.mark.parametrize("heads", [((2, 2, 2), (2, 2, 2)), ((3, 3, 3), (1, 1, 1))], ids=["even", "uneven"])
+def test_gradients_are_freed_before_ulysses_exchanges_their_copies(
+    run_ranks: RankPool, heads: tuple[tuple[int, ...], ...]
+) -> None:
+    run_ranks(2, _memory, heads)

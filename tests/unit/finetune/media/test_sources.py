@@ -1,0 +1,398 @@
+"""Folders and tables are read as sources with stable ids. Errors in them are named with file and line."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from lightning_cp.errors import DataError, MediaError
+from lightning_cp.finetune.media.source import Entry
+from lightning_cp.finetune.media.table import COLUMNS
+from lightning_cp.media import Skipped, Source, find_sources
+from tests.unit.finetune.media.encode import grey_frames, write_video
+
+
+def picture(file: Path, caption: str | None = "a cat") -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (4, 4)).save(file)
+    if caption is not None:
+        file.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return file
+
+
+def table(folder: Path, *rows: Any, name: str = "data.jsonl") -> Path:
+    file = folder / name
+    text = "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+    file.write_text(text, encoding="utf-8", newline="")
+    return file
+
+
+def refused(path: Path, **options: Any) -> str:
+    with pytest.raises(DataError) as error:
+        find_sources(path, **options)
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    picture(folder / "b.png", "a cat\n\n  a small cat  \n")
+    picture(folder / "a" / "é 猫.JPG", "\ufeffwindows\r\nline ends\u2028inside\r\n")
+    picture(folder / "z.jpg", None)
+    picture(folder / ".hidden.png")
+    picture(folder / ".git" / "x.png")
+    (folder / "notes.md").write_text("x")
+    (folder / "orphan.txt").write_text("x")
+    (folder / "meta.csv").write_text("file\n")
+    picture(folder / "x.png" / "inside.webp")  # a folder with the name of an image
+    (folder / "gone.png").symlink_to("nowhere.png")
+    (folder / "a" / "loop").symlink_to(folder)
+    os.mkfifo(folder / "pipe.png")
+    return folder
+
+
+def test_a_folder(folder: Path) -> None:
+    found = find_sources(folder)
+    assert found.sources == (
+        Source("a/é 猫.JPG", folder / "a" / "é 猫.JPG", ("windows", "line ends\u2028inside")),
+        Source("b.png", folder / "b.png", ("a cat", "a small cat")),
+        Source("x.png/inside.webp", folder / "x.png" / "inside.webp", ("a cat",)),
+    )
+    assert set(found.skipped) == {
+        Skipped(folder / "a" / "loop", f"a link to a folder that is read already, as {folder}"),
+        Skipped(folder / "gone.png", "a link to a file that does not exist"),
+        Skipped(folder / "meta.csv", "a table: give its path instead of the folder's to use it"),
+        Skipped(folder / "notes.md", "files with the suffix .md are not used"),
+        Skipped(folder / "orphan.txt", "no image or video has this name"),
+        Skipped(folder / "pipe.png", "not a regular file"),
+        Skipped(folder / "z.jpg", "no caption: z.txt is missing or empty"),
+    }
+    optional = find_sources(folder, captions="optional").sources
+    assert [(source.id, source.captions) for source in optional][-1] == ("z.jpg", ("",))
+
+
+def test_ids_do_not_depend_on_the_place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = [source.id for source in find_sources(folder).sources]
+    moved = shutil.move(folder, tmp_path / "elsewhere")
+    assert [source.id for source in find_sources(moved).sources] == ids
+    monkeypatch.chdir(moved)
+    assert [source.id for source in find_sources(".").sources] == ids
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [source.id for source in find_sources("~/elsewhere").sources] == ids
+
+
+def test_a_link_to_another_folder_is_followed(tmp_path: Path) -> None:
+    picture(tmp_path / "other" / "a.png")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "other")
+    assert [source.id for source in find_sources(tmp_path / "data").sources] == ["linked/a.png"]
+
+
+def test_a_name_that_is_not_unicode_is_skipped(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    shutil.copy(tmp_path / "a.png", os.fsencode(tmp_path) + b"/\xff.png")
+    (skipped,) = find_sources(tmp_path).skipped
+    assert skipped.reason == "its name is not UTF-8: rename it"
+
+
+def test_folders_without_anything_to_train_on(tmp_path: Path) -> None:
+    message = refused(tmp_path / "missing")
+    assert "does not exist: expected a folder or a table (.csv, .jsonl)" in message
+    assert "no usable file. Usable are images: .avif .bmp" in refused(tmp_path)
+    (tmp_path / "a.heic").write_bytes(b"x")
+    message = refused(tmp_path)
+    assert "no usable file (1 skipped, such as a.heic: files with the suffix .heic are not used)" in message
+    picture(tmp_path / "a.png", "\n \n")
+    message = refused(tmp_path)
+    assert "none of the 1 files has a caption (no caption: a.txt is missing or empty)" in message
+    assert "set captions=optional to train with the empty caption" in message
+    assert find_sources(tmp_path, captions="optional").sources[0].captions == ("",)
+    assert "neither a folder nor a table" in refused(tmp_path / "a.png")
+
+
+def test_captions_must_be_utf8(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png")
+    (tmp_path / "a.txt").write_bytes("Käse".encode("latin-1"))
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text \(byte 0xe4 at offset 1\): save it"):
+        find_sources(tmp_path)
+    (tmp_path / "a.txt").write_text("a cat", encoding="utf-16")
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 text"):
+        find_sources(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "inner"])
+def test_what_cannot_be_read_is_named(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may read everything, so the operating system's refusal is simulated."""
+    picture(tmp_path / "a.png")
+    (tmp_path / "inner").mkdir()
+    opened, listed = os.open, os.scandir
+
+    def deny(path: Any, call: Any, *more: Any) -> Any:
+        if Path(path).name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return call(path, *more)
+
+    monkeypatch.setattr(os, "open", lambda path, flags, *more: deny(path, opened, flags, *more))
+    monkeypatch.setattr(os, "scandir", lambda path: deny(path, listed))
+    with pytest.raises(DataError, match=f"{name} cannot be read: Permission denied"):
+        find_sources(tmp_path)
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    picture(tmp_path / "set" / "a.png", None)
+    picture(tmp_path / "outside.png", None)
+    picture(tmp_path / "set" / "sub" / "before.png", None)
+    for name in ("v.mp4", "w.mp4"):
+        (tmp_path / "set" / name).write_bytes(b"")  # is not opened
+    file = table(
+        tmp_path / "set",
+        "\ufeff" + json.dumps({"file": "v.mp4", "caption": "x", "start_s": 2.5, "end_s": 4}),
+        "\r",
+        {"file": "v.mp4", "caption": "x", "start_s": 4.0},
+        {"file": "w.mp4", "captions": ["one", " two \u2028", ""], "repeats": 3, "end_s": None},
+        {"file": "../outside.png", "caption": "out"},
+        {"file": str(tmp_path / "set" / "a.png"), "caption": "in", "reference": "./sub/before.png"},
+        {"file": "missing.png", "caption": "?"},
+        {"file": "sub/../sub/before.png", "caption": "  "},
+    )
+    found = find_sources(file)
+    root = tmp_path / "set"
+    assert found.sources == (
+        Source("v.mp4#2.5-4", root / "v.mp4", ("x",), start_s=2.5, end_s=4.0),
+        Source("v.mp4#4-", root / "v.mp4", ("x",), start_s=4.0),
+        Source("w.mp4", root / "w.mp4", ("one", "two"), repeats=3),
+        Source("../outside.png", tmp_path / "outside.png", ("out",)),
+        Source("a.png", root / "a.png", ("in",), reference=root / "sub" / "before.png"),
+    )
+    assert found.skipped == (
+        Skipped(root / "missing.png", f"does not exist ({file}, line 7)"),
+        Skipped(root / "sub" / "before.png", f"no caption in {file}, line 8"),
+    )
+
+
+def test_csv_with_quotes_and_newlines(tmp_path: Path) -> None:
+    for name in ("a.png", "b, c.png", "d.png"):
+        picture(tmp_path / name, None)
+    rows = [
+        "\ufefffile,caption,captions,repeats",
+        'a.png,"two\r\nlines, ""quoted""",,',
+        "",
+        '"b, c.png",,"[""one"", ""two""]",2',
+        "d.png,  ,,",
+    ]
+    file = tmp_path / "data.CSV"
+    file.write_text("\r\n".join(rows) + "\r\n", encoding="utf-8", newline="")
+    found = find_sources(file, captions="optional")
+    assert [(s.id, s.captions, s.repeats) for s in found.sources] == [
+        ("a.png", ('two\r\nlines, "quoted"',), 1),
+        ("b, c.png", ("one", "two"), 2),
+        ("d.png", ("",), 1),
+    ]
+    table(tmp_path, "file,caption", 'a.png,"x\ny"', "d.png,1,2", name="e.csv")
+    assert "e.csv, line 4: expected 2 cells (file, caption), got 3" in refused(tmp_path / "e.csv")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ("{file: a.png}", "line 1: not valid JSON"),
+        ("[" * 100000, "line 1: not valid JSON"),
+        ('["a.png"]', "expected an object"),
+        ({"caption": "x"}, "keys must include file, got caption"),
+        ({"file": "", "caption": "x"}, "file='' must be a path"),
+        ({"file": None}, "file is missing"),
+        ({"file": 3}, "file=3 must be a text"),
+        ({"file": "a\0.png", "caption": "x"}, "no usable file (1 skipped, such as a\0.png: does not exist"),
+        ({"file": "x" * 5000 + ".png", "caption": "x"}, "does not exist"),
+        ({"file": "a.psd"}, "file=a.psd has an unknown suffix; usable are images: .avif"),
+        ({"file": "a.png", "text": "x"}, "unknown keys 'text'; valid: file, caption"),
+        ({"file": "a.png", "caption": "x", "captions": ["y"]}, "give caption or captions, not both"),
+        ({"file": "a.png", "captions": "y"}, "captions='y' must be a JSON list of texts"),
+        ({"file": "a.png", "captions": ["y", 3]}, "must be a text"),
+        ({"file": "a.png", "caption": "\ud800"}, "must be a text"),
+        ({"file": "a.png", "caption": 3}, "caption=3 must be a text"),
+        ({"file": "a.png", "repeats": 0}, "repeats=0 must be a positive whole number"),
+        ({"file": "a.png", "repeats": 1.5}, "repeats=1.5 must be a positive whole number"),
+        ({"file": "a.png", "repeats": True}, "repeats=True must be a positive whole number"),
+        ({"file": "a.png", "repeats": "9" * 5000}, "must be a positive whole number"),
+        ({"file": "a.png", "start_s": 1}, "start_s can only be given for videos, but a.png is an image"),
+        ({"file": "v.mp4", "start_s": -1}, "start_s=-1 must be a time in seconds"),
+        ({"file": "v.mp4", "start_s": "soon"}, "start_s='soon' must be a time in seconds"),
+        ('{"file": "v.mp4", "end_s": NaN}', "end_s=nan must be a time in seconds"),
+        ({"file": "v.mp4", "end_s": 10**400}, "must be a time in seconds"),
+        ({"file": "v.mp4", "start_s": 3, "end_s": 3}, "end_s=3 must be greater than start_s=3"),
+        ({"file": "v.mp4", "start_s": 3, "frames": 9}, "as start_s and end_s, or as start_frame and frames, not both"),
+        ({"file": "v.mp4", "start_frame": 3}, "start_frame needs frames"),
+        ({"file": "v.mp4", "frames": 0}, "frames=0 must be a positive whole number"),
+        ({"file": "v.mp4", "start_frame": -1, "frames": 2}, "start_frame=-1 must be a whole number of at least 0"),
+        ({"file": "a.png", "reference": "v.mp4"}, "reference=v.mp4 must be an image"),
+        (
+            {"file": "a.png", "reference": ["b.png", "c.png"]},
+            "reference=['b.png', 'c.png'] is a list: training takes one",
+        ),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, row: Any, expected: str) -> None:
+    picture(tmp_path / "a.png", None)
+    (tmp_path / "v.mp4").write_bytes(b"")
+    message = refused(table(tmp_path, row))
+    assert expected in message
+    assert "line 1" in message
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([], "is empty: expected a header"),
+        (["file,caption,text"], "line 1: unknown columns 'text'; valid: file, caption, captions"),
+        (["file;caption"], "unknown columns 'file;caption'"),
+        (["file;caption"], "separate columns by commas"),
+        (["file,caption,file"], "columns file occur more than once"),
+        (["", "caption"], "line 2: columns must include file"),
+        (["file,caption", "a.png"], "line 2: expected 2 cells"),
+        (["file,caption", 'a.png,"x', "y"], "line 2: not valid CSV"),
+        (["file,caption", 'a.png,"x"y'], "line 2: not valid CSV"),
+        (["file,repeats", "a.png,two"], "line 2: repeats='two' must be a positive whole number"),
+        (["file,captions", "a.png,two"], "line 2: captions='two' must be a JSON list"),
+        (["file,caption", "a.png," + "x" * 200000], "line 2: not valid CSV (field larger"),
+    ],
+)
+def test_a_bad_csv_is_named(tmp_path: Path, rows: list[str], expected: str) -> None:
+    picture(tmp_path / "a.png", None)
+    assert expected in refused(table(tmp_path, *rows, name="data.csv"))
+
+
+def test_a_table_that_is_not_text(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", None).rename(tmp_path / "data.csv")
+    assert "data.csv is not UTF-8 text (byte 0x89 at offset 0)" in refused(tmp_path / "data.csv")
+
+
+def test_duplicates_name_both_rows(tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", None)
+    file = table(tmp_path, {"file": "a.png", "caption": "x"}, "", {"file": "./a.png", "caption": "y"})
+    message = refused(file)
+    assert f"{file}, line 3: a.png was already given in {file}, line 1" in message
+    assert "captions as a list" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"captions": "none"}, "captions=none must be required or optional"),
+        ({"clips": "some"}, "clips=some must be first or all"),
+        ({"clips": "all"}, "set clip_frames to 1 or more, got None"),
+        ({"clips": "all", "clip_frames": 0}, "set clip_frames to 1 or more, got 0"),
+        ({"fps": 0.0}, "fps=0.0 must be a positive number"),
+        ({"fps": float("nan")}, "fps=nan must be a positive number"),
+    ],
+)
+def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        find_sources(tmp_path, **options)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """long.mp4 with 60 frames and short.mkv with 10, at 24 frames per second; a damaged file; an image."""
+    folder = tmp_path_factory.mktemp("videos")
+    write_video(folder / "long.mp4", grey_frames(60))
+    write_video(folder / "short.mkv", grey_frames(10))
+    (folder / "bad.mp4").write_bytes(b"x" * 99)
+    picture(folder / "a.png")
+    for name in ("long", "short", "bad"):
+        (folder / f"{name}.txt").write_text(name)
+    return folder
+
+
+def test_a_video_is_cut_into_all_its_clips(videos: Path) -> None:
+    found = find_sources(videos, clips="all", clip_frames=17)
+    assert [source.id for source in found.sources] == [
+        "a.png",
+        "long.mp4#0-0.708333",
+        "long.mp4#0.708333-1.416667",
+        "long.mp4#1.416667-2.125",
+    ]
+    assert [source.captions for source in found.sources] == [("a cat",), *[("long",)] * 3]
+    reasons = {skipped.file.name: skipped.reason for skipped in found.skipped}
+    assert reasons["short.mkv"].startswith(
+        "has 10 frames at 24 frames per second, fewer than the 17 of a clip (clip_frames;"
+    )
+    assert reasons["bad.mp4"].startswith("cannot be decoded (InvalidDataError")
+    slower = find_sources(videos, clips="all", clip_frames=5, fps=12).sources
+    assert [source.id for source in slower if "long" in source.id][-1] == "long.mp4#2.083333-2.5"
+    assert [source.id for source in slower if "short" in source.id] == ["short.mkv#0-0.416667"]
+    assert [source.id for source in find_sources(videos).sources] == ["a.png", "bad.mp4", "long.mp4", "short.mkv"]
+
+
+def test_ranges_in_a_table_are_cut(videos: Path) -> None:
+    rows = [
+        {"file": "long.mp4", "caption": "s", "start_s": 0.5, "end_s": 1.0},
+        {"file": "long.mp4", "caption": "f", "start_frame": 24, "frames": 12},
+        {"file": "long.mp4", "caption": "f", "start_frame": 55, "frames": 6},
+    ]
+    file = table(videos, *rows)
+    found = find_sources(file)
+    assert [(s.id, s.start_s, s.end_s) for s in found.sources] == [
+        ("long.mp4#0.5-1", 0.5, 1.0),
+        ("long.mp4#frame24+12", 1.0, 1.5),
+    ]
+    (skipped,) = found.skipped
+    assert skipped.reason == "has 60 frames, but start_frame=55 and frames=6 need 61"
+    cut = find_sources(file, clips="all", clip_frames=5).sources
+    assert [s.id for s in cut] == [
+        "long.mp4#0.5-0.708333",
+        "long.mp4#0.708333-0.916667",
+        "long.mp4#1-1.208333",
+        "long.mp4#1.208333-1.416667",
+    ]
+    overlapping = table(videos, rows[0], {**rows[0], "end_s": 1.1}, name="overlapping.jsonl")
+    message = refused(overlapping, clips="all", clip_frames=5)
+    assert "line 2: long.mp4#0.5-0.708333 was already given in" in message
+
+
+def test_without_pyav_videos_are_refused_at_once(videos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(MediaError, match="pip install av"):
+        find_sources(videos)
+
+
+def test_the_columns_are_those_of_a_source() -> None:
+    fields = set(Source.__dataclass_fields__) - {"id"} | {"caption", "start_frame", "frames"}
+    assert set(COLUMNS) == fields
+    assert "frame_range" in Entry.__dataclass_fields__
+
+
+@pytest.mark.parametrize("name", ["a.reference2.png", "a.reference.2.jpg", "a.reference_1.png", "v.reference-1.png"])
+def test_several_references_are_refused(name: str, tmp_path: Path) -> None:
+    picture(tmp_path / "a.png", "a cat")
+    (tmp_path / "v.mp4").touch()
+    picture(tmp_path / name)
+    assert f"{name} is one of several references of {name[0]}: training takes one reference" in refused(tmp_path)
+
+
+def test_a_name_like_a_numbered_reference_is_a_picture_if_nothing_belongs_to_it(tmp_path: Path) -> None:
+    picture(tmp_path / "data" / "a.reference2.png", "a cat")
+    assert [source.id for source in find_sources(tmp_path / "data").sources] == ["a.reference2.png"]
+
+
+def test_references_of_a_folder(tmp_path: Path) -> None:
+    for name in ("a.png", "a.reference.jpg", "b.png", "sub/a.png", "c.reference.png"):
+        picture(tmp_path / "data" / name, None if "reference" in name else "a cat")
+    found = find_sources(tmp_path / "data")
+    references = {source.id: source.reference and source.reference.name for source in found.sources}
+    assert references == {"a.png": "a.reference.jpg", "b.png": None, "sub/a.png": None}
+    assert [(one.file.name, one.reason) for one in found.skipped] == [
+        ("c.reference.png", "a reference, but no image or video is called c")
+    ]
+    picture(tmp_path / "data" / "a.reference.png")
+    assert "a.reference.png and a.reference.jpg are both references of a: training takes one" in refused(
+        tmp_path / "data"
+    )

@@ -1,0 +1,358 @@
+"""Results of a run: every bit of the families' encodings, counts, and refusals of changed inputs."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from lightning_cp.errors import CacheError, DataError, FamilyError, MediaError, StaleCacheError
+from lightning_cp.families import family_for
+from lightning_cp.family_check import store
+from lightning_cp.files import open_regular
+from lightning_cp.finetune.families.encode import decode_latents
+from lightning_cp.finetune.latent_cache import LatentCache, LatentData, caption_hash, folder
+from lightning_cp.finetune.precompute import hashes, loading
+from lightning_cp.finetune.precompute.contact_sheet import draw_contact_sheet
+from lightning_cp.media import Bucket, find_sources, load_media
+from tests.families.cases import CASES, made
+from tests.unit.finetune.latent_cache.made import bits
+from tests.unit.finetune.precompute.made import CLIPS, PICTURES, clips, contents, encoded, pictures, pipeline, pixels
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def full(case: str) -> Any:
+    """Run a case in the full campaign only."""
+    return pytest.param(case, marks=pytest.mark.full)
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipeline(tmp_path_factory.mktemp("flux"))
+
+
+@pytest.fixture(scope="module")
+def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipeline(tmp_path_factory.mktemp("wan"), "wan")
+
+
+@pytest.mark.parametrize("case", [case if case in ("flux_kontext", "wan") else full(case) for case in CASES])
+def test_stored_tensors_are_bit_for_bit_those_of_the_family(case: str, tmp_path: Path) -> None:
+    frames, height, width = CASES[case].size
+    data = clips(tmp_path / "data", 2, frames) if frames > 1 else pictures(tmp_path / "data", 2)
+    suffix = ".mp4" if frames > 1 else ".png"
+    rows = [{"file": file.name, "caption": f"text of {file.stem}"} for file in sorted(data.glob(f"*{suffix}"))]
+    if CASES[case].reference:
+        Image.fromarray(pixels(9, 40, 40)).save(data / "other.jpg")
+        rows = [{**row, "reference": "other.jpg"} for row in rows]
+    (data / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "text_batch": 1}
+    settings["max_upscale"] = 60
+    done = encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", {**settings, "sheet": 2})
+    cache, pipe, family = LatentCache(tmp_path / "out"), made(case), family_for(made(case))
+    texts = 2 if family.text.sees_media else 3  # with the empty caption
+    assert (done.found, done.encoded, done.stored, done.captions, done.skipped) == (2, 2, 0, texts, ())
+    assert cache.family().facts == family.facts
+    for i, source in enumerate(find_sources(data / "rows.jsonl").sources):
+        size = Bucket(frames, height, width)
+        loaded = load_media(source, [size], max_upscale=60, reference_size=family.reference_size)
+        given = {"pixels": loaded.pixels[None]}
+        if loaded.reference is not None:
+            given["reference"] = loaded.reference[None]
+        (expected,) = store(family, pipe, [source.captions[0]], given)
+        assert bits(cache.sample(i)) == bits(expected)
+    if family.text.sees_media:
+        assert cache.empty_text is None
+    else:
+        assert bits(cache.empty_text) == bits(family.encode_text(pipe, [""])[0])
+    with Image.open(tmp_path / "out" / "contact_sheet.png") as sheet:
+        assert min(sheet.size) >= 192
+
+
+def test_equal_captions_and_the_empty_one_are_encoded_once(flux: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    given: list[list[str]] = []
+    kind = type(family_for(made("flux")))
+    encode = kind.encode_text
+    monkeypatch.setattr(kind, "encode_text", lambda *a, **k: given.append(list(a[2])) or encode(*a, **k))
+    done = encoded(flux, pictures(tmp_path / "data"), tmp_path / "out", {**PICTURES, "text_batch": 4})
+    texts = ["", "picture 0", "another text", "picture 1", "picture 2", "picture 3"]
+    assert given == [texts[:4], [*texts[4:], "", ""]]  # equal batches, whatever is left
+    assert done.captions == 6
+    hashes = {row.captions for row in LatentCache(tmp_path / "out").rows}
+    assert (caption_hash("picture 0"), caption_hash("another text")) in hashes
+
+
+def test_a_second_run_stores_nothing_and_new_files_are_added(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 4), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    first = contents(out)
+    files = {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")}
+    again = encoded(flux, data, out, {**PICTURES, "sizes": ((24, 16), (16, 24)), "frames": None})
+    assert (again.found, again.encoded, again.stored) == (4, 0, 4)
+    assert {file.name: file.stat().st_mtime_ns for file in out.glob("*.safetensors")} == files
+    pictures(data, 6)
+    for i in range(4):  # rewritten with the same contents
+        os.utime(data / f"p{i}.png")
+    more = encoded(flux, data, out, PICTURES)
+    assert (more.found, more.encoded, more.stored) == (6, 2, 4)
+    assert {name: value for name, value in contents(out).items() if name in first} == first
+
+
+def test_what_changed_is_named(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 3), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    (data / "p1.txt").write_text("new")
+    assert encoded(flux, data, out, PICTURES).stored == 3  # only the new caption is encoded
+    assert {row.id: row.captions for row in LatentCache(out).rows}["p1.png"] == (caption_hash("new"),)
+    LatentCache(out).verify()
+    pictures(data, 3)
+    Image.fromarray(pixels(77, 32, 48)).save(data / "p2.png")
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed, done.dropped) == (1, 2, 1, 0)
+    pictures(data, 3)
+    with pytest.raises(StaleCacheError, match="vae_dtype"):
+        encoded(flux, data, out, {**PICTURES, "vae_dtype": torch.bfloat16})
+    with pytest.raises(StaleCacheError, match="sizes"):
+        encoded(flux, data, out, {**PICTURES, "sizes": [[16, 24]]})
+    pipe = made("flux")
+    other = pipeline(tmp_path / "other")
+    changed = type(pipe.vae).from_pretrained(other, subfolder="vae")
+    with torch.no_grad():
+        changed.encoder.conv_in.weight += 1
+    changed.save_pretrained(other / "vae")
+    with pytest.raises(StaleCacheError, match="the weights of vae changed"):
+        encoded(other, data, out, PICTURES)
+    assert encoded(flux, data, out, PICTURES).stored == 3  # refusals have not harmed it
+
+
+def test_changed_pictures_are_encoded_again_and_removed_ones_are_not_used(flux: Path, tmp_path: Path) -> None:
+    data, out = pictures(tmp_path / "data", 6), tmp_path / "out"
+    encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    first, shards = contents(out), {path.name: path.read_bytes() for path in out.glob("*.safetensors")}
+    reader = LatentCache(out)
+    before = [bits(reader.sample(i)) for i in range(6)]
+    Image.fromarray(pixels(77, 48, 32)).save(data / "p2.png")
+    Image.fromarray(pixels(78, 32, 48)).save(data / "p3.png")
+    (data / "p1.png").unlink()
+    (data / "p5.png").write_bytes(b"x")
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.found, done.encoded, done.stored, len(done.skipped)) == (6, 2, 2, 2)  # p1.txt is the second one
+    assert (done.changed, done.dropped) == (3, 1)
+    encoded(flux, data, tmp_path / "new", PICTURES)
+    assert contents(out) == contents(tmp_path / "new") != first
+    assert len(LatentData(LatentCache(out))) == 4
+    assert [bits(reader.sample(i)) for i in range(6)] == before  # opened before the change
+    assert {name: (out / name).read_bytes() for name in shards} == shards
+    pictures(data, 6)
+    done = encoded(flux, data, out, PICTURES)  # the old files are back
+    assert (done.encoded, done.stored, done.changed, done.dropped) == (0, 6, 0, 0)
+    assert contents(out) == first
+    other = pictures(tmp_path / "other", 1)
+    (other / "p0.png").rename(other / "q0.png")
+    (other / "p0.txt").rename(other / "q0.txt")
+    assert encoded(flux, other, out, PICTURES).dropped == 6
+    assert encoded(flux, data, out, PICTURES).stored == 6  # another folder by mistake loses nothing
+
+
+@pytest.mark.parametrize("kill", [pytest.param(1, marks=pytest.mark.full), 2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_run_that_is_killed_while_it_compares_is_continued(kill: int, flux: Path, tmp_path: Path) -> None:
+    """One picture changes and another one gets its old contents back, in different rows files."""
+    data, out = pictures(tmp_path / "data", 2), tmp_path / "out"
+    encoded(flux, data, out, PICTURES)
+    Image.fromarray(pixels(77, 48, 32)).save(data / "p0.png")
+    encoded(flux, data, out, PICTURES)
+    rows = out / "rows-00000-media.jsonl"
+    lines = rows.read_text().splitlines(keepends=True)
+    shard = json.loads(lines[-1])["shard"]
+    moved = [line.replace(shard, "media-00001-000000.safetensors") for line in lines[-2:]]
+    rows.write_text("".join(lines[:-2]))
+    (out / "rows-00001-media.jsonl").write_text("".join(moved))
+    (out / shard).rename(out / "media-00001-000000.safetensors")
+    pictures(data, 2)
+    Image.fromarray(pixels(79, 32, 48)).save(data / "p1.png")
+    replaced = folder.replace_file
+
+    def stops(path: Path, content: bytes) -> None:
+        nonlocal kill
+        kill -= 1
+        if not kill:
+            raise KeyboardInterrupt
+        replaced(path, content)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(folder, "replace_file", stops)
+        with pytest.raises(KeyboardInterrupt):
+            encoded(flux, data, out, PICTURES)
+    done = encoded(flux, data, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed) == (1, 1, 1)
+    encoded(flux, data, tmp_path / "new", PICTURES)
+    assert contents(out) == contents(tmp_path / "new")
+
+
+def test_a_changed_reference_is_encoded_again(tmp_path: Path) -> None:
+    data, pipe, out = pictures(tmp_path / "data", 1), pipeline(tmp_path / "pipe", "flux_kontext"), tmp_path / "out"
+    table = data / "rows.csv"
+    table.write_text("file,caption,reference\np0.png,a cat,ref.png\n")
+    Image.fromarray(pixels(5, 48, 32)).save(data / "ref.png")
+    encoded(pipe, table, out, PICTURES)
+    Image.fromarray(pixels(6, 48, 32)).save(data / "ref.png")
+    done = encoded(pipe, table, out, PICTURES)
+    assert (done.encoded, done.stored, done.changed) == (1, 0, 1)
+    encoded(pipe, table, tmp_path / "again", PICTURES)
+    assert contents(out) == contents(tmp_path / "again")
+    table.write_text("file,caption\np0.png,a cat\n")
+    with pytest.raises(DataError, match=r'none of the 1 files could be used.*needs a "reference" picture'):
+        encoded(pipe, table, tmp_path / "new", PICTURES)
+
+
+def test_every_kind_of_file_is_used_or_skipped_with_its_reason(wan: Path, tmp_path: Path) -> None:
+    data = clips(tmp_path / "data", 2)
+    clips(data / "short", 1, frames=3)
+    pictures(data / "odd ünïcode, 'name", 1)
+    (data / "broken.mp4").write_bytes(b"no video")
+    (data / "broken.txt").write_text("a text")
+    (data / "silent.mp4").write_bytes((data / "v0.mp4").read_bytes())
+    (data / "notes.md").touch()
+    done = encoded(wan, data, tmp_path / "out", CLIPS)
+    assert done.found == done.encoded + done.stored + len(done.skipped) == 7
+    assert done.encoded == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    reasons = {Path(row["file"]).name: row["reason"] for row in rows}
+    assert {name: text.split(":")[0] for name, text in reasons.items()} == {
+        "notes.md": "files with the suffix .md are not used",
+        "silent.mp4": "no caption",
+        "p0.png": "is a picture, but the shortest clips have 5 frames",
+        "v0.mp4": "has 3 frames, but the shortest bucket has 5",
+        "broken.mp4": reasons["broken.mp4"].split(":")[0],
+    }
+    assert "cannot be decoded" in reasons["broken.mp4"]
+    with pytest.raises(MediaError, match=r"silent\.mp4: no caption"):
+        encoded(wan, data, tmp_path / "strict", {**CLIPS, "on_bad": "error"})
+    with pytest.raises(DataError, match="is a picture, but the shortest clips have 5 frames"):
+        encoded(wan, pictures(tmp_path / "pictures", 1), tmp_path / "none", CLIPS)
+
+
+def test_a_video_never_becomes_a_picture_silently(flux: Path, wan: Path, tmp_path: Path) -> None:
+    data = clips(tmp_path / "data", 1, frames=3)
+    with pytest.raises(DataError, match=r"v0\.mp4: is a video, but flux trains on pictures"):
+        encoded(flux, data, tmp_path / "flux", PICTURES)
+    pictures(data, 1)
+    done = encoded(wan, data, tmp_path / "mixed", {**CLIPS, "frames": [1, 5], "max_upscale": 3})
+    assert [one.file.name for one in done.skipped] == ["v0.mp4"]
+    assert [row.id for row in LatentCache(tmp_path / "mixed").rows] == ["p0.png"]
+    data = clips(tmp_path / "frames", 1, frames=3)
+    assert encoded(wan, data, tmp_path / "first", {**CLIPS, "frames": 1}).encoded == 1  # asked for
+
+
+def test_all_clips_of_a_video_are_cut_and_it_is_hashed_once(wan: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    data = clips(tmp_path / "data", 1, frames=17)
+    read: list[Path] = []
+    monkeypatch.setattr(hashes, "open_regular", lambda file: read.append(file) or open_regular(file))
+    done = encoded(wan, data, tmp_path / "out", {**CLIPS, "clips": "all"})
+    assert done.encoded == 3
+    assert read.count(data / "v0.mp4") == 1
+    assert len({row.source_hash for row in LatentCache(tmp_path / "out").rows}) == 1
+
+
+def test_output_in_the_data_and_old_contact_sheets_are_no_data(flux: Path, tmp_path: Path) -> None:
+    data = pictures(tmp_path / "data", 2)
+    for output in (data, data / "cache"):
+        with pytest.raises(DataError, match=r"is the data folder .* or lies in it: choose a folder outside"):
+            encoded(flux, data, output, PICTURES)
+    (data / "rows.csv").write_text("file,caption\np0.png,a cat\n")
+    encoded(flux, data / "rows.csv", data / "cache", {**PICTURES, "sheet": 1})
+    done = encoded(flux, data, tmp_path / "out", {**PICTURES, "captions": "optional"})
+    assert {row.id for row in LatentCache(tmp_path / "out").rows} == {"p0.png", "p1.png"}
+    assert "is the contact sheet of a latent cache" in str(done.skipped)
+
+
+def test_a_file_that_vanishes_or_changes_during_the_run_is_skipped(
+    flux: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    data = pictures(tmp_path / "data", 4)
+    real = loading.load_media
+
+    def slow(source: Any, *args: Any, **kwargs: Any) -> Any:
+        if source.id == "p0.png":
+            (data / "p3.png").unlink(missing_ok=True)
+            time.sleep(0.05)
+        media = real(source, *args, **kwargs)
+        if source.id == "p1.png":
+            Image.fromarray(pixels(50, 48, 32)).save(data / "p1.png")
+        return media
+
+    monkeypatch.setattr(loading, "load_media", slow)
+    done = encoded(flux, data, tmp_path / "out", {**PICTURES, "workers": 1})
+    reasons = {one.file.name: one.reason for one in done.skipped}
+    assert reasons["p1.png"].endswith("changed while it was read")
+    assert "No such file" in reasons["p3.png"]
+    assert (done.found, done.encoded) == (4, 2)
+
+
+def test_a_full_disk_is_one_clear_error_and_the_next_run_continues(
+    flux: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    data, out, plain = pictures(tmp_path / "data"), tmp_path / "out", tmp_path / "plain"
+    encoded(flux, data, plain, PICTURES)
+    from lightning_cp.finetune.latent_cache import writer
+
+    write, written = writer.write_shard, []
+
+    def fails(path: Path, *args: Any, **kwargs: Any) -> Any:
+        written.append(path.name)
+        if len(written) == 4:
+            raise OSError(28, "No space left on device")
+        return write(path, *args, **kwargs)
+
+    monkeypatch.setattr(writer, "write_shard", fails)
+    with pytest.raises(CacheError, match=r"No space left on device.*free some space, then run precompute again"):
+        encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    monkeypatch.setattr(writer, "write_shard", write)
+    done = encoded(flux, data, out, {**PICTURES, "shard_bytes": 3000})
+    assert done.encoded + done.stored == 7
+    assert contents(out) == contents(plain)
+
+
+@pytest.mark.parametrize("case", [case if case == "cogvideox" else full(case) for case in CASES])
+def test_the_contact_sheet_of_every_family_shows_what_was_encoded(case: str, tmp_path: Path) -> None:
+    frames, height, width = CASES[case].size
+    data = clips(tmp_path / "data", 1, frames) if frames > 1 else pictures(tmp_path / "data", 1)
+    file = next(path for path in sorted(data.iterdir()) if path.suffix != ".txt")
+    row = {"file": file.name, "caption": "x"}
+    if CASES[case].reference:
+        row["reference"] = file.name
+    (data / "rows.jsonl").write_text(json.dumps(row))
+    settings = {"sizes": [[height, width]], "frames": frames, "dtype": torch.float32, "max_upscale": 9, "sheet": 0}
+    encoded(pipeline(tmp_path / "pipe", case), data / "rows.jsonl", tmp_path / "out", settings)
+    cache = LatentCache(tmp_path / "out")
+    draw_contact_sheet(made(case).vae, cache, tmp_path / "sheet.png", 4)
+    decoded = decode_latents(made(case).vae, cache.sample(0)["latents"][None])
+    middle = decoded[0] if decoded.dim() == 4 else decoded[0, :, decoded.shape[2] // 2]
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        shown = torch.tensor(list(sheet.convert("RGB").tobytes())).view(sheet.height, sheet.width, 3) / 255
+    scale = 192 / max(height, width)
+    expected = middle.mean(dim=(1, 2))
+    part = shown[: round(height * scale), : round(width * scale)].mean(dim=(0, 1))
+    assert (part - expected).abs().max() < 0.05
+    assert middle.shape[1:] == (height, width)
+
+
+def test_one_picture_or_none(flux: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="has no usable file"):
+        encoded(flux, tmp_path / "empty", tmp_path / "out", PICTURES)
+    assert not (tmp_path / "out").exists()
+    assert encoded(flux, pictures(tmp_path / "one", 1), tmp_path / "out", PICTURES).encoded == 1
+    (tmp_path / "one" / "p0.txt").write_bytes("Käse".encode("latin-1"))
+    with pytest.raises(DataError, match=r"p0\.txt is not UTF-8 text .* save it with the encoding UTF-8"):
+        encoded(flux, tmp_path / "one", tmp_path / "new", PICTURES)
+    with pytest.raises(FamilyError, match="height=10 must be a multiple of 4"):
+        encoded(flux, pictures(tmp_path / "two", 1), tmp_path / "new", {**PICTURES, "sizes": [[10, 16]]})
+    assert not (tmp_path / "new").exists()
