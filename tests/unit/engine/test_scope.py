@@ -270,6 +270,41 @@ def test_recomputation_has_the_scopes_of_the_forward(reentrant: bool) -> None:
     assert _probed(Checkpoints, run) == [*FORWARD, *BLOCK, *BLOCK]
 
 
+def test_recomputation_in_a_thread_of_autograd_has_the_scopes_of_the_forward() -> None:
+    """As on GPUs, where autograd has a thread for each device."""
+
+    def run(model: Any) -> None:
+        model.around = partial(checkpoint, use_reentrant=False)
+        out = model(_x().requires_grad_()).sum()
+        thread = threading.Thread(target=out.backward)
+        thread.start()
+        thread.join()
+
+    assert _probed(Model, run) == [*FORWARD, *BLOCK, *BLOCK]
+
+
+def test_an_interrupted_recomputation_leaves_other_models_alone() -> None:
+    def interrupts(name: str) -> None:
+        if failing and name == "other":
+            raise KeyboardInterrupt
+
+    failing: list[bool] = []
+    torch.manual_seed(0)
+    plain, x = Plain(), _x()
+    expected = _seen(plain, x)
+    model = Model(interrupts)
+    apply_context_parallel(model, ContextParallelConfig(), PLAN)
+    model.around = partial(checkpoint, use_reentrant=False)
+    out = model(x.clone().requires_grad_())
+    failing.append(True)
+    with pytest.raises(KeyboardInterrupt):
+        out.sum().backward()
+    assert SCOPE.current is not None
+    assert torch.equal(_seen(plain, x), expected)
+    assert SCOPE.current is None
+    remove_context_parallel(model)
+
+
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("fails", ["model", "block", "local", "other"])
 def test_an_error_leaves_no_scope(error: type[BaseException], fails: str) -> None:
