@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_cp.config import ContextParallelConfig
 from lightning_cp.engine.attention_calls import attending_processor
@@ -24,6 +25,23 @@ from lightning_cp.engine.sharders import ArgumentHook, OutputHook
 
 _ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
 _MARKED = "_parallel_config"
+_DEPTH = 3  # how far objects inside objects are followed
+_LIBRARIES = ("torch", "lightning_cp", "diffusers.hooks")
+_NO_HELPERS = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    type(None),
+    type,
+    Tensor,
+    nn.Module,
+    ModuleType,
+    FunctionType,
+)
 
 
 def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes, signature: Any) -> ModelHook:
@@ -35,9 +53,8 @@ def install(module: nn.Module, rules: Rules, session: Session, *, scopes: Scopes
     Returns: the `ModelHook` that runs the model's forward.
     """
     _install_processors(module, rules, session)
-    for inner in module.modules():
-        hold_stand_ins(inner.__dict__)
-        hold_stand_ins(getattr(getattr(inner, "processor", None), "__dict__", {}))
+    for held in (x for inner in module.modules() for x in _held_by(inner)):
+        hold_stand_ins(held)
     for inner, hook in scopes.hooks(rules):
         add_hooks(inner, before=hook.before, after=hook.after, always=True)
     arguments, outputs = [], []
@@ -73,13 +90,24 @@ def strip(modules: Iterable[nn.Module]) -> None:
         attributes = getattr(original, "__dict__", {})
         if isinstance(attributes.get(_MARKED), ContextParallelConfig):
             del attributes[_MARKED]
-        for held in (module.__dict__, attributes):
+        for held in _held_by(module):
             hold_originals(held)
 
 
 def original_processor(processor: Any) -> Any:
     """Return the processor that the engine's processor replaces; return other processors unchanged."""
     return getattr(processor, "__dict__", {}).get(_ORIGINAL, processor)
+
+
+def _held_by(owner: Any, depth: int = _DEPTH) -> Iterator[dict[Any, Any] | list[Any]]:
+    """Yield the attributes of a module, and of helper objects in them, and lists and dicts: they may hold functions."""
+    held = owner if isinstance(owner, (dict, list)) else getattr(owner, "__dict__", None)
+    if not isinstance(held, (dict, list)):
+        return
+    yield held
+    for value in held.values() if isinstance(held, dict) else held:
+        if depth > 0 and not isinstance(value, _NO_HELPERS) and not type(value).__module__.startswith(_LIBRARIES):
+            yield from _held_by(value, depth - 1)
 
 
 def _install_processors(module: nn.Module, rules: Rules, session: Session) -> None:

@@ -140,14 +140,14 @@ def are_installed() -> bool:
     return True
 
 
-def hold_stand_ins(attributes: dict[str, Any]) -> None:
-    """Exchange original functions in the attributes of an object for their stand-ins."""
-    _exchange(attributes, _STAND_INS)
+def hold_stand_ins(held: dict[Any, Any] | list[Any]) -> None:
+    """Exchange original functions in a dict (the attributes of an object, for example) or list for their stand-ins."""
+    _exchange(held, _STAND_INS)
 
 
-def hold_originals(attributes: dict[str, Any]) -> None:
+def hold_originals(held: dict[Any, Any] | list[Any]) -> None:
     """Undo `hold_stand_ins`."""
-    _exchange(attributes, _UNDER)
+    _exchange(held, _UNDER)
 
 
 def original_of(function: _Function) -> _Function:
@@ -186,11 +186,11 @@ def _exchange_in_modules(table: Mapping[int, _Function]) -> None:
             _exchange(attributes, table)
 
 
-def _exchange(attributes: dict[str, Any], table: Mapping[int, _Function]) -> None:
-    for name, value in list(attributes.items()):
+def _exchange(held: Any, table: Mapping[int, _Function]) -> None:
+    for key, value in list(held.items() if isinstance(held, dict) else enumerate(held)):
         other = table.get(id(value))
         if other is not None:
-            attributes[name] = other
+            held[key] = other
 
 
 def _stand_in(name: str, original: _Function) -> _Function:

@@ -197,26 +197,49 @@ class Holds:
         return self.function(q, q.flip(-1), q).transpose(1, 2).flatten(2)
 
 
-def _held(rank: int, world: int) -> float:
-    """Error of a model that holds the function in an attribute; in a helper, the call is refused."""
+def _by_list(items: list[Any], x: Tensor) -> Tensor:
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
+    out: Tensor = items[-1](q, q.flip(-1), 0.5 * q).transpose(1, 2).flatten(2)
+    return out
+
+
+def default(x: Tensor, function: Any = F.scaled_dot_product_attention) -> Tensor:
+    """Attention by PyTorch's own function, from before a plan was applied."""
+    q = x.reshape(*x.shape[:2], 4, -1).transpose(1, 2)
+    out: Tensor = function(q, q.flip(-1), q).transpose(1, 2).flatten(2)
+    return out
+
+
+def _held(rank: int, world: int, compiled: bool) -> float:
+    """Error of a model that holds the function in attributes, lists and helpers; as a default, the call is refused."""
     single, model, arguments = build(), build(), _arguments()
     for one in (single, model):
-        one.blocks[0].attention.processor.function = partial(Holds.__call__, one.blocks[0])
-        one.blocks[0].function = F.scaled_dot_product_attention
+        block = one.blocks[0]
+        block.attention.processor.function = partial(Holds.__call__, block)
+        block.function, block.helper.inner = F.scaled_dot_product_attention, Holds()
+        block.items[0] = partial(_by_list, block.items)
+        block.items.append(F.scaled_dot_product_attention)
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
+    if compiled:
+        model.blocks[0].compile(backend="eager", fullgraph=True)
     error = float((model(**arguments)[0] - single(**arguments)[0]).detach().abs().max())
     remove_context_parallel(model)
     assert model.blocks[0].function is F.scaled_dot_product_attention
-    model.blocks[0].helper = Holds()
+    assert model.blocks[0].items[1] is F.scaled_dot_product_attention
+    assert model.blocks[0].helper.inner.function is F.scaled_dot_product_attention
+    if compiled:
+        return error
+    model.blocks[0].helper = default
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
     for _ in range(2):  # it stays refused
-        with pytest.raises(InterceptionError, match=r"Holds\.__call__ in .* makes an attention call that could not be"):
+        with pytest.raises(InterceptionError, match=r"default in .* makes an attention call that could not be"):
             model(**arguments)
     return error
 
 
-def test_a_function_held_from_before_is_followed_in_attributes_and_refused_elsewhere(run_ranks: RankPool) -> None:
-    assert max(run_ranks(3, _held)) < _EXACT
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_function_held_from_before_is_followed_or_refused(run_ranks: RankPool, compiled: bool) -> None:
+    assert max(run_ranks(3, _held, compiled)) < _EXACT
 
 
 def _allowed(rank: int, world: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import sys
 import threading
@@ -11,6 +10,7 @@ import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.engine import scope
 from lightning_cp.engine.scope import SCOPE, are_installed
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, split
@@ -100,13 +101,13 @@ class Plain(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def _is_restored() -> Iterator[None]:
-    gc.collect()
+def _is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(scope, "_USERS", WeakSet())
+    scope.release_stand_ins(monkeypatch)  # models of other tests may be alive
     before = [getattr(F, name) for name in NAMES]
     yield
     assert SCOPE.current is None
     assert SCOPE.entry is None
-    gc.collect()
     assert [getattr(F, name) for name in NAMES] == before
 
 
@@ -225,12 +226,12 @@ def test_functions_are_pickled_by_name() -> None:
     remove_context_parallel(model)
 
 
-def _kind(scope: Any) -> object:
+def _kind(found: Any) -> object:
     """A short form of a scope: kinds of attention, or the class of what computes it, and whether dropout differs."""
-    if scope is None:
+    if found is None:
         return None
-    kinds = getattr(scope.attention, "kinds", None)
-    return kinds or type(scope.attention).__name__, scope.drops
+    kinds = getattr(found.attention, "kinds", None)
+    return kinds or type(found.attention).__name__, found.drops
 
 
 def _probed(model_of: Callable[[Callable[[str], None]], Any], run: Callable[[Any], object]) -> list[tuple[str, object]]:
