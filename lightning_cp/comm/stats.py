@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+
+_UNRECORDED = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,12 @@ class CommStats:
         if self.records_modules and not torch.compiler.is_compiling():
             self.module = None
 
-    @contextmanager
-    def inside_module(self, module: RecordedModule | None) -> Iterator[None]:
+    def inside_module(self, module: RecordedModule | None) -> AbstractContextManager[object]:
         """Record `module` for the duration of a backward. Args: module: module recorded in the forward."""
+        return _UNRECORDED if module is None and self.module is None else self._inside(module)
+
+    @contextmanager
+    def _inside(self, module: RecordedModule | None) -> Iterator[None]:
         self.module = module
         try:
             yield

@@ -23,7 +23,15 @@ def main() -> int | None:
     name = given[0] if given else "--help"
     if name in COMMANDS:
         sys.argv = [f"lightning-cp {name}", *sys.argv[2:]]
-        code: int | float | None = import_module(f"lightning_cp.app.commands.{name.replace('-', '_')}").main()
+        try:
+            command = import_module(f"lightning_cp.app.commands.{name.replace('-', '_')}")
+        except ModuleNotFoundError as error:
+            print(
+                f"error: lightning-cp {name} needs the package {error.name}: pip install 'lightning-cp[recipes]'",
+                file=sys.stderr,
+            )
+            return 2
+        code: int | float | None = command.main()
         return code if isinstance(code, int) else None  # in a sweep, train returns a loss
     if name in ("-h", "--help"):
         width = max(map(len, COMMANDS))

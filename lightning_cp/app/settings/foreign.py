@@ -22,12 +22,6 @@ MODEL_CLASSES = (
     "diffusers.FluxTransformer2DModel",
     "diffusers.WanTransformer3DModel",
 )
-# Names that these classes had in runs of earlier versions.
-EARLIER_NAMES = {
-    f"lightning_cp.{module}.{name}": f"lightning_cp.app.denoisers.{name}"
-    for module in ("training", "training.denoiser")
-    for name in ("FluxDenoiser", "WanDenoiser")
-}
 # Keys that sampling reads. All others (data set, optimizer, trainer, ...) are dropped, so that nothing can build them.
 _KEYS: dict[str, tuple[str, ...] | None] = {
     "model": None,
@@ -61,7 +55,6 @@ def read_foreign_run(path: Path, *, trust: bool = False) -> DictConfig:
     """
     config = _load(path)
     _refuse_finetuning(config, path.parent.parent)
-    _rename_classes(config.get("model"))
     if not trust:
         _check_no_interpolations(config, "", path)
         check_model_classes(config.get("model"), path)
@@ -131,14 +124,6 @@ def _load(path: Path) -> dict[str, Any]:
         raise SettingsError(f"{path} is damaged: expected a mapping, got {type(config).__name__}")
     _check_plain(config, "", path)
     return config
-
-
-def _rename_classes(node: Any) -> None:
-    """Replace `EARLIER_NAMES` in every `_target_` of a model's configuration, in place."""
-    if isinstance(node, dict) and isinstance(target := node.get("_target_"), str):
-        node["_target_"] = EARLIER_NAMES.get(target, target)
-    for _, value in _children(node, ""):
-        _rename_classes(value)
 
 
 def _check_structure(text: str, path: Path) -> None:

@@ -59,14 +59,6 @@ def test_every_model_that_comes_with_us_is_read_without_trust(model: str, strate
     assert read.keys() == {"model", "data", "sampling"}  # nothing that sampling does not need
 
 
-@pytest.mark.parametrize("earlier", ["lightning_cp.training.WanDenoiser", "lightning_cp.training.denoiser.WanDenoiser"])
-def test_a_run_of_an_earlier_version_is_read(earlier: str, tmp_path: Path) -> None:
-    config = trained("model=wan_tiny")
-    read = OmegaConf.to_container(read_foreign_run(written(tmp_path, changed(config, "model._target_", earlier))))
-    assert isinstance(read, dict)
-    assert read["model"] == config["model"]
-
-
 CALLED = [
     ("model._target_", "lightning_cp.launch.rank.load_target"),
     ("model._target_", "os.system"),

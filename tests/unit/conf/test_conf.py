@@ -16,6 +16,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_cp.app.commands import console
 from lightning_cp.app.commands.console import COMMANDS
 from lightning_cp.app.runs.recipe import check_config, conf_dir
 from lightning_cp.app.sampling.step_cache import enable_cache
@@ -225,6 +226,16 @@ def test_the_console_lists_its_commands_and_refuses_others() -> None:
     refused = subprocess.run([*start, "fly"], capture_output=True, text=True, timeout=60)
     assert (refused.returncode, refused.stdout) == (2, "")
     assert refused.stderr.startswith("error: 'fly' is no command of lightning-cp: use one of train, sample")
+
+
+def test_a_command_without_its_packages_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lightning-cp", "doctor"])
+    monkeypatch.delitem(sys.modules, "lightning_cp.app.commands.doctor", raising=False)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    assert console.main() == 2
+    assert capsys.readouterr().err.endswith("needs the package rich.console: pip install 'lightning-cp[recipes]'\n")
 
 
 def run_in(project: Path, *arguments: str) -> str:
