@@ -338,5 +338,5 @@ def test_a_ring_keeps_only_local_tensors_for_backward(run_ranks: RankPool, rotat
 def test_ulysses_keeps_what_it_exchanged_for_backward(run_ranks: RankPool) -> None:
     """Bytes of the local tensors: q, k, v, out and lse of all tokens and a third of the heads."""
     for names, bytes_ in run_ranks(3, _saved, _problem(1, 3)):
-        assert names == ["other"] * 6  # q, k and v in one tensor, two empty ones
+        assert names == ["lse", *["other"] * 6]  # q, k and v in one tensor; two tensors, and lse, are empty
         assert bytes_ == B * S * ((2 * H + 2 * G) * D + H) * 4 + (1 + 3 * 3) * 8
