@@ -12,7 +12,7 @@ from lightning_cp.attention.gathered import gathered_backward, gathered_forward,
 from lightning_cp.attention.heads import Heads, slice_heads
 from lightning_cp.attention.keys import OnlineSoftmax, Ring, attend_keys, grad_of, key_grads, mask_of, part_of
 from lightning_cp.comm.packet import Layout, Piece
-from lightning_cp.comm.ring_exchange import RingGradReducer, rotate
+from lightning_cp.comm.ring_exchange import LayoutOf, RingGradReducer, rotate
 from lightning_cp.kernels import Grads, PartialAttention, PartialAttentionGrad
 
 
@@ -92,8 +92,7 @@ def _rotated_backward(
         dk[:, :, heads.key], dv[:, :, heads.key] = grads.key, grads.value
 
     first, *others = slice_heads(q.shape[2], k.shape[2], 2)
-    layout = functools.cache(functools.partial(_layout, _by_head([dk, dv])))
-    reducer = RingGradReducer(lambda owner: layout(ring.kv_lengths[owner]), group=ring.process_group)
+    reducer = RingGradReducer(_layouts(_by_head([dk, dv]), ring), group=ring.process_group)
     for owner, chunk in _chunks(ring, k, v, mask):
         if owner == ring.rank:
             add_own(first, *chunk[:2])
@@ -165,8 +164,7 @@ def _mask_of(chunk: list[Tensor], mask: Tensor | None, keys: range) -> Tensor | 
 
 def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[tuple[int, list[Tensor]]]:
     local = _by_head([k, v]) if mask is None or ring.mask_kind != "key_mask" else [*_by_head([k, v]), mask]
-    layout = functools.cache(functools.partial(_layout, local))
-    for owner, chunk in rotate(local, lambda owner: layout(ring.kv_lengths[owner]), group=ring.process_group):
+    for owner, chunk in rotate(local, _layouts(local, ring), group=ring.process_group):
         chunk[:2] = _by_head(chunk[:2])
         yield owner, chunk
 
@@ -174,6 +172,12 @@ def _chunks(ring: Ring, k: Tensor, v: Tensor, mask: Tensor | None) -> Iterator[t
 def _by_head(tensors: list[Tensor]) -> list[Tensor]:
     """Transpose [b, s, h, d] to [b, h, s, d] or back. Chunks are sent as [b, h, s, d]: kernels are faster on it."""
     return [x.transpose(1, 2) for x in tensors]
+
+
+def _layouts(local: list[Tensor], ring: Ring) -> LayoutOf:
+    """Return a function that gives the layout of an owner's chunk; computed once for owners with equal lengths."""
+    layout = functools.cache(functools.partial(_layout, local))
+    return lambda owner: layout(ring.kv_lengths[owner])
 
 
 def _layout(local: list[Tensor], length: int) -> Layout:

@@ -70,18 +70,20 @@ def exchange(
     Ranks: each peer, with matching sends and receives in the same order.
     """
     pending = _begin(sum(buffer.numel() * buffer.element_size() for _, buffer in sends))
-    pending.held = held = [_host(buffer, group) for _, buffer in sends if buffer.numel()]
-    pending.recv_buffers = copies = []
-    peers = (peer for peer, buffer in sends if buffer.numel())
-    operations = [
-        dist.P2POp(dist.isend, buffer, group=group, group_peer=peer) for peer, buffer in zip(peers, held, strict=True)
-    ]
+    held: list[Tensor] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    operations: list[dist.P2POp] = []
+    for peer, buffer in sends:
+        if buffer.numel():
+            held.append(_host(buffer, group))
+            operations.append(dist.P2POp(dist.isend, held[-1], group=group, group_peer=peer))
     for peer, buffer in receives:
         if buffer.numel():
             recv_buffer = _recv_buffer(buffer, group)
             if recv_buffer is not buffer:
                 copies.append((recv_buffer, buffer))
             operations.append(dist.P2POp(dist.irecv, recv_buffer, group=group, group_peer=peer))
+    pending.held, pending.recv_buffers = held, copies
     if operations:
         with _marked(EXCHANGE, pending.number):
             pending.works = dist.batch_isend_irecv(operations)

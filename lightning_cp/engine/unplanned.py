@@ -53,8 +53,9 @@ class UnplannedAttention:
         if call is None or not call.lengths or not call.is_split:
             return
         if torch.compiler.is_compiling() or call.groups.context is None:
-            # Compared with the counts of all ranks, so that all ranks take the same decision.
-            split = any(keys in sizes for sizes in possible_sizes(call)) and keys not in call.unsplit_lengths
+            # Compared with the counts of all ranks, so that all ranks take the same decision: whole keys that are as
+            # many as the shard of some rank are refused too, because that rank cannot distinguish them.
+            split = any(keys in sizes for sizes in possible_sizes(call))
         else:
             with without_transforms() as plain:
                 split = not are_whole(plain((key, value)), keys, call.groups.context)

@@ -18,6 +18,7 @@ from lightning_cp.finetune.families.registry import family_class
 from lightning_cp.finetune.media.images import read_image
 from lightning_cp.finetune.recorded_prompts import RecordedPrompts
 from lightning_cp.pipelines.components import load_pipeline
+from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.pipelines.placement.encoders import pipeline_class, release
 from lightning_cp.training.ranks import DataShard, Ranks, TrainerRanks
 from lightning_cp.vae import parallelize_vae
@@ -101,7 +102,7 @@ class PromptSampler:
                 text.record(pipe, [self._arguments(i) for i in range(len(self))], ranks.device)
                 release(pipe, names)
             except Exception as error:
-                failure = f"{type(error).__name__}: {error}"
+                failure = text_of(error)
         failure = ranks.broadcast(failure)
         if failure:
             raise ValueError(f"sampling: the prompts cannot be encoded: {failure}")

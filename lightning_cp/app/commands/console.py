@@ -19,13 +19,14 @@ COMMANDS = {
 
 def main() -> int | None:
     """Run the command that the first argument names. Returns: the exit code; None: 0."""
-    given = sys.argv[1:2]
-    name = given[0] if given else "--help"
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
         sys.argv = [f"lightning-cp {name}", *sys.argv[2:]]
         try:
             command = import_module(f"lightning_cp.app.commands.{name.replace('-', '_')}")
         except ModuleNotFoundError as error:
+            if (error.name or "").startswith("lightning_cp"):
+                raise
             print(
                 f"error: lightning-cp {name} needs the package {error.name}: pip install 'lightning-cp[recipes]'",
                 file=sys.stderr,

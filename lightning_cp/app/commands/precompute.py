@@ -8,9 +8,10 @@ It starts the ranks itself, and continues where an interrupted run stopped. `--h
 
 import os
 from pathlib import Path
+from typing import Any
 
 import hydra
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 
 from lightning_cp.app import terminal
@@ -34,7 +35,7 @@ def encode(config: DictConfig) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
-    chosen = dict(config.precompute)
+    chosen: Any = OmegaConf.to_container(config.precompute)
     settings = PrecomputeSettings(
         captions=config.data.captions,
         workers=config.num_workers,

@@ -1,1 +1,1 @@
-"""Where a pipeline's weights are: stages of a call, sharding over ranks, and pipelines that only encode."""
+"""Placement of a pipeline's weights: offloading between stages of a call, sharding over ranks, encoders alone."""

@@ -21,6 +21,7 @@ from lightning_cp.errors import PlanError
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.patching import intercept_calls, intercept_method
 from lightning_cp.pipelines.adapters import adapt_shards, adapter_parameters
+from lightning_cp.pipelines.error_votes import text_of
 from lightning_cp.sample_groups import SampleGroups
 
 # Methods that need whole weights or the original classes of the blocks. Adapters of transformers work (adapters.py).
@@ -225,7 +226,7 @@ def mark_unusable(
     setting = f" with shard={list(found)}" if is_sharded else ""
     message = (
         f"this {type(pipe).__name__} is {state}, because parallelize_pipeline failed{setting} "
-        f"({type(error).__name__}: {error}): load it again"
+        f"({text_of(error)}): load it again"
     )
 
     def refuse(*_: object) -> NoReturn:
