@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from lightning_cp.engine.forwards import decorated_function, own_function
-from lightning_cp.engine.scope import DISPATCH, SDPA, is_attention
+from lightning_cp.engine.stand_ins import DISPATCH, SDPA, is_attention
 from lightning_cp.errors import PlanError
 
 _FLEX = "torch.nn.attention.flex_attention"

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightning_cp.attention import attend_across
 from lightning_cp.engine.lengths import Sizes, are_whole, find_sizes
-from lightning_cp.engine.missed_calls import check_recomputation
 from lightning_cp.engine.outer_masks import gather_token_mask, outer_mask, token_mask
 from lightning_cp.engine.patch_attention import attend_in_patches
-from lightning_cp.engine.scope import DISPATCH, ORIGINALS, SCOPE, SDPA, without_scope
+from lightning_cp.engine.replay import check_recomputation
+from lightning_cp.engine.scope import without_scope
 from lightning_cp.engine.segments import after_kept_keys, attend_by_segments
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import DISPATCH, ORIGINALS, SDPA
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.kernels import kernel_of_backend
 from lightning_cp.plans import LOCAL, Attention
@@ -289,8 +289,7 @@ class AttentionDispatcher:
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
-        if not torch.compiler.is_compiling() and SCOPE.has_grad and not torch.is_grad_enabled():
-            check_recomputation()
+        check_recomputation()
 
 
 def kernel_for(session: Session, backend: Any) -> str:

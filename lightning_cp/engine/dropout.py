@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_cp.engine.replay import check_recomputation
 from lightning_cp.engine.session import Session
 from lightning_cp.errors import InterceptionError
 
@@ -39,6 +40,7 @@ def drop(
     whole = (input, p, training, inplace) if inplace else (input, p, training)  # torch.dropout has no `inplace`
     if rank is None:
         return original(*whole)
+    check_recomputation()
     if torch.compiler.is_compiling() or _is_capturing(input):
         if name != "dropout":
             raise _not_in_a_graph(name)

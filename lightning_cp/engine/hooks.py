@@ -17,6 +17,7 @@ from lightning_cp.engine.hints import missing_split
 from lightning_cp.engine.hook_base import EngineHook, refuse
 from lightning_cp.engine.missed_calls import MissedCalls
 from lightning_cp.engine.paths import is_compiled
+from lightning_cp.engine.replay import Replay
 from lightning_cp.engine.rules import Rules
 from lightning_cp.engine.scope import SCOPE, Scope
 from lightning_cp.engine.session import Call, Session
@@ -25,27 +26,6 @@ from lightning_cp.engine.value_checks import check_in_graph, check_values
 from lightning_cp.errors import InterceptionError, PlanError, ShapeError
 from lightning_cp.lost_connections import is_failed_exchange
 from lightning_cp.nest import tensors
-
-
-@dataclass(eq=False)
-class _Replay(EngineHook):
-    """Block passed to a checkpoint function. It runs with the `Call` of its forward, also when it is recomputed.
-
-    Attributes: scope: in which the block, or a function in its place, is called.
-    """
-
-    session: Session
-    call: Call | None
-    scope: Scope | None
-    block: Callable[..., Any]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before, self.session.call = self.session.call, self.call
-        outside, SCOPE.current = SCOPE.current, self.scope
-        try:
-            return self.block(*args, **kwargs)
-        finally:
-            self.session.call, SCOPE.current = before, outside
 
 
 @dataclass(eq=False)
@@ -184,7 +164,7 @@ class ModelHook(EngineHook):
         session = self.session
 
         def checkpoint(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            return original(_Replay(session, session.call, SCOPE.current, block), *args, **kwargs)
+            return original(Replay(session, session.call, SCOPE.current, block), *args, **kwargs)
 
         return checkpoint
 

@@ -18,10 +18,10 @@ from lightning_cp.engine.linear import LinearAttention
 from lightning_cp.engine.padding import PadHook
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.scope import hold_originals, hold_stand_ins
 from lightning_cp.engine.scopes import Scopes
 from lightning_cp.engine.session import Session
 from lightning_cp.engine.sharders import ArgumentHook, OutputHook
+from lightning_cp.engine.stand_ins import hold_originals, hold_stand_ins
 
 _ORIGINAL = "_lightning_cp_original"  # attribute of a processor of the engine: the processor that it replaces
 _MARKED = "_parallel_config"

@@ -21,9 +21,9 @@ from lightning_cp.engine.hooks import ModelHook
 from lightning_cp.engine.install import install, strip
 from lightning_cp.engine.paths import submodule
 from lightning_cp.engine.rules import Rules
-from lightning_cp.engine.scope import are_installed, install_stand_ins, release_stand_ins
 from lightning_cp.engine.scopes import Scopes
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import are_installed, install_stand_ins, release_stand_ins
 from lightning_cp.engine.structure import Structure
 from lightning_cp.engine.value_checks import register
 from lightning_cp.errors import PlanError
@@ -61,6 +61,7 @@ class Installed(ForwardWrapper):
     def install(self) -> None:
         """Install the plan. If that fails, the model is restored."""
         self._had_forward = own_forward(self.module).get() is not None
+        are_new = not are_installed()
         try:
             self._install_rules()
             self.caches.reset()  # steps of whole tokens would not fit
@@ -69,6 +70,8 @@ class Installed(ForwardWrapper):
             release_stand_ins(self)
             self.caches.release()
             raise
+        if are_new and dynamo_is_imported():  # compiled functions of the user do not know the stand-ins
+            torch.compiler.reset()
         self._forget_compiled()
         slot = own_forward(self.module)
         self.original = slot.get()

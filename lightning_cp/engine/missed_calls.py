@@ -7,16 +7,15 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointFunction
 
-from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.lengths import are_whole
 from lightning_cp.engine.peers import without_transforms
-from lightning_cp.engine.scope import ORIGINALS, SCOPE, SDPA
+from lightning_cp.engine.scope import SCOPE
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import ORIGINALS, SDPA
 from lightning_cp.errors import InterceptionError
 
 _OTHERS = ("torch.", "lightning_cp.", "diffusers.models.attention_dispatch")
@@ -65,30 +64,6 @@ class MissedCalls(TorchFunctionMode):
                 "dispatch_attention_fn, by these names, instead of a reference from before apply_context_parallel; or "
                 "mark the module LOCAL in the plan if this is what it should compute"
             )
-
-
-def check_recomputation() -> None:
-    """Check that no reentrant checkpoint is between this attention call and the planned module that makes it.
-
-    Raises: InterceptionError: backward would call the function again without the module, and so without a scope.
-    """
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not _is_planned(frame):
-        if frame.f_code is CheckpointFunction.forward.__code__:
-            raise InterceptionError(
-                "a function that attends is checkpointed with use_reentrant=True inside of a block, and would be "
-                "recomputed without the token counts of this forward: use use_reentrant=False, for a block or for a "
-                "module in it that attends"
-            )
-        frame = frame.f_back
-
-
-def _is_planned(frame: types.FrameType) -> bool:
-    """Return True for the call of a module with hooks of the engine, and for a checkpoint function of a model's own."""
-    called = frame.f_locals.get("self")
-    if isinstance(called, nn.Module) and frame.f_code is nn.Module._call_impl.__code__:
-        return any(isinstance(getattr(x, "__self__", None), EngineHook) for x in called._forward_hooks.values())
-    return isinstance(called, EngineHook) and frame.f_code.co_name == "__call__"
 
 
 def _callers() -> list[str]:

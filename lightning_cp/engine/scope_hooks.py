@@ -46,8 +46,8 @@ class ScopeHook(EngineHook):
             STATS.enter(module, self.model)
             self._find_call(args, kwargs)
             SCOPE.has_grad = torch.is_grad_enabled()
-            if SCOPE.current is None and not session.forwards:
-                SCOPE.entry = module
+            if not session.forwards and (SCOPE.current is None or SCOPE.current.session is not session):
+                SCOPE.entry = module, SCOPE.current, SCOPE.entry
         if self.checked and session.call is not None:
             session.call.intercepted = False
         SCOPE.current = self.scope
@@ -68,8 +68,9 @@ class ScopeHook(EngineHook):
         call = session.call
         if not torch.compiler.is_compiling():
             SCOPE.has_grad = torch.is_grad_enabled()
-            if SCOPE.entry is module:  # end of a recomputation
-                SCOPE.current = SCOPE.entry = session.call = None
+            if SCOPE.entry is not None and SCOPE.entry[0] is module:  # end of a recomputation
+                _, SCOPE.current, SCOPE.entry = SCOPE.entry
+                session.call = None
         escaped = self.checked and output is not None and call is not None and not call.intercepted
         if escaped and not _skips_attention(module):
             raise InterceptionError(

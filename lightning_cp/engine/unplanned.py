@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lightning_cp.engine.lengths import are_whole, possible_sizes
 from lightning_cp.engine.peers import without_transforms
-from lightning_cp.engine.scope import DISPATCH, ORIGINALS, SDPA, without_scope
+from lightning_cp.engine.scope import without_scope
 from lightning_cp.engine.session import Session
+from lightning_cp.engine.stand_ins import DISPATCH, ORIGINALS, SDPA
 from lightning_cp.errors import InterceptionError
 
 

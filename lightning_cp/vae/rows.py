@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_cp.comm.halo import fetch_halo
 from lightning_cp.comm.shards import gather_uneven, sizes_in
-from lightning_cp.engine.scope import original_of
+from lightning_cp.engine.stand_ins import original_of
 from lightning_cp.mesh import MeshGroups
 from lightning_cp.vae.attention import attend_all_rows
 from lightning_cp.vae.row_dims import RowDim, row_dim_of, row_dim_of_result, set_row_dim

@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
-from lightning_cp.engine import scope
-from lightning_cp.engine.scope import SCOPE, are_installed
+from lightning_cp.engine import stand_ins
+from lightning_cp.engine.scope import SCOPE
+from lightning_cp.engine.stand_ins import are_installed
 from lightning_cp.errors import PlanError
 from lightning_cp.plans import LOCAL, Attention, Plan, split
 from tests.dist.compare import outcome
@@ -100,10 +102,25 @@ class Plain(nn.Module):
         return x + torch.dropout(x, 0.2, self.training)
 
 
+class Recomputed(torch.autograd.Function):
+    """Checkpointing of a module by other code than PyTorch's. Its backward calls the module with the same tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, block: Any, x: Tensor) -> Tensor:
+        ctx.block, ctx.x = block, x
+        out: Tensor = block(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        with torch.enable_grad():
+            return None, torch.autograd.grad(ctx.block(ctx.x), ctx.x, gradients)[0]
+
+
 @pytest.fixture(autouse=True)
 def _is_restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(scope, "_USERS", WeakSet())
-    scope.release_stand_ins(monkeypatch)  # models of other tests may be alive
+    monkeypatch.setattr(stand_ins, "_USERS", WeakSet())
+    stand_ins.release_stand_ins(monkeypatch)  # models of other tests may be alive
     before = [getattr(F, name) for name in NAMES]
     yield
     assert SCOPE.current is None
@@ -226,6 +243,58 @@ def test_functions_are_pickled_by_name() -> None:
     remove_context_parallel(model)
 
 
+def in_script(x: Tensor) -> Tensor:
+    """Attention and dropouts for TorchScript."""
+    x = F.dropout(F.scaled_dot_product_attention(x, x, x), 0.3, False)
+    return F.alpha_dropout(torch.dropout(x, 0.2, False), 0.2, False)
+
+
+def test_torchscript_compiles_the_original_functions() -> None:
+    x, model = _x(), Model()
+    expected = in_script(x)
+    apply_context_parallel(model, ContextParallelConfig(), PLAN)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.* is deprecated")
+        scripted = torch.jit.script(in_script)
+        drop = torch.jit.script(nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)).eval())
+    assert torch.equal(scripted(x), expected)
+    drop(x)
+    remove_context_parallel(model)
+    assert torch.equal(scripted(x), expected)
+
+
+def test_a_class_may_have_a_function_as_an_attribute() -> None:
+    """PyTorch's function is not bound to an object."""
+    model, x = Model(), _x()
+    apply_context_parallel(model, ContextParallelConfig(), PLAN)
+    late = type("Late", (), {"attention": F.scaled_dot_product_attention})()
+    installed = late.attention(x, x, x)
+    remove_context_parallel(model)
+    assert torch.equal(installed, F.scaled_dot_product_attention(x, x, x))
+    assert torch.equal(installed, late.attention(x, x, x))
+
+
+@pytest.mark.parametrize("around", [partial(checkpoint, use_reentrant=False), Recomputed.apply])
+def test_a_recomputation_inside_of_another_model_leaves_its_scope(around: Any) -> None:
+    """A block of the outer model runs the backward of another parallel model."""
+    inner, seen = Model(), []
+
+    def probe(name: str) -> None:
+        before = SCOPE.current
+        if name == "block":
+            inner(_x().requires_grad_()).sum().backward()
+        seen.append(SCOPE.current is before)
+
+    inner.around = around
+    outer = Model(probe)
+    for model in (inner, outer):
+        apply_context_parallel(model, ContextParallelConfig(), PLAN)
+    outer(_x())
+    assert seen == [True] * len(FORWARD)
+    for model in (inner, outer):
+        remove_context_parallel(model)
+
+
 def _kind(found: Any) -> object:
     """A short form of a scope: kinds of attention, or the class of what computes it, and whether dropout differs."""
     if found is None:
@@ -284,7 +353,8 @@ def test_recomputation_in_a_thread_of_autograd_has_the_scopes_of_the_forward() -
     assert _probed(Model, run) == [*FORWARD, *BLOCK, *BLOCK]
 
 
-def test_an_interrupted_recomputation_leaves_other_models_alone() -> None:
+@pytest.mark.parametrize("around", [partial(checkpoint, use_reentrant=False), Recomputed.apply])
+def test_an_interrupted_recomputation_leaves_other_models_alone(around: Any) -> None:
     def interrupts(name: str) -> None:
         if failing and name == "other":
             raise KeyboardInterrupt
@@ -295,12 +365,12 @@ def test_an_interrupted_recomputation_leaves_other_models_alone() -> None:
     expected = _seen(plain, x)
     model = Model(interrupts)
     apply_context_parallel(model, ContextParallelConfig(), PLAN)
-    model.around = partial(checkpoint, use_reentrant=False)
+    model.around = around
     out = model(x.clone().requires_grad_())
     failing.append(True)
     with pytest.raises(KeyboardInterrupt):
         out.sum().backward()
-    assert SCOPE.current is not None
+    assert (SCOPE.current is None) == isinstance(around, partial)  # PyTorch's functions restore it
     assert torch.equal(_seen(plain, x), expected)
     assert SCOPE.current is None
     remove_context_parallel(model)
