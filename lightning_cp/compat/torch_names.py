@@ -155,8 +155,9 @@ def trace_into(stand_ins: Mapping[Any, Any]) -> None:
 def trace_as_before(originals: Iterable[Any]) -> None:
     """Undo `trace_into`."""
     rules = _rules()
-    for original in originals if rules else ():
-        rules[original] = getattr(rules.get(original), "before", rules.get(original))
+    for original in originals:
+        if hasattr(rules.get(original), "before"):
+            rules[original] = rules[original].before
 
 
 def _rules() -> dict[Any, Any]:

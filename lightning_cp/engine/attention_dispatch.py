@@ -289,7 +289,7 @@ class AttentionDispatcher:
 
     def _mark_intercepted(self) -> None:
         self.session.current().intercepted = True
-        check_recomputation()
+        check_recomputation(self.session.current())
 
 
 def kernel_for(session: Session, backend: Any) -> str:

@@ -40,7 +40,7 @@ def drop(
     whole = (input, p, training, inplace) if inplace else (input, p, training)  # torch.dropout has no `inplace`
     if rank is None:
         return original(*whole)
-    check_recomputation()
+    check_recomputation(session.current())
     if torch.compiler.is_compiling() or _is_capturing(input):
         if name != "dropout":
             raise _not_in_a_graph(name)

@@ -64,7 +64,9 @@ class ModelHook(EngineHook):
         around, entry = SCOPE.current, SCOPE.entry
         if around is not None and around.session is session and not session.forwards:
             around = entry = None  # of an interrupted recomputation, too
-        call = session.call = Call(session.groups, session.peers, session.evaluation, self.describes_attention)
+        call = session.call = Call(
+            session.groups, session.peers, session.evaluation, self.describes_attention, torch.is_grad_enabled()
+        )
         session.forwards += 1
         SCOPE.current, SCOPE.entry = self.scope, None
         checkpoints: list[tuple[nn.Module, Any]] = []

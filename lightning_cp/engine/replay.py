@@ -75,12 +75,12 @@ def _in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
     return function if scope is None else Replay(scope.session, scope.session.call, scope, function)
 
 
-def check_recomputation() -> None:
+def check_recomputation(call: Call) -> None:
     """Check that no autograd function is between this call and the planned module that makes it.
 
     Raises: InterceptionError: its backward may call the code again, without the scope.
     """
-    if torch.compiler.is_compiling() or not SCOPE.has_grad or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or not call.has_grad or torch.is_grad_enabled():
         return
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None and not _is_planned(frame):

@@ -52,13 +52,11 @@ class _Current(threading.local):
         current: None outside of parallel models.
         entry: in activation recomputation by other code than PyTorch's: the module that is recomputed, and `current`
             and `entry` before it.
-        has_grad: True if gradients were enabled where the innermost planned module was called.
     """
 
     def __init__(self) -> None:  # each thread calls it
         self.current: Scope | None = None
         self.entry: Any = None
-        self.has_grad = False
 
     def get(self) -> Scope | None:
         """Return the scope. One that an interrupt (Ctrl-C) has left in a recomputation is dropped."""

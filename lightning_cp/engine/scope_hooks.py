@@ -45,7 +45,6 @@ class ScopeHook(EngineHook):
         if not torch.compiler.is_compiling():  # in compiled blocks, recomputation does not run the hooks
             STATS.enter(module, self.model)
             self._find_call(args, kwargs)
-            SCOPE.has_grad = torch.is_grad_enabled()
             if not session.forwards and (SCOPE.current is None or SCOPE.current.session is not session):
                 SCOPE.entry = module, SCOPE.current, SCOPE.entry
         if self.checked and session.call is not None:
@@ -67,7 +66,6 @@ class ScopeHook(EngineHook):
         SCOPE.current = self.around
         call = session.call
         if not torch.compiler.is_compiling():
-            SCOPE.has_grad = torch.is_grad_enabled()
             if SCOPE.entry is not None and SCOPE.entry[0] is module:  # end of a recomputation
                 _, SCOPE.current, SCOPE.entry = SCOPE.entry
                 session.call = None

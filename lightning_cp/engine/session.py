@@ -30,6 +30,7 @@ class Call:
     Attributes:
         peers: compares this forward's arguments between ranks; starts when the forward shards its first tensor.
         is_dynamic: compiled code may have lengths as symbols. (Attention derived from token counts compares them.)
+        has_grad: gradients were enabled when the forward began.
         defined: global number of tokens of each modality seen so far; `lengths` gives it, also to compiled code.
         sized: for the same modalities, an empty tensor [tokens, 0].
         rows: global number of rows, for modalities that are split between rows only.
@@ -48,6 +49,7 @@ class Call:
     peers: PeerCheck
     evaluation: Evaluation | None = None
     is_dynamic: bool = False
+    has_grad: bool = False
     defined: dict[str, int] = field(default_factory=dict)
     sized: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, int] = field(default_factory=dict)
@@ -253,6 +255,6 @@ class Session:
             raise RuntimeError(
                 "a context-parallel block ran outside of its model's forward, so its token counts are unknown: call "
                 "the model as a whole. Activation checkpointing of blocks works with the model's own "
-                "enable_gradient_checkpointing(), and with torch.utils.checkpoint(..., use_reentrant=False)"
+                "enable_gradient_checkpointing(), and with torch.utils.checkpoint.checkpoint"
             )
         return self.call

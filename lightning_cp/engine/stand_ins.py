@@ -75,11 +75,11 @@ def release_stand_ins(user: object) -> None:
 
 def are_installed() -> bool:
     """Return True if each function is a stand-in. (They may be replaced, and diffusers may be imported later.)"""
-    trace_into(_TRACED)
     for module, name in _functions():
         original = _UNDER.get(id(getattr(module, name)))
         if original is None or (name in (SDPA, DISPATCH) and ORIGINALS.get(name) is not original):
             return False
+    trace_into(_TRACED)  # dynamo may be imported later
     return True
 
 
