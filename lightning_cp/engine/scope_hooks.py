@@ -65,10 +65,9 @@ class ScopeHook(EngineHook):
         session = self.session
         SCOPE.current = self.around
         call = session.call
-        if not torch.compiler.is_compiling():
-            if SCOPE.entry is not None and SCOPE.entry[0] is module:  # end of a recomputation
-                _, SCOPE.current, SCOPE.entry = SCOPE.entry
-                session.call = None
+        if not torch.compiler.is_compiling() and SCOPE.entry is not None and SCOPE.entry[0] is module:
+            _, SCOPE.current, SCOPE.entry = SCOPE.entry  # end of a recomputation
+            session.call = None
         escaped = self.checked and output is not None and call is not None and not call.intercepted
         if escaped and not _skips_attention(module):
             raise InterceptionError(
