@@ -35,6 +35,7 @@ with private_names("torch"):
     from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
     from torch.utils.checkpoint import _checkpoint_without_reentrant_generator as stores_recomputation
 
+    module_call_code = torch.nn.Module._call_impl.__code__
     lerp_all_ = torch._foreach_lerp_
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
 
@@ -61,6 +62,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "lerp_all_",
     "make_wrapper_subclass",
+    "module_call_code",
     "no_torch_dispatch",
     "peek_interpreter_stack",
     "process_groups",

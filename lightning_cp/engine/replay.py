@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_cp.compat.torch_names import stores_recomputation
+from lightning_cp.compat.torch_names import module_call_code, stores_recomputation
 from lightning_cp.engine.hook_base import EngineHook
 from lightning_cp.engine.scope import SCOPE, Scope
 from lightning_cp.engine.session import Call, Session
@@ -96,6 +96,6 @@ def check_recomputation(call: Call) -> None:
 def _is_planned(frame: types.FrameType) -> bool:
     """Return True for the call of a module with hooks of the engine, and for that of a `Replay`."""
     called = frame.f_locals.get("self")
-    if isinstance(called, nn.Module) and frame.f_code is nn.Module._call_impl.__code__:
+    if isinstance(called, nn.Module) and frame.f_code is module_call_code:
         return any(isinstance(getattr(x, "__self__", None), EngineHook) for x in called._forward_hooks.values())
     return isinstance(called, EngineHook) and frame.f_code.co_name == "__call__"
