@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel, remove_context_parallel
+from lightning_cp.engine.stand_ins import original_of
 from lightning_cp.errors import InterceptionError
 from tests.dist.compare import averaged, outcome, worst
 from tests.faults.patched_parts import PLAN, attend, model_of
 from tests.harness import RankPool
 
 _EXACT = 1e-9
-_ORIGINAL = F.scaled_dot_product_attention
+_ORIGINAL = original_of(F.scaled_dot_product_attention)  # models of earlier tests may be parallel
 
 
 def _by(function: Callable[..., Tensor], x: Tensor) -> Tensor:

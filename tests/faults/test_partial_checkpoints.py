@@ -58,6 +58,7 @@ def _run(rank: int, world: int, checkpointed: str, reentrant: bool) -> tuple[flo
     expected, gradients = outcome(single, {"x": _x()})
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
     out, found = outcome(model, {"x": _x()})
+    remove_context_parallel(model)
     return float((out - expected).abs().max()), worst(averaged(found, world), gradients)
 
 
@@ -136,6 +137,7 @@ def _masks(rank: int, world: int, reentrant: bool) -> tuple[Tensor, Tensor]:
     apply_context_parallel(model, ContextParallelConfig(ring_degree=world), PLAN)
     torch.manual_seed(0)
     model(_x(4 * world).requires_grad_())[0].sum().backward()
+    remove_context_parallel(model)
     forward, backward = masks
     return forward, backward
 
