@@ -89,7 +89,7 @@ def _eager(rank: int, world: int) -> None:
         remove_context_parallel(model)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.full), 3])
 def test_captured_functions_are_refused_in_eager_code(run_ranks: RankPool, world: int) -> None:
     run_ranks(world, _eager)
 
@@ -119,7 +119,7 @@ def _followed(world: int, whole: bool) -> tuple[float, float]:
     return errors
 
 
-@pytest.mark.parametrize("whole", [False, True], ids=["blocks", "whole"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.full)], ids=["blocks", "whole"])
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_captured_functions_are_followed_in_compiled_code(run_ranks: RankPool, world: int, whole: bool) -> None:
     for errors in run_ranks(world, _compiled, whole, timeout_s=240):
