@@ -1,4 +1,4 @@
-"""docs/distributed_sampling.md: its code blocks run unchanged, and what it says about them and errors is true."""
+"""docs/distributed_sampling*.md: their code blocks run unchanged, and what they say about them and errors is true."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lightning_cp.errors import KernelError, PeerMismatchError, PlanError
 from tests.e2e.recipe import ROOT
 from tests.harness import RankPool
 
-PAGE = (ROOT / "docs" / "distributed_sampling.md").read_text(encoding="utf-8")
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs").glob("distributed_sampling*.md")))
 BLOCKS = {text.splitlines()[0].lstrip("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)}
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", "--rdzv-backend=c10d")
 SETTINGS = {"num_inference_steps": 2, "output_type": "latent", "max_sequence_length": 24}
