@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from lightning_cp import ContextParallelConfig, parallelize_pipeline
-from tests.dist.strategies import test_fabric_strategy, test_sharded
 from tests.dist.attention.test_exactness import problems
 from tests.dist.pipefusion import error_of, latents_of, make_pipe
 from tests.dist.problems import check_exact
+from tests.dist.strategies import test_fabric_strategy, test_sharded
 from tests.harness import RankPool
 from tests.harness.cases import full_unless
 from tests.harness.strict import Strict
