@@ -7,9 +7,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from lightning_cp.app.settings.target import reads_settings
 from tests.unit.launch.targets import Unspeakable
 
 
+@reads_settings
 def end_in_collectives(config: DictConfig) -> None:
     """All-reduce without end; rank `rank` leaves after a few times in the way `how`."""
     dist.init_process_group("gloo")

@@ -90,6 +90,14 @@ def test_imports_only_go_down() -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_only_the_application_imports_hydra() -> None:
+    found = [
+        (path, line) for path, line, name in imported_modules() if name.partition(".")[0] in ("hydra", "omegaconf")
+    ]
+    assert [f"{path}:{line}" for path, line in found if path.parts[0] != "app"] == []
+    assert found, "the application does"
+
+
 def test_imports_within_a_layer_have_no_cycle() -> None:
     edges = {(source, target) for source, target in _imports() if source != target}
     rest = {source for source, _ in edges}

@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.files import writing_new
 from lightning_cp.launch import Job, LocalLauncher, Machine
 from lightning_cp.launch.scratch import temporary_folder
@@ -34,6 +35,7 @@ ONE_PROCESS = ("one_rank", "data")
 DATA_MODEL = "diffusers.WanTransformer3DModel"  # the workload `data` has encoders for it
 
 
+@reads_settings
 def measure_all(config: DictConfig) -> None:
     """Measure on every rank; rank 0 writes a row per subject."""
     import warnings

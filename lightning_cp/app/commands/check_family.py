@@ -17,6 +17,7 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.recipe import conf_dir
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import Job, LocalLauncher
 from lightning_cp.launch.scratch import temporary_folder
@@ -24,6 +25,7 @@ from lightning_cp.launch.scratch import temporary_folder
 _DTYPES = ("float32", "bfloat16")
 
 
+@reads_settings
 def topology(config: DictConfig) -> None:
     """Run the topology proof on every rank; rank 0 writes the result."""
     import torch.distributed as dist

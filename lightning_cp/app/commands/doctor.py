@@ -22,6 +22,7 @@ from rich.table import Table
 
 from lightning_cp.app import terminal
 from lightning_cp.app.settings.table import SettingsError
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import print_error, rich_text
 from lightning_cp.launch import FailureKind, Job, LocalLauncher, Machine, launcher_env
 from lightning_cp.launch.scratch import temporary_folder
@@ -34,6 +35,7 @@ PROBLEM, BAD_ARGUMENT, TIMED_OUT = 1, 2, 3  # exit codes
 TOLERANCE = 1e-10  # float64, against plain softmax attention
 
 
+@reads_settings
 def try_modes(config: DictConfig) -> None:
     """Run each mode forward and backward on every rank; rank 0 writes errors and milliseconds."""
     import json

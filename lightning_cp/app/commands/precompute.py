@@ -17,9 +17,11 @@ from rich.table import Table
 from lightning_cp.app import terminal
 from lightning_cp.app.runs.precompute import check_precompute
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
+from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
 
 
+@reads_settings
 def encode(config: DictConfig) -> None:
     """Encode this rank's share on every rank; rank 0 reports. (The launching process needs none of these imports.)"""
     from datetime import timedelta

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -223,7 +224,7 @@ def _choose_folder(config: DictConfig, kind: str) -> None:
     if is_new:
         config.hydra[kind].dir = str(folder)
     if is_new and kind == "sweep":  # each job composes its configuration from these overrides
-        config.hydra.overrides.hydra.append(f"{key}={_quoted(folder)}")
+        config.hydra.overrides.hydra.append(f"{key}={QuotedString(str(folder), Quote.single).with_quotes()}")
 
 
 def _only_this_rank_failed() -> bool:
@@ -245,9 +246,3 @@ def _claim(requested: Path, config: DictConfig, key: str) -> Path:
         if root is not None and Path(str(root)) in requested.parents:
             raise not_writable("output_root", Path(str(root)), error, within=requested) from error
         raise not_writable(key, requested, error) from error
-
-
-def _quoted(folder: Path) -> str:
-    """Quote a path as a value in Hydra's override grammar."""
-    escaped = str(folder).replace("'", "\\'")
-    return f"'{escaped}'"
