@@ -17,12 +17,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import NoReturn
 
-from lightning_cp.comm import channel
-from lightning_cp.comm.rendezvous import use_inherited_listener
 from lightning_cp.files import new_file
+from lightning_cp.launch import channel
 from lightning_cp.launch.job import Failure, FailureKind
 from lightning_cp.launch.lifeline import end_with_launcher
 from lightning_cp.launch.machine import free_port
+from lightning_cp.launch.rendezvous import take_listener
 from lightning_cp.launch.stopping import Stopped
 
 Target = Callable[[Path], None]
@@ -55,7 +55,7 @@ def run_target(target: str, config: Path, *, more_to_come: bool = False) -> int 
     ports = [free_port()]
     if more_to_come:
         torch.distributed.broadcast_object_list(ports, src=0)
-    from lightning_cp.comm.departure import leave_process_group
+    from lightning_cp.launch.departure import leave_process_group
 
     leave_process_group()
     return ports[0] if more_to_come else None
@@ -115,7 +115,7 @@ def main(spec: str) -> None:
         faulthandler.enable()  # a rank that crashes writes its Python stack to its log
     channel.open_channel(os.environ)
     end_with_launcher(int(os.environ.pop("LIGHTNING_CP_LIFELINE")))
-    use_inherited_listener(os.environ)
+    take_listener(os.environ)
     rank = int(os.environ["RANK"])
     try:
         run_target(settings["target"], Path(settings["config"]))

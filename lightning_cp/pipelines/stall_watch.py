@@ -7,8 +7,8 @@ import socket
 
 import torch.distributed as dist
 
-from lightning_cp.comm.stall import StallWatch, current_watch, stop_watch, watch_stalls
 from lightning_cp.compat.torch_names import default_timeout
+from lightning_cp.launch.stall import StallWatch, current_watch, stop_watch, watch_stalls
 from lightning_cp.patching import Undo
 from lightning_cp.sample_groups import SampleGroups
 

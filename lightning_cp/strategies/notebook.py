@@ -14,11 +14,11 @@ import torch.multiprocessing
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from typing_extensions import override
 
-from lightning_cp.comm.rendezvous import served_address
-from lightning_cp.comm.stall import stop_watch
 from lightning_cp.compat import fabric_names
 from lightning_cp.compat.fabric_names import is_interactive
 from lightning_cp.compat.torch_names import process_groups
+from lightning_cp.launch.rendezvous import served_address
+from lightning_cp.launch.stall import stop_watch
 from lightning_cp.mesh import cached_groups
 from lightning_cp.strategies.sweep_ranks import StartsScripts
 

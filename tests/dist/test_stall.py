@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_cp import ContextParallelConfig, apply_context_parallel
-from lightning_cp.comm import loopback, stall
-from lightning_cp.comm.stall import watch_stalls
+from lightning_cp.launch import loopback, stall
+from lightning_cp.launch.stall import watch_stalls
 from tests.harness import RankPool
 from tests.models import TINY
 

@@ -47,8 +47,8 @@ def write_listening(config: DictConfig) -> None:
     from lightning.fabric import Fabric
 
     from lightning_cp import context_parallel_attention
-    from lightning_cp.comm import stall
     from lightning_cp.fabric import ContextParallelStrategy
+    from lightning_cp.launch import stall
 
     world = int(os.environ["WORLD_SIZE"])
     strategy: Any = ContextParallelStrategy(ring=world, stall_s=30)

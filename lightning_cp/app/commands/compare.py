@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_cp.launch import Job, LocalLauncher
+from lightning_cp.launch.rendezvous import join_launcher
 from lightning_cp.launch.scratch import temporary_folder
 
 RANKS = 3
@@ -30,6 +31,7 @@ def measure(_: Path) -> None:
 
     warnings.filterwarnings("ignore", category=FutureWarning)  # of functions that diffusers calls
     diffusers.logging.set_verbosity_error()
+    join_launcher()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     even, uneven = [16] * RANKS, [17, 16, 14]

@@ -19,6 +19,7 @@ from lightning_cp.app.runs.precompute import check_precompute
 from lightning_cp.app.runs.recipe import conf_dir, run_recipe
 from lightning_cp.app.settings.target import reads_settings
 from lightning_cp.app.terminal import rich_text
+from lightning_cp.launch.rendezvous import join_launcher
 
 
 @reads_settings
@@ -36,6 +37,7 @@ def encode(config: DictConfig) -> None:
         torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        join_launcher()
         dist.init_process_group(backend, timeout=timedelta(days=2))  # ranks wait for the slowest one at the end
     chosen: Any = OmegaConf.to_container(config.precompute)
     settings = PrecomputeSettings(

@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from lightning_cp.app.settings.table import SettingsError
 from lightning_cp.app.settings.target import reads_settings
-from lightning_cp.comm import channel
+from lightning_cp.launch import channel
 from lightning_cp.launch.stalls import is_stopped
 
 RANK = int(os.environ.get("RANK", "-1"))
