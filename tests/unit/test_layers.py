@@ -13,6 +13,7 @@ LAYERS = (
         "lost_connections",
         "job_secret",
         "files",
+        "locks",
         "config",
         "rules",
         "shares",
