@@ -5,7 +5,6 @@ Ranks of a context group share a sample, so they must draw the same numbers. Dat
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from lightning_cp.comm.agree import gather_objects
 from lightning_cp.comm.transfer import all_gather_ints
+from lightning_cp.engine.checksum import digest_ints
 from lightning_cp.mesh import MeshGroups
 
 State = dict[str, Any]
@@ -172,7 +172,7 @@ def _as_tensors(value: Any) -> Any:
 
 def _digest(value: Any) -> int:
     """Return a 64-bit hash of a nest of tensors and plain values."""
-    return int.from_bytes(hashlib.blake2b(repr(_plain(value)).encode(), digest_size=8).digest(), "big")
+    return digest_ints(_plain(value), 1)[0] & ((1 << 64) - 1)
 
 
 def _plain(value: Any) -> Any:
