@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from lightning_cp.checkpoint.folder import atomic_folder
-from lightning_cp.comm.agree import gather_objects, text_of
 from lightning_cp.errors import ExportError
 from lightning_cp.training.ema import gather_on_first_rank
 
@@ -120,17 +119,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 def on_rank_zero(write: Callable[[], object]) -> None:
     """Call `write` on rank 0 and wait for it on every rank. Raises: ExportError, on every rank: it failed."""
-    failure: str | None = None
+    failure: list[str | None] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
             write()
         except Exception as error:
             if not dist.is_initialized() and not isinstance(error, _DISK_ERRORS):
                 raise
-            failure = text_of(error)
-    failure = gather_objects(failure, dist.group.WORLD)[0]
-    if failure is not None:
-        raise ExportError(f"the export could not be written: {failure}")
+            failure = [f"{type(error).__name__}: {error}"]
+    if dist.is_initialized():
+        dist.broadcast_object_list(failure, src=0)
+    if failure[0] is not None:
+        raise ExportError(f"the export could not be written: {failure[0]}")
 
 
 def _full_state(model: nn.Module, *, dtype: torch.dtype | None) -> dict[str, Tensor]:
